@@ -37,9 +37,8 @@ DECODER = DecoderSpec(
 )
 ROUNDS = 7
 STEPS_BETWEEN = 2
-STALL_RATIO_MAX = (
-    1.15  # of a plain copy: naming the tensors and starting a thread, and noise of a shared machine
-)
+# of a plain copy: naming the tensors and starting a thread, and noise of a shared machine
+STALL_RATIO_MAX = 1.15
 TIMEOUT_S = 600
 
 

@@ -65,9 +65,8 @@ class Truth:
     growth: float  # how the bytes of a sample grow with its length
     backward: float  # over the end of the forward pass
     engine: float  # on what is sharded
-    told: (
-        float | None
-    )  # exponent by which the share of a pass is told wrong; None: its modules tell nothing
+    # exponent by which the share of a pass is told wrong; None: its modules tell nothing
+    told: float | None
     lengths: tuple[float, ...]  # the longest sample of each step, beside the median
 
     def fixed_bytes(self, plan: Plan) -> float:
@@ -79,9 +78,8 @@ class Truth:
         )
         whole = sum(count / (shards if plan.zero_stage >= stage else 1) for count, stage in parts)
         offloaded = 0.5 if str(plan.offload) != "none" else 1.0
-        buckets = (
-            4 if plan.engine is Engine.SCRIPT and plan.layout.dp > 1 else 0
-        )  # of DDP, beside the gradients
+        # of DDP, beside the gradients
+        buckets = 4 if plan.engine is Engine.SCRIPT and plan.layout.dp > 1 else 0
         return (
             self.parameters
             * (whole * self.engine * offloaded + buckets)
@@ -208,9 +206,8 @@ class Recovery:
     """How a job came through."""
 
     failures: int  # out-of-memory ones
-    step_ratio: (
-        float | None
-    )  # of its last plan's step, beside the fastest plan that fits; None: it was given up
+    # of its last plan's step, beside the fastest plan that fits; None: it was given up
+    step_ratio: float | None
     time_ratio: float | None  # of its time to the end, beside a run that began with that plan
     climbed: bool
 

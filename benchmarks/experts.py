@@ -37,7 +37,8 @@ class Row(NamedTuple):
     """One published configuration."""
 
     source: str
-    looked_at: bool  # whether its step times were read before the models of time and memory were last changed
+    # whether its step times were read before the models of time and memory were last changed
+    looked_at: bool
     name: str
     spec: JobSpec
     nodes: Sequence[Node]

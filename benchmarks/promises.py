@@ -20,9 +20,8 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.order import Order
 
 GUARANTEED = 194  # jobs of mt (reference/scheduling.md, section 2)
-RUBICK_MT_S = (
-    4017.30  # mean completion of Rubick's SLA variant in its own simulator (the same section)
-)
+# mean completion of Rubick's SLA variant in its own simulator (the same section)
+RUBICK_MT_S = 4017.30
 KEPT = 0.99  # of the promises that were given
 REFUSED = 0.02  # of the jobs that ask for one
 Shaken = Callable[[Trace], Sequence[Trace]]

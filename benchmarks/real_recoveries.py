@@ -72,10 +72,10 @@ class Recovery:
     kind: str
     bursts: int
     ended: bool
-    micro_share: float  # of the largest micro-batch that the device holds, what its last attempt trained with
-    apart: (
-        float | None
-    )  # the largest difference of a loss from that of the whole device; None: it has not ended
+    # of the largest micro-batch that the device holds, what its last attempt trained with
+    micro_share: float
+    # the largest difference of a loss from that of the whole device; None: it has not ended
+    apart: float | None
 
 
 def drawn(draw: random.Random, folder: Path) -> Drawn:

@@ -35,17 +35,20 @@ ARRIVAL_S, LENGTH = (
     60.0,
     0.05,
 )  # arrivals by up to a minute, lengths by up to 5 % (reference/scheduling.md, 6.3)
-PLANS_LAUNCH_S = (
-    260.0  # what AlibabaPAI/reconfigurable-dl-scheduler charges for a launch or a new plan
-)
-# Nodes for each cluster's trace: a quarter, and a twentieth, of its jobs come when the devices that were asked for by
+# what AlibabaPAI/reconfigurable-dl-scheduler charges for a launch or a new plan
+PLANS_LAUNCH_S = 260.0
+# Nodes for each cluster's trace: a quarter, and a twentieth, of its jobs come when the devices that
+# were asked for by
 # then are more than there are.
 DEADLINES = {"01": (22, 33), "05": (12, 20), "06": (21, 36), "07": (42, 64)}
-# pkusys/ElasticFlow, figure 8a: 195 jobs on 16 nodes with four T4, of which it meets 72.8 %. Its simulator charges who
-# starts, or changes its devices, 2 s, as much once more, and for each time that these double (scheduler/utils.py).
+# pkusys/ElasticFlow, figure 8a: 195 jobs on 16 nodes with four T4, of which it meets 72.8 %. Its
+# simulator charges who
+# starts, or changes its devices, 2 s, as much once more, and for each time that these double
+# (scheduler/utils.py).
 ELASTICFLOW = ("elasticflow", "traces_for_ElasticFlow", "elasticVpollux_e.csv")
 ELASTICFLOW_LAUNCH_S = 16.0  # of all 64 devices
-BUSY = 0.1  # of the jobs come when more devices are asked for than there are: a queue decides who is late
+# of the jobs come when more devices are asked for than there are: a queue decides who is late
+BUSY = 0.1
 PHILLY_NODES = 64
 PENDING = (1000, 2000, 5000, 10_000)
 DECISIONS = 2000  # measured at each depth

@@ -28,14 +28,16 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 DATA = Path(__file__).parents[2] / "shared" / "ground_truth"
-LOSS_BYTES_PER_LOGIT = (
-    12  # logits in 16 bits, their fp32 copy, its gradient, and the gradient in 16 bits
-)
+# logits in 16 bits, their fp32 copy, its gradient, and the gradient in 16 bits
+LOSS_BYTES_PER_LOGIT = 12
 RECOMPUTED = {"True": ActivationCheckpointing.FULL, "False": ActivationCheckpointing.NONE}
 SHARDED = {"FULL_SHARD": ZeroStage.PARAMETERS, "SHARD_GRAD_OP": ZeroStage.GRADIENTS}
-# Of the A100 nodes of Jean Zay, with four links of 100 Gbit/s: all 32 devices of four of them reduced 4 GB in 1.53 s, a
-# bus bandwidth of 40.5 Gbit/s (bigscience-workshop/bigscience experiments/bandwidth/all_reduce_bench-a100-n4.txt,
-# 2022-01; its README: NCCL does not use all that Omni-Path has). Said as the nominal bandwidth of which LINK_EFFICIENCY
+# Of the A100 nodes of Jean Zay, with four links of 100 Gbit/s: all 32 devices of four of them
+# reduced 4 GB in 1.53 s, a
+# bus bandwidth of 40.5 Gbit/s (bigscience-workshop/bigscience
+# experiments/bandwidth/all_reduce_bench-a100-n4.txt,
+# 2022-01; its README: NCCL does not use all that Omni-Path has). Said as the nominal bandwidth of
+# which LINK_EFFICIENCY
 # is that.
 JEAN_ZAY_NETWORK = "6.5GB/s"
 

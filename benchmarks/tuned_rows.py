@@ -129,7 +129,8 @@ def _measured_s(
         return float(batch * tokens / (said["tokens_per_device_s"] * devices))
     shape = model["decoder"]
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    # huggingface/nanotron src/nanotron/models/llama.py, get_flops: as many key heads as heads, no causal half
+    # huggingface/nanotron src/nanotron/models/llama.py, get_flops: as many key heads as heads, no
+    # causal half
     layer = 8 * hidden**2 + 4 * tokens * hidden + 6 * hidden * shape["intermediate_size"]
     flops = 3.0 * batch * tokens * (layers * layer + 2 * hidden * shape["vocab_size"])
     return float(flops / (said["mfu_percent"] / 100 * MFU_PEAK_FLOPS * devices))

@@ -17,7 +17,8 @@ from pathlib import Path
 
 IMPORTED = (
     "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # for every engine; it imports torch's compiler: 3 s
+    # for every engine; it imports torch's compiler: 3 s
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.distributed.checkpoint",
     "torch.utils.cpp_extension",
     "orchestrator.training.loop",
@@ -29,9 +30,11 @@ IMPORTED = (
 OF_ALL = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torchao asks for CUDA at its import, which would start it before the fork
+    # torchao asks for CUDA at its import, which would start it before the fork
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "MASTER_ADDR": "127.0.0.1",
-    # as launchers have it: another ninja than the one that compiled an extension would compile it again
+    # as launchers have it: another ninja than the one that compiled an extension would compile it
+    # again
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
 }
 

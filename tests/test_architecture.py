@@ -47,7 +47,8 @@ FOREIGN_IMPORTS = {  # which distributions; packages that are not here may impor
         "torchao",
     },
 }
-ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam stands between it and the rest
+# distribution -> the folder that alone may import it: a seam stands between it and the rest
+ONE_ROOM_ONLY = {
     "ray": "orchestrator/backends/ray",
     "mlflow": "orchestrator/backends/mlflow",
     "sqlalchemy": "orchestrator/backends/journal",
@@ -57,7 +58,8 @@ ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam
     "joserfc": "orchestrator/backends/oidc",
     "pynvml": "orchestrator/backends/devices",
 }
-BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together
+# folder of ours -> the files outside it that may import it: those that put the service together
+BEHIND_A_SEAM = {
     "orchestrator/backends/ray": {
         "orchestrator/service/server/daemon.py",
         "orchestrator/service/client/lifecycle.py",
@@ -65,7 +67,8 @@ BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: 
     },
 }
 PURE = ("specs", "memory", "planning", "scheduling")
-# A list of what is allowed, since nobody can list all that reads a clock, a file or the environment.
+# A list of what is allowed, since nobody can list all that reads a clock, a file or the
+# environment.
 PURE_STANDARD_LIBRARY = {
     "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "decimal", "difflib", "enum",
     "fnmatch", "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math", "operator", "re",
@@ -87,14 +90,16 @@ MUTATORS = {
     "append", "appendleft", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
     "setdefault", "sort", "reverse", "subtract", "update",
 }  # fmt: skip
-# A cache with a bound changes no answer of a pure function. These have none, since their arguments are few.
+# A cache with a bound changes no answer of a pure function. These have none, since their arguments
+# are few.
 UNBOUNDED_CACHES = {
     "orchestrator/specs/replace.py": {"_slots_of"},  # one entry for each class of this program
     "orchestrator/memory/calibration/calibrate.py": {
         "_student_quantile"
     },  # degrees of freedom: at most the window
 }
-STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that have nothing of ours installed
+# what a training process reads, on machines that have nothing of ours installed
+STANDARD_LIBRARY_ONLY = {
     "orchestrator/__init__.py",
     "orchestrator/specs/__init__.py",
     *(
@@ -120,7 +125,8 @@ STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that hav
 }
 COPY_NOUNS = {
     "orchestrator/specs/replace.py",
-    "orchestrator/training/guard/failure_reporter.py",  # runs by path, beside a program of other people
+    # runs by path, beside a program of other people
+    "orchestrator/training/guard/failure_reporter.py",
 }
 EXCEPTIONS = {  # file -> modules that it alone may import
     "orchestrator/specs/run.py": {"os", "pathlib"},  # defines the files of an attempt's folder

@@ -176,7 +176,8 @@ def decoder_parameters(
             "musicgen/musicgen_small.yaml",
             decoder_parameters(layers=24, width=1024, books=4, words=2048, pads=1, rest=769 * 1024),
         ),
-        # helpers/model_init_scripts/init_model_600M.py, and a table of T5's 32,128 words for the prompt.
+        # helpers/model_init_scripts/init_model_600M.py, and a table of T5's 32,128 words for the
+        # prompt.
         (
             "parler_tts/parler_tts_mini.yaml",
             decoder_parameters(

@@ -421,7 +421,8 @@ READERS_FILES = {
     "train.sbatch": "#!/bin/sh\n#SBATCH --gres=gpu:1\npython train.py --batch-size 8\n",
     **dict.fromkeys(("shared.yaml", "cluster.yaml"), OWN_CLUSTER),
 }
-# What a page names and no test has -> what the reader has in its place. Nothing answers at the addresses.
+# What a page names and no test has -> what the reader has in its place. Nothing answers at the
+# addresses.
 STAND_INS = {
     "JOB": "fits-1",
     "JOB.yaml": "job.yaml",
@@ -696,7 +697,8 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
     assert loaded == set()
 
 
-CHINESE = {  # page -> the English page that it follows, and how many headings of its own it ends with
+# page -> the English page that it follows, and how many headings of its own it ends with
+CHINESE = {
     "README.md": ("README.md", 0),
     "quickstart.md": ("docs/quickstart.md", 1),
     "debug-oom.md": ("docs/guides/debug-oom.md", 1),

@@ -21,7 +21,8 @@ from tests.test_survival import until
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 400.0  # for all of STEPS, on a busy machine
 STEPS = 260
-TOLERANCE = 5e-5  # of the loss, fp32: sums in another order, over STEPS (1.1e-5 seen at step 218, 2026-11-23)
+# of the loss, fp32: sums in another order, over STEPS (1.1e-5 seen at step 218, 2026-11-23)
+TOLERANCE = 5e-5
 MODEL = """
 global_batch_size: 16
 model:

@@ -21,7 +21,8 @@ from tests.test_cli import Answer, Shell
 SCRIPT = "name: own\ngpus: 1\nglobal_batch_size: 8\ncommand: python train.py\nsteps: 20\nspeeds: {1: 1s}\n"
 TRAIN = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--batch-size', type=int, default=8)\n"
 NIGHT = "jobs:\n  - {file: own.yaml}\n  - {at: 10min, file: own.yaml}\n"
-# Command -> (arguments, exit code) in a home without a service, where nothing is started: 1 is a refusal by the world,
+# Command -> (arguments, exit code) in a home without a service, where nothing is started: 1 is a
+# refusal by the world,
 # 2 one of what was typed. A command that would start a service or a training meets a missing file.
 FORMS = {
     "up": ("--cluster missing.yaml", 2),

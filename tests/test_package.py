@@ -113,7 +113,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "--quiet",
     ]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=COMMAND_S)
-    # After the installation, which would else find this environment's orchestrator. Python reads no .pth file of a
+    # After the installation, which would else find this environment's orchestrator. Python reads no
+    # .pth file of a
     # folder that a .pth file names: what is installed here as editable is not seen there.
     dependencies = [entry for entry in sys.path if Path(entry).name == "site-packages"]
     (site_packages(environment) / "dependencies.pth").write_text("\n".join(dependencies))

@@ -26,7 +26,8 @@ from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 
-# Ranks alone: tests/training/test_kills.py; the server: tests/backends/test_mlflow_tracker.py; the service: test_cli.py
+# Ranks alone: tests/training/test_kills.py; the server: tests/backends/test_mlflow_tracker.py; the
+# service: test_cli.py
 pytestmark = pytest.mark.long
 STEPS = 60
 PATIENCE_S = 150.0

@@ -20,7 +20,8 @@ import numpy as np
 from jobs.audio import speech
 
 CACHE = Path(__file__).parent / "cache"
-HOP = 256  # samples per frame, window and bands: as HiFi-GAN at this rate (jik876/hifi-gan config_v1.json)
+# samples per frame, window and bands: as HiFi-GAN at this rate (jik876/hifi-gan config_v1.json)
+HOP = 256
 WINDOW = 1024
 MELS = 80
 QUIET = 1e-5  # least mel magnitude, as there

@@ -27,7 +27,9 @@ RATE_HZ = 22050  # what espeak_Initialize answers for every voice used here
 SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth returns when all sound was handed over
 RATE_OF_WORDS = 1  # espeakRATE, words per minute
 UTF8 = 1  # espeakCHARS_UTF8
-SEED = 0  # of a voice's noise: eSpeak NG's default is the time, so that every machine would have another sound
+# of a voice's noise: eSpeak NG's default is the time, so that every machine would have another
+# sound
+SEED = 0
 READ = (
     "argparse",
     "json",

@@ -19,9 +19,8 @@ RETRY_FIRST_S, RETRY_MAX_S = (
     30.0,
 )  # back-off, doubled after each failure of a receiver that is away
 REFUSALS_MAX = 5  # sends of one group that may fail in a row before its rows are dropped
-ROWS = (
-    20  # sent before newer ones are looked for: what begins to run waits no longer than these take
-)
+# sent before newer ones are looked for: what begins to run waits no longer than these take
+ROWS = 20
 STOP_TIMEOUT_S = 10.0  # for the request under way
 
 log = logging.getLogger(__name__)
@@ -87,9 +86,8 @@ class OutboxRelay(Generic[Body]):
                     log.warning("%s at %s: %s", self._name, self._receiver.address, problem)
                 self.problem = problem
                 self._stop.wait(min(RETRY_FIRST_S * 2 ** min(failures, 10), RETRY_MAX_S))
-                failures = (
-                    failures + 1 if isinstance(error, OSError) else 0
-                )  # a row that is refused delays no others
+                # a row that is refused delays no others
+                failures = failures + 1 if isinstance(error, OSError) else 0
             else:
                 failures, self.problem = 0, None
                 if not more:

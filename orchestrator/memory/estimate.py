@@ -32,13 +32,18 @@ from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProf
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS
 
-# Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
-# compared with a device). With planning's margin of 5 % on top this covers the worst of them. A traced model whose own
-# steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters at seven
+# Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of
+# the allocator, not
+# compared with a device). With planning's margin of 5 % on top this covers the worst of them. A
+# traced model whose own
+# steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters
+# at seven
 # micro-batches gave 0.7 to 8.8 %, up and down (training/tracing/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
-# cuBLAS on Hopper has 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp), of PyTorch's allocator.
-# The threads of forward and backward pass have a handle each: two were live at each of four peaks on an H100
+# cuBLAS on Hopper has 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp), of
+# PyTorch's allocator.
+# The threads of forward and backward pass have a handle each: two were live at each of four peaks
+# on an H100
 # (tests/gpu/measured/, 2026-11-26).
 CUBLAS_BYTES = 64 * 2**20
 

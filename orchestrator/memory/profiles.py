@@ -22,7 +22,8 @@ from orchestrator.specs.profile import (
 )
 from orchestrator.specs.replace import replace
 
-# Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
+# Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay
+# fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
 LOW_SHARE = 0.65
 TRANSFORMERS_TRAINERS = (
@@ -81,9 +82,8 @@ def profile_of(
     assert context_parallel == 1 or (model is not None and not spec.is_script), (
         "planning/layouts.py asks for no other"
     )
-    spread = (
-        1 if spec.is_script else tensor_parallel
-    )  # our engine spreads tokens over the ranks that share matrices
+    # our engine spreads tokens over the ranks that share matrices
+    spread = 1 if spec.is_script else tensor_parallel
     if model is not None and model.weight_bytes_each == 2:
         autocast = False  # nothing is left to cast
     if freezes(spec) and tensor_parallel == pipeline_parallel == expert_parallel == 1:
@@ -303,7 +303,8 @@ def decoder_profile(
     width = 2 if low else 4  # of what matrix products return
     stream = 2 if low and not autocast else 4  # of the residual stream
     matrices = 2 * h * q + 2 * h * kv + 3 * h * f
-    # Norms with the inputs of the projections behind them. CUDA's norm is one kernel, which keeps its input alone.
+    # Norms with the inputs of the projections behind them. CUDA's norm is one kernel, which keeps
+    # its input alone.
     norms = {(False, 4): 24, (True, 4): 26, (True, 2): 20}[low, stream]
     if cuda:
         norms -= 12 if stream == 2 else 8
@@ -315,12 +316,10 @@ def decoder_profile(
     saved = norms * stream_width + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
     selective = stream * stream_width + width * (2 * stream_width + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
-        saved += (
-            2 * (1 if cuda else width) * stream_width
-        )  # masks, which a CPU has in the type of the input
-    moved = (
-        (66, 142) if low and autocast else (10 * width, 25 * width)
-    )  # of the residual stream, forward and backward
+        # masks, which a CPU has in the type of the input
+        saved += 2 * (1 if cuda else width) * stream_width
+    # of the residual stream, forward and backward
+    moved = (66, 142) if low and autocast else (10 * width, 25 * width)
     again = max(1, cp * tp // spec.kv_heads)  # ranks that have the same key-value head
     if cp > 1:  # attention's output comes back in another tensor
         saved += width * (q + 2 * (again - 1) * kv)

@@ -28,25 +28,31 @@ from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsd
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
-# Computation and communication that overlap slow each other by 1.1 to 1.3 (Galvatron, arXiv:2211.13878, section 3.4).
+# Computation and communication that overlap slow each other by 1.1 to 1.3 (Galvatron,
+# arXiv:2211.13878, section 3.4).
 OVERLAP_COST = 0.2
-# A collective that a layer waits for, on the host beside NCCL's start: Python, autograd and the dispatcher, as
-# all-reduces under autograd took in a process group that sends nothing (torch 2.13.0, one CPU core, 2026-11-22).
+# A collective that a layer waits for, on the host beside NCCL's start: Python, autograd and the
+# dispatcher, as
+# all-reduces under autograd took in a process group that sends nothing (torch 2.13.0, one CPU core,
+# 2026-11-22).
 DISPATCH_S = 2.3e-5
-# An update of one parameter alone, on the host: its hook, its norm and an optimizer's step, above its share of one step
-# for all, with 300 matrices of 32 x 32 under AdamW (30 to 36 us; torch 2.13.0, one CPU core, 2026-11-25).
+# An update of one parameter alone, on the host: its hook, its norm and an optimizer's step, above
+# its share of one step
+# for all, with 300 matrices of 32 x 32 under AdamW (30 to 36 us; torch 2.13.0, one CPU core,
+# 2026-11-25).
 UPDATE_ALONE_S = 3.3e-5
-EXPERT_MESSAGES = (
-    2  # all-to-alls of a mixture of experts: tokens there and back; forward their numbers before
-)
-CONTEXT_MESSAGES = (
-    4  # all-to-alls of an attention: queries, keys and values to heads, its output to tokens
-)
+# all-to-alls of a mixture of experts: tokens there and back; forward their numbers before
+EXPERT_MESSAGES = 2
+# all-to-alls of an attention: queries, keys and values to heads, its output to tokens
+CONTEXT_MESSAGES = 4
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel (bucket_cap_mb)
 TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
-# Bytes that an update reads and writes per parameter. AdamW reads parameter, gradient and both moments and writes all
-# but the gradient: 7 fp32 words; SGD has one moment; 8-bit moments have a byte each; Adafactor's are small, but it
-# goes over the gradient twice. Of a weight in bf16, AdamW in 8 bits moves three words of half the size.
+# Bytes that an update reads and writes per parameter. AdamW reads parameter, gradient and both
+# moments and writes all
+# but the gradient: 7 fp32 words; SGD has one moment; 8-bit moments have a byte each; Adafactor's
+# are small, but it
+# goes over the gradient twice. Of a weight in bf16, AdamW in 8 bits moves three words of half the
+# size.
 UPDATE_TRAFFIC_BYTES = {
     Optimizer.ADAMW: 28,
     Optimizer.ADAMW_8BIT: 16,
@@ -54,11 +60,14 @@ UPDATE_TRAFFIC_BYTES = {
     Optimizer.SGD: 20,
 }
 BF16_TRAFFIC_BYTES = 10
-# Of one element, where 8-bit AdamW is not compiled (training/engines/eight_bit.py): 143 ns beside fp32 weights, 158 ns
+# Of one element, where 8-bit AdamW is not compiled (training/engines/eight_bit.py): 143 ns beside
+# fp32 weights, 158 ns
 # beside bf16 ones (torch 2.13.0, torchao 0.18, one CPU core, 2026-11-26).
 EAGER_8BIT_S = 1.5e-7
-# Host memory bandwidth that one rank's AdamW on the host gets: steps of an H100 took three times as long as by 25 GB/s,
-# which is 8 GB/s, and those of an H200 with 16 cores tell 14 GB/s (docs/concepts/memory-model.md, tests/gpu/measured/).
+# Host memory bandwidth that one rank's AdamW on the host gets: steps of an H100 took three times as
+# long as by 25 GB/s,
+# which is 8 GB/s, and those of an H200 with 16 cores tell 14 GB/s (docs/concepts/memory-model.md,
+# tests/gpu/measured/).
 HOST_ADAM_BANDWIDTH = 11e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
 
@@ -75,9 +84,8 @@ class Hardware:
     nodes: int
     network_bandwidth: int
     host_memory: float = inf
-    launches_block: bool = (
-        False  # CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it launched
-    )
+    # CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it launched
+    launches_block: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -143,9 +151,8 @@ class StepSeconds:
 
     def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
         """Return the seconds of one micro-batch on a rank with `profile` of so many stages, without its waits."""
-        added = (
-            self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
-        )  # to those of micro-batches before
+        # to those of micro-batches before
+        added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
         updates, hardware = plan.optimizer_in_backward, self._hardware
         starts = 0 if self._copies_once else _collectives(profile, self._mechanics)

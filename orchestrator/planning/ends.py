@@ -13,7 +13,8 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.stages import stage_layers
 
-# Bytes of a parameter, its gradient and its optimizer states on a rank: whole, or with states cut over many ranks
+# Bytes of a parameter, its gradient and its optimizer states on a rank: whole, or with states cut
+# over many ranks
 # (memory/engines/torch.py). They decide between cuts that are equally fast only.
 WHOLE_BYTES, SHARDED_BYTES = 16, 8
 STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's time

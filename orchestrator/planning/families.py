@@ -44,7 +44,8 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS, Setting
 from orchestrator.specs.stages import stage_layers
 
-# And the first layers of a stage that are recomputed in full; whether the inputs of all wait in host memory.
+# And the first layers of a stage that are recomputed in full; whether the inputs of all wait in
+# host memory.
 Mode = tuple[ActivationCheckpointing, int, bool]
 ON_HOST: Mode = (ActivationCheckpointing.FULL, 0, True)
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
@@ -142,7 +143,8 @@ def default_length(spec: JobSpec) -> int | None:
 class Family:
     """Plans that differ only in checkpointing, micro-batch size and accumulation; smaller micro-batches first."""
 
-    example: Plan  # plan of the smallest batch that fills the pipeline, with all settings that the family shares
+    # plan of the smallest batch that fills the pipeline, with all settings that the family shares
+    example: Plan
     alike: tuple[Mode, ...]  # checkpointing modes that all layers share
     partial: tuple[Mode, ...]  # modes in which only the first layers are recomputed in full
     offloads_to: float  # largest micro-batch whose layer inputs may wait in host memory; 0: none

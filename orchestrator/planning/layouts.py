@@ -17,8 +17,10 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE
 from orchestrator.specs.plan import share_heads
 
-# Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree: experts share samples of
-# 16,384 tokens and more (Grattafiori et al. 2024, arXiv:2407.21783, table 4: 131,072 tokens over 16 ranks, 8,192 over
+# Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree:
+# experts share samples of
+# 16,384 tokens and more (Grattafiori et al. 2024, arXiv:2407.21783, table 4: 131,072 tokens over 16
+# ranks, 8,192 over
 # one). Shorter runs of tokens have shorter products, and messages that start as often.
 OWN_TOKENS_MIN = 8192
 

@@ -22,9 +22,8 @@ ROWS_BETWEEN, COLUMNS_BETWEEN = 2, 3  # at least so many between two labels
 COLUMNS_A_TICK = 10
 PADDING = 0.05  # of the span: room beyond the outermost points
 PADDING_MIN = math.log(1.06)
-LIMIT_NEAR = (
-    1.5  # the end of the memory over the highest point: so near it is always in the picture
-)
+# the end of the memory over the highest point: so near it is always in the picture
+LIMIT_NEAR = 1.5
 
 
 class Mark(StrEnum):

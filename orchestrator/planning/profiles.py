@@ -17,11 +17,12 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, OwnSettings, Segment, Source
 from orchestrator.specs.replace import replace
 
-ASSUMED_FILL = (
-    0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
-)
-# DistributedDataParallel's buckets beside what one rank was measured to hold without activations: 4 bytes a parameter
-# (torch/csrc/distributed/c10d/reducer.cpp) beside the 16 of weights, gradients and AdamW's moments in fp32.
+# of a device: what a script of unknown memory is taken to fill at its own micro-batch
+ASSUMED_FILL = 0.9
+# DistributedDataParallel's buckets beside what one rank was measured to hold without activations: 4
+# bytes a parameter
+# (torch/csrc/distributed/c10d/reducer.cpp) beside the 16 of weights, gradients and AdamW's moments
+# in fp32.
 BUCKETS_OF_FIXED = 4 / 16
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 

@@ -27,11 +27,11 @@ SWITCHED_OFF = (
     "false",
 )  # where a script's bare switch is absent
 
-PARTIAL = (
-    "partial"  # what `activation_checkpointing` is told where the first layers only are recomputed
-)
+# what `activation_checkpointing` is told where the first layers only are recomputed
+PARTIAL = "partial"
 
-# As our engines scale (training/contract/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
+# As our engines scale (training/contract/loss_scale.py): from 2**16, doubled after 2000 finite
+# steps, halved at once.
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
 

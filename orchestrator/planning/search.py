@@ -81,7 +81,8 @@ UNPLANNED_TRAINING: dict[str, Any] = {
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int, float], bool]
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
-REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
+# devices: plans that need more memory than so many have are left out, as long as any needs less
+REACH = 2
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
 
 
@@ -148,7 +149,8 @@ def _cached_frontier(
 ) -> Frontier | SpecError:
     """Return the frontier, or the error where there is none, which took as long to find."""
     try:
-        # A journal of an older day is read without judgement. Pins are the search's own, where a job keeps its plan.
+        # A journal of an older day is read without judgement. Pins are the search's own, where a
+        # job keeps its plan.
         job_from_data(_pinned(spec, ()).model_dump(mode="json"), "")
         work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
         return _frontier(spec, hardware, overhead, steps, work, within_reach=within_reach)
@@ -443,9 +445,8 @@ class _Between(NamedTuple):
     takes: StepSeconds
     least_s: float = 0.0
     least_bytes: int = 0
-    is_ordered: bool = (
-        False  # whether more layers in full take longer, and need less: then these are known
-    )
+    # whether more layers in full take longer, and need less: then these are known
+    is_ordered: bool = False
 
 
 def _time_family(

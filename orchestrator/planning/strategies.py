@@ -34,8 +34,10 @@ from orchestrator.specs.replace import replace
 
 DEEP = 64  # layers of a stage
 OFFLOADED_MIN = 1 / 8  # of a device: less of its layers' inputs is not worth the time of a copy
-# Stages of a rank, beside one. The most are tried: they leave a pipeline idle the least, and hold fewer micro-batches
-# than two do. Of benchmarks/experts.yaml no row gained by fewer, nor more than 1 % by numbers between.
+# Stages of a rank, beside one. The most are tried: they leave a pipeline idle the least, and hold
+# fewer micro-batches
+# than two do. Of benchmarks/experts.yaml no row gained by fewer, nor more than 1 % by numbers
+# between.
 INTERLEAVED = (2, 4, 8)
 
 

@@ -18,15 +18,20 @@ from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import changes
 
-# Errors of the ratio of two predicted step times (logarithms), over published pairs of trainings on A100: plans that
-# differ in batches, ranks and checkpointing alone (243 pairs), pipelines (723), tensor-parallel plans (1,248: 0.193).
-# Nothing is taken for an error above SPREAD_MAX: from 0.16 on simpler plans cost 7 % in the mean on the same pairs.
+# Errors of the ratio of two predicted step times (logarithms), over published pairs of trainings on
+# A100: plans that
+# differ in batches, ranks and checkpointing alone (243 pairs), pipelines (723), tensor-parallel
+# plans (1,248: 0.193).
+# Nothing is taken for an error above SPREAD_MAX: from 0.16 on simpler plans cost 7 % in the mean on
+# the same pairs.
 # The figures were counted before this rule was written (November 2026).
 ALIKE_SPREAD, PIPELINE_SPREAD, OTHER_SPREAD, SPREAD_MAX = 0.059, 0.063, 0.12, 0.13
-# After an out-of-memory failure the plan's own way is kept where it costs at most so much (a logarithm: 25 %).
+# After an out-of-memory failure the plan's own way is kept where it costs at most so much (a
+# logarithm: 25 %).
 RECOVERY_SPREAD = 0.223
 BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
-TIGHT = 0.9  # of what a device has: fuller plans yield to roomier ones of the same kind that are as fast
+# of what a device has: fuller plans yield to roomier ones of the same kind that are as fast
+TIGHT = 0.9
 
 
 class Trust(NamedTuple):

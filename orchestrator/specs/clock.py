@@ -11,7 +11,8 @@ from zoneinfo import ZoneInfo
 
 DAY_MIN = 24 * 60
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-# How far the next opening may be. A window of one day a week can lie in the hour that a spring night leaves out. No
+# How far the next opening may be. A window of one day a week can lie in the hour that a spring
+# night leaves out. No
 # zone has changed its clocks on the same weekday of two consecutive weeks.
 LOOKED_AHEAD_DAYS = 16
 ALLOWED_WINDOW = "22:00-08:00, with a zone and days if you like: 22:00-08:00 Europe/Berlin mon-fri"

@@ -20,8 +20,10 @@ from orchestrator.specs.order import Order
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
-# From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
-# what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says
+# From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch,
+# 2026-11); the rest is
+# what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which
+# a cluster file says
 # what is true of its own programs and disks.
 LAUNCH_COST_S = 30.0
 TFLOPS_MAX = 1e6
@@ -392,7 +394,8 @@ class Node:
     launch_cost_s: float = LAUNCH_COST_S  # from a launch to the first training step
     maintenance: tuple[Window, ...] = ()  # when nothing may run on it, earliest first
     rack: str = ""
-    # by device index: why the driver cannot read it, "" where it can; () where it can read all. Such a device has 0
+    # by device index: why the driver cannot read it, "" where it can; () where it can read all.
+    # Such a device has 0
     # free bytes and takes no new attempt.
     driver_errors: tuple[str, ...] = ()
 

@@ -246,7 +246,8 @@ def _why_illegal_for_script(plan: PlanFields) -> str | None:
     return None
 
 
-# DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). Its
+# DeepSpeed runs a Python hook per gradient and copies it into a bucket
+# (deepspeed/runtime/zero/stage_1_and_2.py). Its
 # step factor is a guess that keeps the simpler engine where the two would be about equally fast.
 ENGINES: Mapping[Engine, EngineFacts] = {
     Engine.TORCH: EngineFacts(

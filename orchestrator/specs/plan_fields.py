@@ -77,7 +77,8 @@ class PlanFields:
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
     dp_replicate: int = field(default=1, metadata=_declare(Degradation.EXACT))
-    # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no ranks.
+    # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no
+    # ranks.
     expert_parallel: int = field(
         default=1,
         metadata=_declare(
@@ -99,7 +100,8 @@ class PlanFields:
             ),
         ),
     )
-    # Layers of the first and of the last pipeline stage, which have embedding and head beside; 0: an even share.
+    # Layers of the first and of the last pipeline stage, which have embedding and head beside; 0:
+    # an even share.
     first_stage_layers: int = field(
         default=0,
         metadata=_declare(
@@ -145,7 +147,8 @@ class PlanFields:
             }[plan.activation_checkpointing],
         ),
     )
-    # The first so many layers of every pipeline stage keep their input only: of selective checkpointing, or of a
+    # The first so many layers of every pipeline stage keep their input only: of selective
+    # checkpointing, or of a
     # script's layers that keep everything else.
     full_checkpointing_layers: int = field(
         default=0,

@@ -133,7 +133,8 @@ PUBLISHED: Final[Mapping[str, PublishedModel]] = MappingProxyType(
 )
 
 
-# Jobs of the repository for projects whose trainers are their own, by what names of their models and commands have.
+# Jobs of the repository for projects whose trainers are their own, by what names of their models
+# and commands have.
 PROJECT_JOBS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "musicgen": "jobs/musicgen/musicgen_small.yaml",

@@ -25,7 +25,8 @@ class Setting:
     cheaper: tuple[
         Any, ...
     ]  # values that `degrade: numeric` may use instead of the default, best first
-    is_given: bool  # whether users may set it (`plan:`, `orc estimate --set`); else it follows from the job
+    # whether users may set it (`plan:`, `orc estimate --set`); else it follows from the job
+    is_given: bool
     alias: str  # second name for `--set`
     least: int  # smallest value of a number
 

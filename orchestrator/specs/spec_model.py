@@ -20,11 +20,11 @@ from orchestrator.specs import units
 from orchestrator.specs.globs import parse_glob
 from orchestrator.specs.patterns import compile_pattern
 
-# Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of variables may be longer.
+# Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of
+# variables may be longer.
 TEXT_LENGTH_MAX = 4096
-WORD_LENGTH_MAX = (
-    2**17 - 1
-)  # of one argument or variable: MAX_ARG_STRLEN of Linux (execve(2)), less its NUL
+# of one argument or variable: MAX_ARG_STRLEN of Linux (execve(2)), less its NUL
+WORD_LENGTH_MAX = 2**17 - 1
 WORDS_MAX = 4096
 
 Word = Annotated[str, Field(max_length=WORD_LENGTH_MAX)]

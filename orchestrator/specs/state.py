@@ -64,9 +64,8 @@ class State:
     declared: tuple[Node, ...] = ()  # nodes of the cluster file, live or not
     observations: tuple[Observation, ...] = ()
     reservations: tuple[Reservation, ...] = ()  # reservations of the last decision round, in order
-    reevaluate_at_s: float | None = (
-        None  # when somebody has left room for shorter jobs long enough, as of the last decision
-    )
+    # when somebody has left room for shorter jobs long enough, as of the last decision
+    reevaluate_at_s: float | None = None
     demand: Demand | None = None  # None: no submission since the cluster was first reported
     drained: tuple[str, ...] = ()  # names of drained nodes, sorted
     policy: PolicySpec = UNSHARED

@@ -93,7 +93,8 @@ def _engine(
 ) -> Engine:
     match run.plan.engine:
         case choices.Engine.DEEPSPEED:
-            # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
+            # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it
+            # is imported.
             if device.type == "cpu":
                 os.environ["DS_ACCELERATOR"] = "cpu"
             from orchestrator.training.engines.deepspeed_engine import DeepSpeedEngine

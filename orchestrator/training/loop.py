@@ -30,7 +30,8 @@ from orchestrator.training.engines import freezing
 SAVING_TIMEOUT = timedelta(
     hours=1
 )  # longest wait for a slower rank's write; a dead rank is noticed at once
-LAST_SAVE_S = 30.0  # longest wait of a failing attempt for the save in flight; its evidence is delayed as long
+# longest wait of a failing attempt for the save in flight; its evidence is delayed as long
+LAST_SAVE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

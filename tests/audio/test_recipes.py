@@ -22,8 +22,10 @@ from tests.training.gang import Part
 
 AUDIO = Path(__file__).parents[2] / "jobs" / "audio"
 FP32_TOLERANCE = 2e-6
-# Two networks that answer each other amplify what rounding there is: over two ranks less than 4e-7 of the first three
-# losses, and 2e-8 to 2.8e-4 of the next three, by the sound that they learn from (8 sets of it, 2026-11-23, CPU);
+# Two networks that answer each other amplify what rounding there is: over two ranks less than 4e-7
+# of the first three
+# losses, and 2e-8 to 2.8e-4 of the next three, by the sound that they learn from (8 sets of it,
+# 2026-11-23, CPU);
 # 2.4e-3 of the second loss where gradients are not averaged.
 ADVERSARIAL_TOLERANCE = 1e-3
 ADVERSARIAL_STEPS_ALIKE = 3

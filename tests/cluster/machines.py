@@ -40,7 +40,8 @@ NODES = ("n0", "n1", "n2")
 SERVICE_PORT, RAY_PORT, DATABASE_PORT, MLFLOW_PORT = 8443, 6379, 5432, 5000
 PATIENCE_S = 240.0
 ESTABLISHED = "01"  # in /proc/net/tcp
-NOWHERE = "02:00:00:00:00:01"  # a link address of no machine: what is sent there is lost, what comes still arrives
+# a link address of no machine: what is sent there is lost, what comes still arrives
+NOWHERE = "02:00:00:00:00:01"
 CLUSTER = """\
 name: hosts
 network_bandwidth: 1GB/s

@@ -31,9 +31,8 @@ from tests.cluster.machines import Cluster, until
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 STEPS = 12
-MOVED_STEPS = (
-    800  # more than a host takes between its cut and its loss: it trains on, since files are shared
-)
+# more than a host takes between its cut and its loss: it trains on, since files are shared
+MOVED_STEPS = 800
 MAINTAINED_AFTER_S, MAINTAINED_S = (
     60.0,
     15.0,

@@ -35,7 +35,9 @@ CHOICES = {
     "zero_stage": ZeroStage,
     "activation_checkpointing": ActivationCheckpointing,
 }
-STEPS = 3  # in the second, optimizer states and activations are there together; the third finds the caches full
+# in the second, optimizer states and activations are there together; the third finds the caches
+# full
+STEPS = 3
 MICRO_BATCH_MAX = 1024
 CARD_80GB, CARD_141GB = (
     78 * GIB,

@@ -106,7 +106,8 @@ def test_a_step_takes_as_long_as_predicted(step: dict[str, Any]) -> None:
     )
 
 
-# DeepSpeed's stage 2 sends gradients to the host while it goes backward; the model holds them on the device until the
+# DeepSpeed's stage 2 sends gradients to the host while it goes backward; the model holds them on
+# the device until the
 # update. It so predicts 2 bytes a parameter too much, which is the safe side (H200, 2026-11-28).
 ON_HOST, ON_HOST_TOLERANCE = "deepspeed: zero 2, optimizer on host", 0.12
 

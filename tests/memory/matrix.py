@@ -30,9 +30,8 @@ from tests.memory.measure import peaks
 
 SEQUENCE_LENGTH = 64
 GLOBAL_BATCH = 16
-TURNS_MAX = (
-    3  # the first, one between and the last: further ones need byte for byte what the second needs
-)
+# the first, one between and the last: further ones need byte for byte what the second needs
+TURNS_MAX = 3
 RANKS = 2
 # In the first the layers weigh, in the second the logits.
 DEEP = DecoderSpec(

@@ -70,7 +70,8 @@ MODELS = {
         hf={"model_type": "phi3", **FAMILIES["phi3"], **WIDE}, lora=LoraSpec(rank=8)
     ),
 }
-# Their table is half of their parameters, beyond any that is published: under ZeRO-2 the trace is up to 8 % above.
+# Their table is half of their parameters, beyond any that is published: under ZeRO-2 the trace is
+# up to 8 % above.
 WITH_LARGE_TABLES = {
     "t5": ModelSpec(
         hf={

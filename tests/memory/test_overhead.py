@@ -48,9 +48,8 @@ def bytes_after(outcomes: list[Observation], plan: Plan = ALONE) -> int:
 def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group() -> None:
     assert SUPPOSED_OVERHEAD.bytes_of(ALONE) == CONTEXT_BYTES
     assert SUPPOSED_OVERHEAD.bytes_of(PAIR) == CONTEXT_BYTES + COMMUNICATOR_BYTES[2]
-    groups_bytes = (
-        LARGE_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES[2] + LARGE_COMMUNICATOR_BYTES
-    )  # all, tp, dp
+    # all, tp, dp
+    groups_bytes = LARGE_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES[2] + LARGE_COMMUNICATOR_BYTES
     assert SUPPOSED_OVERHEAD.bytes_of(MESH) == CONTEXT_BYTES + groups_bytes
 
 

@@ -307,9 +307,8 @@ def test_zero3_saves_the_inputs_of_frozen_products() -> None:
         for zero3 in (False, True)
     }
     assert isinstance(LLAMA.hf, dict)
-    normed = (
-        4 * SEQUENCE_LENGTH * LLAMA.hf["hidden_size"]
-    )  # of attention: its result is saved in any case
+    # of attention: its result is saved in any case
+    normed = 4 * SEQUENCE_LENGTH * LLAMA.hf["hidden_size"]
     assert most[True] - most[False] == LLAMA.hf["num_hidden_layers"] * normed
 
 

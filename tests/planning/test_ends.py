@@ -39,7 +39,8 @@ LLAMA_405B = {
     "num_attention_heads": 128,
     "num_key_value_heads": 8,
 }
-EQUAL = 1.001  # an update and its messages take longer where a rank holds a layer more; no cut is chosen by them
+# an update and its messages take longer where a rank holds a layer more; no cut is chosen by them
+EQUAL = 1.001
 
 
 def plan(

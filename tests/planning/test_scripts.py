@@ -265,7 +265,8 @@ def test_a_switch_with_more_than_two_values_is_refused(knobs: dict[str, object])
         script(knobs=knobs)
 
 
-MUSICGEN = {  # facebookresearch/audiocraft: a global batch, shards of its own, autocast only without them
+# facebookresearch/audiocraft: a global batch, shards of its own, autocast only without them
+MUSICGEN = {
     "micro_batch_size": {"override": "dataset.batch_size", "per": "global"},
     "zero_stage": {
         "override": "fsdp.use",

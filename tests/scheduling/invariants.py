@@ -131,9 +131,8 @@ def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
             ):
                 believed = FailureKind.CANCELLED  # the world knows no reasons
             if believed is FailureKind.UNKNOWN and process.ending is FailureKind.USER_ERROR:
-                believed = (
-                    FailureKind.USER_ERROR
-                )  # a mistake within training is one when it comes back
+                # a mistake within training is one when it comes back
+                believed = FailureKind.USER_ERROR
             if believed is not process.ending:
                 yield f"{attempt.name} ended by {process.ending or 'success'} but is taken for {believed or 'success'}"
     if processes:

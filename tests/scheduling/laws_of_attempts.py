@@ -14,7 +14,8 @@ from orchestrator.specs.events import CancelRequested, Finished, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
-# Said once more, on purpose: which budget pays for which failure. What is not in GOES_ON is never tried again.
+# Said once more, on purpose: which budget pays for which failure. What is not in GOES_ON is never
+# tried again.
 BUDGET_OF = {
     FailureKind.DEVICE_OOM: "oom",
     FailureKind.HOST_OOM: "oom",

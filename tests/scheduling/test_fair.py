@@ -136,7 +136,8 @@ def test_nobody_starves_however_much_they_used() -> None:
         for at_s, job in zip(started, sorted(jobs), strict=True)
         if job[1] == "ada" and job[2] == 3600
     ]
-    # what she used is worth half each day, what he uses approaches the same: equal when 2 ** -days = 1 - 2 ** -days
+    # what she used is worth half each day, what he uses approaches the same: equal when 2 ** -days
+    # = 1 - 2 ** -days
     assert ada[0] - 10 * DAY_S < 1.2 * DAY_S
 
 

@@ -55,7 +55,8 @@ from tests.scheduling.world import (
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS = 120
-FOLDED_MAX = 60  # events: what a restart later in the night would cost to check is better spent on another night
+# events: what a restart later in the night would cost to check is better spent on another night
+FOLDED_MAX = 60
 
 
 def wrong_scheduler(change: Callable[..., Any]) -> Plant:

@@ -34,7 +34,8 @@ from tests.scheduling.world import OWNED, SHARED, USERS, MemoryJournal, Scenario
 LAUNCH_S = 30.0
 HOUR_S = 3600.0
 ROUNDING = 1 + 1e-6
-NOTHING_FITS = "no plan fits "  # what another job of the family has shown since: no device could keep the promise
+# what another job of the family has shown since: no device could keep the promise
+NOTHING_FITS = "no plan fits "
 
 
 def random_promises(draw: random.Random) -> Scenario:

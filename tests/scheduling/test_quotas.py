@@ -90,9 +90,8 @@ def test_where_every_device_is_somebodys_own_a_team_without_one_gets_a_device_on
             for action in actions
             if isinstance(action, Launch)
         }
-    aging_limit_s = (
-        2.0 + tuning.TUNING.aging_factor * 0.5 * 230.0
-    )  # one of four devices: the root of a quarter
+    # one of four devices: the root of a quarter
+    aging_limit_s = 2.0 + tuning.TUNING.aging_factor * 0.5 * 230.0
     while not {"job-61", "job-62"} <= set(started_s):
         running = [job for job in state.jobs.values() if job.attempts]
         first = min(

@@ -192,7 +192,8 @@ def test_trap_6_a_hang_long_after_a_batch_was_skipped_is_a_hang() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        "ValueError: Output directory (../out) already exists and is not empty. Use --overwrite_output_dir",  # 7
+        # 7
+        "ValueError: Output directory (../out) already exists and is not empty. Use --overwrite_output_dir",
         "_pickle.UnpicklingError: Weights only load failed.",  # 12
     ],
 )

@@ -309,7 +309,8 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     return aimed(replace(scenario, cluster=cluster, drains=random_drains(draw, chosen)))
 
 
-# An hour or two past midnight of an ordinary day, and of days on which clocks are put forward or back soon after
+# An hour or two past midnight of an ordinary day, and of days on which clocks are put forward or
+# back soon after
 NIGHTS = {
     "UTC": (7200.0,),
     "Europe/Berlin": (1774738800.0, 1792882800.0),

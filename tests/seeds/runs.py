@@ -33,7 +33,8 @@ HERE = Path(__file__).parent
 JOBS = HERE.parents[1] / "jobs"
 SITE = HERE / "site"
 PROJECTS: tuple[ModuleType, ...] = (parler, orpheus, rvc, musicgen, latentsync)
-# What an edit may change besides paths in the command: sizes of the model, its data, its devices and its guess.
+# What an edit may change besides paths in the command: sizes of the model, its data, its devices
+# and its guess.
 SIZES = (
     "steps",
     "gpus",
@@ -62,7 +63,8 @@ class Case:
     mib: tuple[int, ...]  # of each device
     options: Mapping[str, str]  # (option of the command: its new value; {...} are filled)
     sizes: Mapping[str, Any]  # (dotted key of the job file: new value)
-    fails_at: int = 0  # step before which `orc rehearse` raises an out-of-memory error in rank 0; 0: none is rehearsed
+    # step before which `orc rehearse` raises an out-of-memory error in rank 0; 0: none is rehearsed
+    fails_at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -551,7 +551,8 @@ def test_an_unknown_node_cannot_be_drained(world: World) -> None:
 
 
 BODIES = {"update": {"settings": {"priority": "1"}}}
-UNTOLD = {  # a new user and a new upload are no unknown ones; the Ray of this world is not the service's own
+# a new user and a new upload are no unknown ones; the Ray of this world is not the service's own
+UNTOLD = {
     *(("put", "/users/{name}"), ("put", "/uploads/{digest}"), ("delete", "/nodes/{node}")),
 }
 

@@ -23,9 +23,8 @@ from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.events import Finished
 from tests.backends.ray_jobs import until
 
-ANSWER_S = (
-    8.0  # 0.4 s on an idle machine; an agent's call waits for Ray for 10 s (`link.NODES_TIMEOUT_S`)
-)
+# 0.4 s on an idle machine; an agent's call waits for Ray for 10 s (`link.NODES_TIMEOUT_S`)
+ANSWER_S = 8.0
 BACK_S = 120.0
 NO_RAY = "127.0.0.1:9"
 JOB = """\

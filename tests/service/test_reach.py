@@ -37,9 +37,8 @@ class Machine:
 
     folder: Path
     server: str | None = None
-    mlflow: str | None = (
-        NO_MLFLOW  # None: the service's own, which takes 6 s of processor time to start
-    )
+    # None: the service's own, which takes 6 s of processor time to start
+    mlflow: str | None = NO_MLFLOW
 
     def orc(self, *arguments: str, token: str = "", code: int = 0) -> Any:
         """Return the JSON answer of a command; its stderr where it fails."""

@@ -53,7 +53,8 @@ sweep:
   metric: {{name: loss, log: 'loss=(\\S+)'}}
   parameters: {{lr: {{values: [4, 2, 3, 1]}}}}
 """
-# It writes no file and needs no torch: a trial takes a second. Where `slow` is there, a step takes a tenth; where
+# It writes no file and needs no torch: a trial takes a second. Where `slow` is there, a step takes
+# a tenth; where
 # `endless` is there, a trial lasts longer than a test waits.
 TRAIN = """\
 import sys, time

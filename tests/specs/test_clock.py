@@ -28,7 +28,8 @@ ZONES = (
     "Africa/Cairo",
     "Asia/Kathmandu",
 )
-CHANGES = [  # clocks forward, back, and by half an hour; at midnight; and a day on which nothing happens
+# clocks forward, back, and by half an hour; at midnight; and a day on which nothing happens
+CHANGES = [
     datetime(2026, 3, 29, 1, tzinfo=UTC),
     datetime(2026, 10, 25, 1, tzinfo=UTC),
     datetime(2026, 3, 8, 7, tzinfo=UTC),

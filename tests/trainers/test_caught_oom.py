@@ -11,7 +11,8 @@ from orchestrator.specs.job_record import Job, JobStatus
 from tests.trainers.driver import Drive, cluster, log, story
 from tests.trainers.test_ways_to_torch import CUDA_WORDS, on
 
-# Its batch needs 1 MiB a sample. Without a virtual device it raises what CUDA would, where a device of 48 MiB had none.
+# Its batch needs 1 MiB a sample. Without a virtual device it raises what CUDA would, where a device
+# of 48 MiB had none.
 SKIPS = f"""
 import argparse, os, sys
 import torch

@@ -13,7 +13,8 @@ import pytest
 from orchestrator.specs.run import GuardSettings, write_json
 from orchestrator.training.guard import guard
 
-# What Python 3.10 has not (https://docs.python.org/3/whatsnew/3.11.html), nor PyTorch 2.1, which is MusicGen's.
+# What Python 3.10 has not (https://docs.python.org/3/whatsnew/3.11.html), nor PyTorch 2.1, which is
+# MusicGen's.
 LATER = {
     "tomllib",
     "StrEnum",

@@ -35,7 +35,8 @@ def train():
 if __name__ == "__main__":
     train()
 """
-# Names of programs that import `inner` or run it, and what they are. The parent of a child has not imported torch.
+# Names of programs that import `inner` or run it, and what they are. The parent of a child has not
+# imported torch.
 WAYS = {
     "found before": """
 import importlib.util

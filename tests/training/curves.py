@@ -24,7 +24,8 @@ DECODER = DecoderSpec(
     num_attention_heads=8,
     tie_word_embeddings=True,
 )
-# For all but deep pipelines and wide tensor parallelism. Of four context-parallel ranks two have each key-value head.
+# For all but deep pipelines and wide tensor parallelism. Of four context-parallel ranks two have
+# each key-value head.
 SHALLOW = dataclasses.replace(DECODER, num_hidden_layers=4, num_key_value_heads=2)
 TRAINING = TrainingSpec(
     max_steps=8,
@@ -37,9 +38,11 @@ TRAINING = TrainingSpec(
 )
 SHORT = dataclasses.replace(TRAINING, max_steps=4, learning_rate=3e-3)
 HOPPING = dataclasses.replace(TRAINING, schedule=Schedule.CONSTANT)
-# Every plan leaves its process groups behind, whose threads wake all the time: 400 of them after 100 plans on 4 ranks.
+# Every plan leaves its process groups behind, whose threads wake all the time: 400 of them after
+# 100 plans on 4 ranks.
 LAUNCHED_TOGETHER = 20
-# A moment between two of 256 codes rounds the other way where a sum differs in its last bit: 2.9e-6 on one processor.
+# A moment between two of 256 codes rounds the other way where a sum differs in its last bit: 2.9e-6
+# on one processor.
 QUANTISED = 1e-5
 TOLERANCE = {Precision.FP32: 2e-6, Precision.BF16: 2e-3, Precision.FP16: 2e-3}
 

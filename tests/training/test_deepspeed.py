@@ -106,7 +106,8 @@ ALL_ON_HOST = {"offload": Offload.PARAMETERS}
 SGD, ADAFACTOR = _of(Optimizer.SGD), _of(Optimizer.ADAFACTOR)
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
 
-# Every case is compared with the torch engine's plain DDP in fp32 under the same training and model. The few have every
+# Every case is compared with the torch engine's plain DDP in fp32 under the same training and
+# model. The few have every
 # optimizer, precision and place of states.
 FEW = ("0 adafactor", "2 sgd on host", "2 staged bf16", "3 fp16 on host")
 CASES = {

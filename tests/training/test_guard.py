@@ -20,7 +20,8 @@ from orchestrator.training.guard import guard, oom_report
 from tests.training.fake_cuda import ON_CUDA
 
 MIB = 2**20
-# Of optimizers, which import the compiler though nothing is compiled: two seconds of each script. DDP asks it more.
+# Of optimizers, which import the compiler though nothing is compiled: two seconds of each script.
+# DDP asks it more.
 WITHOUT_COMPILER = """
 import os, sys, types
 import torch
@@ -116,9 +117,8 @@ Trainer(model=model, args=arguments, train_dataset=Data()).train()
 )
 
 
-SILENCE_S = (
-    2.0  # a rank that beats every 0.01 s, on a busy machine too, is never silent for so long
-)
+# a rank that beats every 0.01 s, on a busy machine too, is never silent for so long
+SILENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

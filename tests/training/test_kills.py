@@ -27,7 +27,8 @@ TRAINING = dataclasses.replace(
     gang.TRAINING, max_steps=16, checkpoint_every_steps=2, keep_checkpoints=2
 )
 KILLED_AFTER_STEPS_MAX = 4  # of one life: so a training takes about five
-STARTUP_S = 1.5  # of DeepSpeed's ranks, forked on a busy machine; on an idle one a training under DDP takes 0.7
+# of DeepSpeed's ranks, forked on a busy machine; on an idle one a training under DDP takes 0.7
+STARTUP_S = 1.5
 SEED = 20
 DEADLINE_S = 120
 POLL_S = 0.001

@@ -25,9 +25,8 @@ def test_a_model_of_the_table_has_as_many_parameters_as_the_hub_shows(name: str)
     with torch.device("meta"):
         model = getattr(transformers, config["architectures"][0])(built)
     count = sum(parameter.numel() for parameter in model.parameters())
-    own_head = (
-        config["vocab_size"] * config["d_model"] if config["model_type"] == "t5" else 0
-    )  # tied until it is read
+    # tied until it is read
+    own_head = config["vocab_size"] * config["d_model"] if config["model_type"] == "t5" else 0
     assert count + own_head == expected
 
 

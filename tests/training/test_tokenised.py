@@ -24,7 +24,8 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINKING = (  # opens a turn with what earlier turns do not keep, as templates of reasoning models do
+# opens a turn with what earlier turns do not keep, as templates of reasoning models do
+THINKING = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
     "{{ m['content'] | trim }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"

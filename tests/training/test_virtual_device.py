@@ -247,7 +247,8 @@ def test_two_ranks_hold_four_copies_replicated_and_three_halves_sharded(tmp_path
     ]
     for rank in (0, 1):
         ddp, ddp_peak, fsdp, fsdp_peak = map(int, Path(tmp_path, str(rank)).read_text().split())
-        # parameters, two moments, and buckets that hold the gradients, within the bookkeeping of DDP
+        # parameters, two moments, and buckets that hold the gradients, within the bookkeeping of
+        # DDP
         assert ddp == pytest.approx(4 * PARAMETER_BYTES, abs=4 * KIB)
         assert fsdp == pytest.approx(3 * PARAMETER_BYTES / 2, abs=4 * KIB)
         assert ddp < ddp_peak < 5.5 * PARAMETER_BYTES

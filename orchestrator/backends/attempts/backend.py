@@ -67,9 +67,8 @@ class ProcessBackend:
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
         self._declared, self._policy = idle_nodes(cluster), cluster.policy
         self._told: tuple[object, ...] | None = None
-        self._answered_s = (
-            -AWAY_S
-        )  # by the monotonic clock: nothing is decided on nodes of an earlier service
+        # by the monotonic clock: nothing is decided on nodes of an earlier service
+        self._answered_s = -AWAY_S
         self._refresh()
         self._refresher = start_loop("nodes", self._keep_refreshing, self._world.closing)
 

@@ -69,9 +69,8 @@ class LaunchRequest:
 
     name: str
     workdir: str
-    linked: (
-        tuple[str, str] | None
-    )  # (folder, file): `workdir` gets links to everything in folder but this file
+    # (folder, file): `workdir` gets links to everything in folder but this file
+    linked: tuple[str, str] | None
     files: tuple[tuple[str, str], ...]  # (absolute path, text), written before any rank starts
     before: tuple[str, ...] | None  # run on the first node, to its end, before any rank starts
     ranks: tuple[

@@ -32,9 +32,8 @@ from orchestrator.specs.run import AttemptFolder
 POLL_S = 0.05
 GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
 GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their own reports
-GRACE_AFTER_ERROR_S = (
-    15.0  # its exception is reported: it should end by itself, but may wait for its peers
-)
+# its exception is reported: it should end by itself, but may wait for its peers
+GRACE_AFTER_ERROR_S = 15.0
 BEFORE_TIMEOUT_S = 900.0
 FENCE_EVERY_S = 0.5
 WRITE_AGAIN_S = 1.0
@@ -43,9 +42,8 @@ PORTS = range(
 )  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1
 CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
-INHERITED = (
-    Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
-)  # guards every Python process that trains
+# guards every Python process that trains
+INHERITED = Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 RUN_AS = "ORC_RUN_AS"  # uid:gid of a rank's process; it does not inherit this
 CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
@@ -130,7 +128,8 @@ class Launcher:
         with self._changed:
             if self._state == "idle" and not (fence is not None and fence.is_passed):
                 self._state, self._ranks_each = "starting", count
-                # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the ranks do.
+                # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the
+                # ranks do.
                 threading.Thread(
                     target=self._look_after, args=(list(ranks), workdir), daemon=True
                 ).start()

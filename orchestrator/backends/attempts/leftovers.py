@@ -26,9 +26,8 @@ def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> No
     """End every process that an attempt left on this node, and remove its ranks' swap files here."""
     kill_marked(mark, sessions)
     path = AttemptFolder(attempt_folder).run
-    run = (
-        training_run_from_json(json.loads(path.read_text())) if path.exists() else None
-    )  # a script has none
+    # a script has none
+    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None
     if run is None or run.swap_folder is None:
         return
     shutil.rmtree(run.swap_folder, ignore_errors=True)

@@ -173,7 +173,8 @@ class NodeWatch:
         began_s = time.monotonic()
         reading = self.source.read_devices(node)
         now_s = time.monotonic()
-        # a driver that hangs holds up the readings of all nodes: a third of the time at most goes to it
+        # a driver that hangs holds up the readings of all nodes: a third of the time at most goes
+        # to it
         self.see(node, reading, now_s + 2 * (now_s - began_s))
 
     def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:

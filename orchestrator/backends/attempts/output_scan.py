@@ -25,9 +25,8 @@ CHILD_S_MAX = SEARCH_S_MAX + 20.0  # of a child, whose start may be slow, or who
 REPLY_BYTES_MAX = 16 * 2**20
 ZIP_START = b"PK\x03\x04"
 SAFETENSORS_LENGTH_BYTES = 8
-SAFETENSORS_HEADER_BYTES_MAX = (
-    100_000_000  # huggingface/safetensors, safetensors/src/tensor.rs, MAX_HEADER_SIZE
-)
+# huggingface/safetensors, safetensors/src/tensor.rs, MAX_HEADER_SIZE
+SAFETENSORS_HEADER_BYTES_MAX = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)

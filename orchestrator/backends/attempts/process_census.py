@@ -15,7 +15,9 @@ NOT_TRAINING = (
     "torch_shm_manager",
 )  # a helper process of PyTorch's that loads it and runs no Python
 TOLD_MAX = 16  # processes without the guard that are written down
-PARTS = 4  # of the settings' path that name them: <job>/attempts/<number>/guard.json, wherever they are mounted
+# of the settings' path that name them: <job>/attempts/<number>/guard.json, wherever they are
+# mounted
+PARTS = 4
 
 
 def marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:

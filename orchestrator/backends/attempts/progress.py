@@ -23,8 +23,10 @@ ANOTHER_PACE = 1.1  # times as fast or as slow as before: reported, so that ends
 PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
 LINE_CHARACTERS_MAX = 16 * 1024  # of a line that are searched for a number
-# Of one core, over the limit, before a program without visible steps counts as at work. Training keeps a thread
-# busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child takes below 1 %.
+# Of one core, over the limit, before a program without visible steps counts as at work. Training
+# keeps a thread
+# busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child
+# takes below 1 %.
 CPU_SHARE = 0.05
 
 

@@ -15,9 +15,8 @@ from orchestrator.backends.devices.nvml import NvmlDevice, devices
 from orchestrator.specs.metric_row import is_bounded_number
 from orchestrator.specs.run import AttemptFolder
 
-FIRST_S = (
-    1.0  # until the second sample; then twice as long each time, so that short attempts have some
-)
+# until the second sample; then twice as long each time, so that short attempts have some
+FIRST_S = 1.0
 # Between samples later on: MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL is 10 by default (mlflow 3.17)
 EVERY_S = 10.0
 PREFIX = "system/"

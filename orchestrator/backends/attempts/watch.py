@@ -54,9 +54,8 @@ DISK_AWAY = (
     errno.EIO,
 )  # of the home folder: no fault of an attempt
 AWAY_S = 1.0  # between two tries to reach a cluster that is away
-END_TIMEOUT_S = (
-    30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
-)
+# a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
+END_TIMEOUT_S = 30.0
 ERROR_CHARACTERS_MAX = 500
 PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving, nor of ranks that train apart
 
@@ -137,9 +136,8 @@ class EndingGang:
     aborted: bool = False
     stopped: bool = False
     give_up_at_s: float = -math.inf  # once aborted or stopped
-    lost_before: frozenset[str] = (
-        frozenset()
-    )  # nodes that were lost before any launcher was asked to end
+    # nodes that were lost before any launcher was asked to end
+    lost_before: frozenset[str] = frozenset()
 
 
 class AttemptWatch:
@@ -382,7 +380,8 @@ class AttemptWatch:
         self._confirm()
         grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(gang)
         if grace_s is not None and not ending.aborted:
-            # a launcher whose own rank failed has set an end to it, with more time for a rank that said why
+            # a launcher whose own rank failed has set an end to it, with more time for a rank that
+            # said why
             gang.group.abort(
                 gang.open() if ending.hung_for_s is not None else gang.unending(), grace_s
             )

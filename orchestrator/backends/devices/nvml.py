@@ -11,10 +11,12 @@ from typing import Any
 
 import pynvml
 
-# Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py), doubled per generation.
+# Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py),
+# doubled per generation.
 PCIE_LANE_BYTES_S = {1: 0.19e9, 2: 0.38e9, 3: 0.75e9, 4: 1.5625e9, 5: 3.4375e9, 6: 6.875e9}
 
-# What a driver's failures raise: its codes, text that is no UTF-8, and a library that cannot be loaded.
+# What a driver's failures raise: its codes, text that is no UTF-8, and a library that cannot be
+# loaded.
 FAULTS = (pynvml.NVMLError, ValueError, OSError)
 
 
@@ -37,9 +39,8 @@ class NvmlDevice:
     used_bytes: int = 0
     power_w: float | None = None  # now; None where the driver does not say
     power_limit_w: float | None = None  # enforced limit
-    busy_percent: int | None = (
-        None  # of the last second, in which kernels ran; None where the driver does not say
-    )
+    # of the last second, in which kernels ran; None where the driver does not say
+    busy_percent: int | None = None
     processes: tuple[NvmlProcess, ...] = ()
     error: str | None = None
 
@@ -78,9 +79,8 @@ class NvmlRates:
     fp32_flops: float | None  # 2 x cores x highest clock
     memory_bandwidth: float | None  # bytes per second: 2 x highest clock x width of the bus
     nvlink_bandwidth: float  # bytes per second and direction, of all active links; 0 without one
-    pcie_bandwidth: (
-        float | None
-    )  # bytes per second and direction, at the highest generation and width
+    # bytes per second and direction, at the highest generation and width
+    pcie_bandwidth: float | None
 
 
 def rates(index: int) -> NvmlRates | None:

@@ -18,9 +18,8 @@ from orchestrator.specs.errors import ServiceError, UnknownError
 
 PREFIX = "orc_"
 SECRET_BYTES = 32
-SHOWN_CHARACTERS = (
-    8  # of a token, behind the prefix: enough to tell tokens apart, too few to guess one
-)
+# of a token, behind the prefix: enough to tell tokens apart, too few to guess one
+SHOWN_CHARACTERS = 8
 BROWSER = "browser"  # shown of a session that an OpenID provider began
 TOUCH_S = 60.0  # at most so often is the last use of a token written
 CACHE_S, CACHE_MAX = (

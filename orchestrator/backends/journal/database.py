@@ -22,9 +22,8 @@ from orchestrator.specs.errors import ServiceError, SpecError, StorageError, Unc
 
 SCHEMA = "0001"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
-LOOK_EVERY_S = (
-    1.0  # of a standby at another's lease: a holder that ends by itself gives it up early
-)
+# of a standby at another's lease: a holder that ends by itself gives it up early
+LOOK_EVERY_S = 1.0
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
 ALLOWED = "sqlite:////absolute/path/journal.db, postgresql+psycopg://user:password@host/database"
 

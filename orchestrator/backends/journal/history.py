@@ -17,7 +17,8 @@ from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
 from orchestrator.specs.report_bounds import bounded_report
 from orchestrator.specs.spec_model import HISTORY
 
-# What a core schema says of values beyond their type (docs.pydantic.dev/latest/api/pydantic_core_schema).
+# What a core schema says of values beyond their type
+# (docs.pydantic.dev/latest/api/pydantic_core_schema).
 RULES = (
     "ge",
     "gt",

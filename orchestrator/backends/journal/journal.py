@@ -88,12 +88,10 @@ class Journal:
         self.sweeps = Sweeps(self.database)
         self._submissions = Submissions(self.database)
         self._event, self._state, self._job = codec_of(EVENTS), codec_of(State), codec_of(Job)
-        self._saved = (
-            Jobs()
-        )  # those in the table of live jobs, where that is not to be written anew
-        self._is_rebuilt = (
-            False  # the snapshot could not be read: the table of live jobs is written anew
-        )
+        # those in the table of live jobs, where that is not to be written anew
+        self._saved = Jobs()
+        # the snapshot could not be read: the table of live jobs is written anew
+        self._is_rebuilt = False
         self._ended, self._counted = Counter[str](), 0  # archived jobs by status, up to this number
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:

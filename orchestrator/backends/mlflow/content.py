@@ -44,9 +44,8 @@ ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
 ELAPSED_MS_MAX = 1e15  # MLflow takes 64 bits
 LOGS_MAX = 8  # failed ranks whose logs are kept
 NOTED_ATTEMPTS = 20
-OUTCOME_TAG = (
-    "orc.outcome"  # of an attempt's run: its Observation as JSON, for other homes to learn from
-)
+# of an attempt's run: its Observation as JSON, for other homes to learn from
+OUTCOME_TAG = "orc.outcome"
 OWN_PROGRAM = "orchestrator.training.main"  # of jobs without a script
 METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
@@ -213,7 +212,8 @@ def source_tags(job: Job, hide: Hide) -> dict[str, str]:
 def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
     """Return the URL of an MLflow page that shows these runs side by side."""
     runs, experiments = (quote(json.dumps(ids)) for ids in (list(run_ids), [experiment_id]))
-    query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"  # not the view of traces
+    # not the view of traces
+    query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"
     return f"{address.rstrip('/')}/#/compare-runs?{query}"
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mlflow.models import Model
 
 COPIED_BYTES_MAX = 16 * 2**30  # of one output folder; larger ones stay where they are
-MODEL_TAG = "orc.model"  # of a job's run: PENDING, the id of its LoggedModel, or in words what became of its output
+# of a job's run: PENDING, the id of its LoggedModel, or in words what became of its output
+MODEL_TAG = "orc.model"
 PENDING = "pending"
 IN_ARTIFACTS = "output/"
 TASKS: Mapping[

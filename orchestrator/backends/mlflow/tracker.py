@@ -43,7 +43,8 @@ ADDRESS_FILE = "mlflow_url"  # in the home: of an MLflow server that is not the 
 INPUTS_MAX = 100  # data files of one run
 REFUSED = "INVALID_PARAMETER_VALUE"
 THREADS = 4  # jobs sent at once: the server's one process answers them in turn
-POINTS = 500  # per request; 1,000 took 0.4 s idle and eight times as much under load (reference measurement)
+# per request; 1,000 took 0.4 s idle and eight times as much under load (reference measurement)
+POINTS = 500
 CHUNK_BYTES = 262_144  # of a curve file, read at a time
 
 
@@ -81,9 +82,8 @@ class MlflowTracker(Tracker):
         self._contact: Contact | None = None
         self._connecting = threading.Lock()
         self._curves: dict[str, _Curves] = {}
-        self._unsure: set[str] = (
-            set()
-        )  # keys of runs that were created without a search before, and are not complete
+        # keys of runs that were created without a search before, and are not complete
+        self._unsure: set[str] = set()
         self._outputs = Outputs(tracking_uri, home, lookups)
         self._groups = Groups(self.address, home, lookups)
         bound_requests()
@@ -151,9 +151,8 @@ class MlflowTracker(Tracker):
         is_recorded = not compared or (
             job.status.ended and not job.attempts
         )  # else its attempts stand for it
-        is_unstarted = (
-            job.status is JobStatus.CANCELLED and not job.attempts
-        )  # all of its run comes with its creation
+        # all of its run comes with its creation
+        is_unstarted = job.status is JobStatus.CANCELLED and not job.attempts
         parent = ""
         if is_recorded:
             parent = self._open(

@@ -31,24 +31,27 @@ from orchestrator.backends.ray.lean import PLAINLY
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
-START_TIMEOUT_S = (
-    90.0  # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
-)
+# one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
+START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 15.0
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing but small messages goes through it
 STARTED = "Ray runtime started"
 HEAD = "ray.json"  # the record of the machine that the service runs on
 
 RAY_ENV = {
-    # A dead node is seen in 2-4 s instead of 15 s, a frozen one in 9 s instead of 65 s (measured, ray 2.60).
+    # A dead node is seen in 2-4 s instead of 15 s, a frozen one in 9 s instead of 65 s (measured,
+    # ray 2.60).
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    # Ray's memory monitor kills the launcher instead of the rank that eats the memory; the kernel names the right one.
+    # Ray's memory monitor kills the launcher instead of the rank that eats the memory; the kernel
+    # names the right one.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ranks inherit the niceness of Ray's workers, 15 by default: training would yield to everything else.
+    # Ranks inherit the niceness of Ray's workers, 15 by default: training would yield to everything
+    # else.
     "RAY_worker_niceness": "0",
-    "RAY_prestart_worker_first_driver": "0",  # 2 workers a node, 44 MB each, for a driver that starts one launcher
+    # 2 workers a node, 44 MB each, for a driver that starts one launcher
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
@@ -204,7 +207,8 @@ def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) ->
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     _await_gone(pids, STOP_TIMEOUT_S)
-    # Every node is the leader of a session: agents and workers that outlived their raylet are still members.
+    # Every node is the leader of a session: agents and workers that outlived their raylet are still
+    # members.
     _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
     _await_gone(pids, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
@@ -287,7 +291,8 @@ def _start_node(
     head: bool,
     environment: Mapping[str, str],
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    # Ray picks names of sockets by looking which exist: nodes that start together must not look into one folder.
+    # Ray picks names of sockets by looking which exist: nodes that start together must not look
+    # into one folder.
     own_dir = Path(tempfile.mkdtemp(prefix="n", dir=state["temp_dir"]))
     address, host = state["address"], state["host"]
     port = address.rpartition(":")[2]

@@ -29,9 +29,8 @@ from orchestrator.backends.ray.nodes import RayNode
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
-PLACE_TIMEOUT_S = (
-    15.0  # devices were free when it was decided: 3-13 ms, 0.3 s where they were just freed
-)
+# devices were free when it was decided: 3-13 ms, 0.3 s where they were just freed
+PLACE_TIMEOUT_S = 15.0
 READY_TIMEOUT_S = 60.0  # 0.5 s idle, 3-10 s on a busy machine
 CALL_TIMEOUT_S = 60.0
 CALLS_AT_ONCE = 8  # long polls, log readers and a stop, at the same time
@@ -213,8 +212,10 @@ def _actors(attempt: Attempt) -> dict[str, Any]:
     """Handles of the launchers that exist, by node."""
     actors = {}
     for part in attempt.placement:
-        # No actor has that name; or it has just died, and Ray has dropped its class before its name (an assertion of
-        # `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray 2.60.0, seen on a busy machine).
+        # No actor has that name; or it has just died, and Ray has dropped its class before its name
+        # (an assertion of
+        # `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray 2.60.0, seen on a
+        # busy machine).
         with contextlib.suppress(ValueError, AssertionError):
             actors[part.node] = ray.get_actor(launcher_name(attempt, part.node))
     return actors

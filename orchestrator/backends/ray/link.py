@@ -36,9 +36,8 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 ACCEPT_S = 5.0
-CONNECT_TIMEOUT_S = (
-    60.0  # `ray.init` blocks where the local node has not joined; 2 s idle, 10 s on a busy machine
-)
+# `ray.init` blocks where the local node has not joined; 2 s idle, 10 s on a busy machine
+CONNECT_TIMEOUT_S = 60.0
 NODES_TIMEOUT_S = 10.0  # a call of milliseconds: an agent that does not answer by then is ended
 CALL_TIMEOUT_S = 180.0  # more than every timeout inside a call
 RETRY_S = (0.5, 5.0)  # the first and the longest pause between two agents

@@ -28,7 +28,8 @@ FOREIGN_S = (10.0, 300.0)  # how long another process keeps the memory that it t
 
 REHEARSED = {
     FaultKind.OOM: FailureKind.DEVICE_OOM,
-    FaultKind.KILL: FailureKind.PREEMPTED,  # a SIGKILL without a kernel counter says no more than this
+    # a SIGKILL without a kernel counter says no more than this
+    FaultKind.KILL: FailureKind.PREEMPTED,
     FaultKind.NODE: FailureKind.NODE_LOST,
     FaultKind.PREEMPT: FailureKind.PREEMPTED,
     FaultKind.HANG: FailureKind.HUNG,
@@ -63,9 +64,8 @@ class SimulatedBackend:
         self._down: set[str] = set()
         self._processes: dict[str, Process] = {}
         self._running: dict[str, Process] = {}  # those of them that have not ended
-        self._used_bytes: Counter[tuple[str, int]] = (
-            Counter()
-        )  # by our attempts, by node and device
+        # by our attempts, by node and device
+        self._used_bytes: Counter[tuple[str, int]] = Counter()
         self._checkpoints: dict[str, int] = {}  # newest complete step by job
         self._foreign_bytes: dict[
             tuple[str, int], int
@@ -254,9 +254,8 @@ class SimulatedBackend:
             )
             step = min(process.first_step + int(running_s / process.step_s), process.last_step - 1)
         every = process.job.spec.training.checkpoint_every_steps
-        saved = (
-            step if ending is FailureKind.CANCELLED else step - step % every
-        )  # training/loop.py saves on SIGTERM
+        # training/loop.py saves on SIGTERM
+        saved = step if ending is FailureKind.CANCELLED else step - step % every
         complete = max(process.first_step, saved)
         if process.attempt.probe:  # what it leaves is no progress
             complete = 0

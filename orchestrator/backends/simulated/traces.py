@@ -23,8 +23,10 @@ from orchestrator.specs.replace import replace
 Row = Mapping[str, str]
 Shape = tuple[int, ...]  # devices on each node, most first
 
-# Seconds per step of n devices are n ** -SCALING of those of one where a trace tells one number only: the median over
-# the six models of AlibabaPAI/reconfigurable-dl-scheduler that were measured on one and on eight devices of a node
+# Seconds per step of n devices are n ** -SCALING of those of one where a trace tells one number
+# only: the median over
+# the six models of AlibabaPAI/reconfigurable-dl-scheduler that were measured on one and on eight
+# devices of a node
 # (0.52 to 0.92; tests/backends/test_traces.py computes it from the tables).
 SCALING = 0.71
 DEVICES_MAX = 64  # of the numbers that SCALING offers a job
@@ -38,9 +40,8 @@ class Arrival:
     spec: JobSpec
     deadline_s: float | None = None  # on the same clock
     rigid_devices: int | None = None  # as its user requested; None: the most that it can use
-    submitted_step_s: float | None = (
-        None  # seconds per step on those devices with the submitted plan
-    )
+    # seconds per step on those devices with the submitted plan
+    submitted_step_s: float | None = None
     shapes: tuple[
         tuple[Shape, float], ...
     ] = ()  # true seconds per step where measured for a placement
@@ -56,9 +57,8 @@ class Trace:
     trials: Mapping[str, tuple[Arrival, ...]] = field(
         default_factory=dict
     )  # trials submitted later, by sweep id
-    begins_s: float | None = (
-        None  # the first arrival, in seconds since 1970; None: the trace has no date
-    )
+    # the first arrival, in seconds since 1970; None: the trace has no date
+    begins_s: float | None = None
 
 
 def read_trace(path: Path) -> Trace:

@@ -21,15 +21,21 @@ from orchestrator.memory.calibration.correction import observed_correction
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import MemoryEstimate
 
-# Of the logarithm of a factor. Chosen before the jobs of `make bench-recovery` were drawn, and fitted to none of them:
-# layers differ, and what the loss holds comes last, so that a share of a forward pass is off by a quarter; backward
-# and optimizer follow the peak of the forward pass; a measured step differs from the next by its samples.
+# Of the logarithm of a factor. Chosen before the jobs of `make bench-recovery` were drawn, and
+# fitted to none of them:
+# layers differ, and what the loss holds comes last, so that a share of a forward pass is off by a
+# quarter; backward
+# and optimizer follow the peak of the forward pass; a measured step differs from the next by its
+# samples.
 FORWARD_SPREAD, PEAK_SPREAD, MEASURED_SPREAD = 0.25, 0.1, 0.1
-FREEDOM = 4  # of Student's t, whose tails are wider than a normal distribution's: samples may be of any length
+# of Student's t, whose tails are wider than a normal distribution's: samples may be of any length
+FREEDOM = 4
 DONE_MIN = 0.02  # of a forward pass: below, its share says little
 STEPS, STEP = 320, 0.02  # of the logarithm: up to 600 times the bound
-# Mean excess of the logarithm of a sample's bytes, equally likely each: from texts packed to nearly one length to audio
-# of any. Chosen before the draws of `make bench-recovery` that judge it, and fitted to none of them.
+# Mean excess of the logarithm of a sample's bytes, equally likely each: from texts packed to nearly
+# one length to audio
+# of any. Chosen before the draws of `make bench-recovery` that judge it, and fitted to none of
+# them.
 EXCESSES = (0.05, 0.1, 0.2, 0.4)
 STEPS_SUPPOSED = 1000  # still to come, where their number is unknown
 

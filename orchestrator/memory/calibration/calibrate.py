@@ -33,10 +33,14 @@ from orchestrator.specs.replace import replace
 # A plan fits where it does so with this probability.
 CONFIDENCE = 0.99
 EVEN = 0.5
-# The room that a plan must leave where nothing was measured, by where its profile comes from. 240 plans on virtual
-# devices were drawn at random (tests/memory/test_fits.py, 2026-11-22). The closed form falls short of 60 by 0.7 % at
-# most, a trace of the other 180 by 1.6 %; its bar is 3 % (tests/memory/test_traced.py). What is declared or assumed is
-# trusted no more than the closed form. On CUDA, memory.estimate.FRAGMENTATION falls short of the worst of 11 replayed
+# The room that a plan must leave where nothing was measured, by where its profile comes from. 240
+# plans on virtual
+# devices were drawn at random (tests/memory/test_fits.py, 2026-11-22). The closed form falls short
+# of 60 by 0.7 % at
+# most, a trace of the other 180 by 1.6 %; its bar is 3 % (tests/memory/test_traced.py). What is
+# declared or assumed is
+# trusted no more than the closed form. On CUDA, memory.estimate.FRAGMENTATION falls short of the
+# worst of 11 replayed
 # allocator traces by 4.8 % (1.132 against 1.08), so that MARGIN holds whatever the source is.
 MARGIN = 1.05
 MARGINS: Mapping[Source, float] = {
@@ -47,25 +51,29 @@ MARGINS: Mapping[Source, float] = {
     Source.PROBED: MARGIN,
     Source.ASSUMED: MARGIN,
 }
-# So many outcomes is that worth. With 8, of families whose errors have the spread that MARGIN supposes, 98.4 to 99.2 %
-# stay within the margin after 0 to 32 outcomes; of families of about six times that spread, 95 % after 8 and 98.6 %
-# after 32 (4,000 draws each, 2026-11). A plain conformal quantile gave 94 % and 89 % after 8: it cannot say
+# So many outcomes is that worth. With 8, of families whose errors have the spread that MARGIN
+# supposes, 98.4 to 99.2 %
+# stay within the margin after 0 to 32 outcomes; of families of about six times that spread, 95 %
+# after 8 and 98.6 %
+# after 32 (4,000 draws each, 2026-11). A plain conformal quantile gave 94 % and 89 % after 8: it
+# cannot say
 # 99 % before 99.
 PRIOR_OUTCOMES = 8
-# Beyond such a factor on its activations an outcome is no measure of the profile: it is that of another model, or what
+# Beyond such a factor on its activations an outcome is no measure of the profile: it is that of
+# another model, or what
 # grew is no activation at all. For other jobs it counts as this much.
 CORRECTION_MAX = 10.0
-# An outcome further above the median than so many spreads counts as if it were there (Hampel's rule: Hampel 1974, JASA
-# 69:383, section 4); 1.4826 makes the median absolute deviation of a normal distribution its spread.
+# An outcome further above the median than so many spreads counts as if it were there (Hampel's
+# rule: Hampel 1974, JASA
+# 69:383, section 4); 1.4826 makes the median absolute deviation of a normal distribution its
+# spread.
 OUTLIER_SPREADS = 3.0
 DEVIATION_TO_SPREAD = 1.4826
 
-ROUNDING_DIGITS = (
-    12  # of a probability: beyond, sums of angles are noise, and a tail may turn negative
-)
-WINDOW = (
-    32  # newest outcomes of each (device, engine, family, torch version) that count and are kept
-)
+# of a probability: beyond, sums of angles are noise, and a tail may turn negative
+ROUNDING_DIGITS = 12
+# newest outcomes of each (device, engine, family, torch version) that count and are kept
+WINDOW = 32
 OBSERVATIONS_MAX = 1000  # kept in all, newest: more than a cluster's families need
 
 
@@ -177,9 +185,8 @@ class Calibration:
     """Measured errors of predictions for one model family on one kind of device."""
 
     correction: float = 1.0  # on the activations; never below 1
-    belief: Belief | None = (
-        None  # of a job that ran out of memory itself: what its activations may be
-    )
+    # of a job that ran out of memory itself: what its activations may be
+    belief: Belief | None = None
     errors: Mapping[Engine, Errors] = field(default_factory=dict)
     refuted: tuple[Refuted, ...] = ()
     proven: tuple[Proven, ...] = ()
@@ -187,13 +194,11 @@ class Calibration:
         default_factory=dict
     )  # measured / predicted seconds of a step
     line: MeasuredLine | None = None  # of a script that was probed
-    is_seen: bool = (
-        False  # whether anything of the family ran here before, or a probe ran out of memory
-    )
+    # whether anything of the family ran here before, or a probe ran out of memory
+    is_seen: bool = False
     overhead: Overhead = SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
-    relative_to: OwnSettings | None = (
-        None  # settings of the script to which outcomes are relative; None: no script
-    )
+    # settings of the script to which outcomes are relative; None: no script
+    relative_to: OwnSettings | None = None
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Return the engine's errors for a profile of this source; assumed ones before any measurement."""

@@ -21,9 +21,8 @@ class Buckets:
 
     reduce: int
     live: int  # stage 3: gathered at a time; 0: one tensor
-    persistent: (
-        int  # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
-    )
+    # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
+    persistent: int
     overlap: bool  # stage 3: reduce one bucket while the next one fills
     swapped: int  # NVMe: of the masters that come in at a time
     copies: int  # stage 3: of a bucket while it is reduced, sorted by ranks and, by gloo, once more
@@ -222,9 +221,8 @@ def _gathered(
     is_made = (
         passage.peak is None or segment.is_unit or segment.looked_up > 0 or passage.gradients > 0
     )
-    at_once = (
-        segment.largest_parameter if is_made else 0
-    )  # a loss of whole logits comes before its head
+    # a loss of whole logits comes before its head
+    at_once = segment.largest_parameter if is_made else 0
     if recomputed and passage.backward:
         at_once += segment.parameters - max(passage.gradients, at_once)
     if passage.backward and passage.point is not Point.START:

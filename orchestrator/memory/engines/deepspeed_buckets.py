@@ -19,9 +19,8 @@ class Reduction(NamedTuple):
 
     gradients: int  # gradients that the part has by then
     elements: int
-    waiting: int = (
-        0  # elements of a leaf's gradients that have been made and are not in the bucket yet
-    )
+    # elements of a leaf's gradients that have been made and are not in the bucket yet
+    waiting: int = 0
     is_first: bool = False  # of the backward pass
 
 

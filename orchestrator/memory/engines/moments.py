@@ -17,11 +17,11 @@ from orchestrator.specs.profile import BackwardPeak, ModelProfile, Segment
 
 Causes = tuple[tuple[str, int], ...]
 
-ACTIVATIONS = (
-    "activations"  # the cause whose bytes the profile says; all others follow from counting
-)
+# the cause whose bytes the profile says; all others follow from counting
+ACTIVATIONS = "activations"
 FP32_BYTES = 4
-# Places in `activations`, behind those of all passages: when the forward pass comes to the last layer, and of none.
+# Places in `activations`, behind those of all passages: when the forward pass comes to the last
+# layer, and of none.
 FORWARDED, NOTHING = -2, -1
 _BYTES = itemgetter(1)  # of a cause
 
@@ -34,9 +34,8 @@ class Moment(NamedTuple):
 
     name: str
     counted: Causes
-    activations: int = (
-        NOTHING  # index into the rank's `activations`: that of a passage, FORWARDED or NOTHING
-    )
+    # index into the rank's `activations`: that of a passage, FORWARDED or NOTHING
+    activations: int = NOTHING
 
     @property
     def counted_bytes(self) -> int:
@@ -65,7 +64,8 @@ class Passage(NamedTuple):
     position: int  # of the part in its segment, in backward order: the deepest is 0
     done: int  # trained parameters of parts that have finished their backward pass
     gradients: int  # trained parameters of this part whose gradient exists
-    fresh: int  # part of `gradients` that an engine copies and frees at once; 0 if counted as activations
+    # part of `gradients` that an engine copies and frees at once; 0 if counted as activations
+    fresh: int
     units_done: int  # parameters of layers that have finished their backward pass
     ends_done: int  # part of `done` that belongs to no layer
     ahead: Segment | None = None  # of a layer: the next one in backward order
@@ -97,7 +97,8 @@ class Rank:
     earlier: int | None = None  # trained parameters with such gradients; None: all
     messages: int = 0  # hidden states and gradients buffered for the pipeline, one micro-batch each
     full_layers: int = 0  # first layers in full recomputation, where the others are selective
-    updates: bool = False  # whether each parameter is updated in the backward pass, once its gradient is complete
+    # whether each parameter is updated in the backward pass, once its gradient is complete
+    updates: bool = False
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:

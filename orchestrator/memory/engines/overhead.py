@@ -14,17 +14,19 @@ from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 
-# With the kernels that a training has loaded, on an H100 under torch 2.11.0 and CUDA 13.0. Before the first kernel it
-# is 552 MB (tests/gpu/measured/, 2026-11-26). An A100 under torch 2.1.1 had 505 MB (stas00/ml-engineering
+# With the kernels that a training has loaded, on an H100 under torch 2.11.0 and CUDA 13.0. Before
+# the first kernel it
+# is 552 MB (tests/gpu/measured/, 2026-11-26). An A100 under torch 2.1.1 had 505 MB
+# (stas00/ml-engineering
 # training/performance/README.md).
 CONTEXT_BYTES = 789_000_000
-# One communicator of 1 rank: the same H100, NCCL 2.28. Of 2 ranks, and of more: NVIDIA/nccl issue 964.
+# One communicator of 1 rank: the same H100, NCCL 2.28. Of 2 ranks, and of more: NVIDIA/nccl issue
+# 964.
 COMMUNICATOR_BYTES = {1: 589_000_000, 2: 544_000_000}
 LARGE_COMMUNICATOR_BYTES = 688_000_000
 
-STEP_BYTES = (
-    32 * 2**20
-)  # measurements are rounded up to these: what is searched anew for every few pages gains nothing
+# measurements are rounded up to these: what is searched anew for every few pages gains nothing
+STEP_BYTES = 32 * 2**20
 COUNTED = 32  # newest measurements that count of each supposed overhead
 
 

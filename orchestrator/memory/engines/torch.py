@@ -263,7 +263,8 @@ def _unit(
         if passage.point is Point.ENTRY and ahead and not alone:  # see _last_gathering
             gathered += ahead.parameters
     elif not alone and not passage.outside and not (passage.backward and keeps):
-        # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
+        # The root goes on: forward it has the last one's flat buffer until it is done, backward it
+        # gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
         layer = next((unit for unit in earlier if unit.is_unit), None)
         if layer is not None:

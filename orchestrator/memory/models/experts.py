@@ -17,8 +17,10 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.profile import BackwardPeak, ModelProfile
 from orchestrator.specs.replace import replace
 
-# How often over what it sends a rank may receive, as plans are made: the capacity factor with which Switch Transformers
-# were trained (Fedus et al. 2021, arXiv:2101.03961, section 2.2: 1.25, beyond which they drop tokens). We drop none.
+# How often over what it sends a rank may receive, as plans are made: the capacity factor with which
+# Switch Transformers
+# were trained (Fedus et al. 2021, arXiv:2101.03961, section 2.2: 1.25, beyond which they drop
+# tokens). We drop none.
 UNEVEN = 1.25
 # What the configuration classes of transformers 5.23 say where config.json says nothing, by family.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -240,9 +242,8 @@ def _peaks(
     base = tokens * came_in - 8 * sent
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
     saved = routed + tokens * _shared_bytes(profile, experts, h, autocast=autocast)
-    gone = (
-        received * w * 4 * f + sent * w * h + 8 * sent
-    )  # of what experts saved, all but their input
+    # of what experts saved, all but their input
+    gone = received * w * 4 * f + sent * w * h + 8 * sent
     gathered = tokens * (8 if w == 4 else 4) * h - gone + base
     attention = tokens * (18 if w == 2 else 10 if width == 2 else 8) * h - saved
     weighted = 3 * w * k * h if w == 4 or not experts.weights_in_fp32 else 14 * k * h - 8 * k

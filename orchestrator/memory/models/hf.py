@@ -27,7 +27,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
 }
-# Activations that keep their input and nothing else, and the widest heads that a CPU's attention takes without scores.
+# Activations that keep their input and nothing else, and the widest heads that a CPU's attention
+# takes without scores.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 HEAD_DIM_MAX = 256
 NEEDED = (
@@ -39,9 +40,12 @@ NEEDED = (
 )
 # Families with experts whose layers are otherwise those of another.
 ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
-# Bytes that a layer's operators read and write for each element of the residual stream, of queries and keys, and of the
-# feed-forward width: forwards, backwards. Norms in Python, rotation, gate, residuals and their gradients, and under
-# autocast the casts of what goes into products (counted on meta tensors, transformers 5.24, 2026-11-26).
+# Bytes that a layer's operators read and write for each element of the residual stream, of queries
+# and keys, and of the
+# feed-forward width: forwards, backwards. Norms in Python, rotation, gate, residuals and their
+# gradients, and under
+# autocast the casts of what goes into products (counted on meta tensors, transformers 5.24,
+# 2026-11-26).
 MOVED: Mapping[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "fp32": ((80, 40, 20), (250, 52, 36)),
     "low": ((84, 20, 10), (222, 26, 18)),
@@ -144,9 +148,8 @@ def as_transformers(
     if config.get("mlp_bias"):
         more += 2 * shape.intermediate_size // tp + shape.hidden_size
     if family == "qwen3":
-        normed = (
-            0 if model.lora is not None else 2 if low else 4
-        )  # kept for the gradient of the norm's weight
+        # kept for the gradient of the norm's weight
+        normed = 0 if model.lora is not None else 2 if low else 4
         norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim

@@ -8,7 +8,8 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 
-# Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back (User Guide, "Spot
+# Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back
+# (User Guide, "Spot
 # Instance interruption notices"). An attempt that has saved is gone sooner.
 MOVE_GRACE_S = 120.0
 

@@ -64,9 +64,8 @@ EXPLAINING = (  # the end of any rank
     *(cause for cause in Cause if cause.value in _SHORTAGES),
 )
 _WANTS_CUDA = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
-NEARLY_FULL = (
-    0.9  # a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
-)
+# a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
+NEARLY_FULL = 0.9
 
 
 def classify(
@@ -102,9 +101,8 @@ def _classify(
     ):
         return _probe_failure(attempt)
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
-    is_complete = (
-        attempt.probe or not evidence.missing_artifacts
-    )  # a probe writes into a folder of its own
+    # a probe writes into a folder of its own
+    is_complete = attempt.probe or not evidence.missing_artifacts
     if swallowed is None and (
         evidence.finished or (succeeded and is_complete and not evidence.nodes_lost)
     ):

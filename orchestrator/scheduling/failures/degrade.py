@@ -15,7 +15,8 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 
-# Bytes of optimizer state per parameter: two fp32 moments (arXiv:1711.05101), the same in 8 bits (arXiv:2110.02861),
+# Bytes of optimizer state per parameter: two fp32 moments (arXiv:1711.05101), the same in 8 bits
+# (arXiv:2110.02861),
 # means of rows and columns (arXiv:1804.04235), one fp32 momentum.
 STATE_BYTES = {
     Optimizer.ADAMW: 8.0,

@@ -43,7 +43,8 @@ PROGRAM_TYPES = frozenset(
         ),
     )
 )
-# Exceptions that name what the operating system, a network or a service refused: the same may succeed later.
+# Exceptions that name what the operating system, a network or a service refused: the same may
+# succeed later.
 _REFUSED = re.compile(
     r"Connect|Network|Http|HTTP|URL|SSL|Timeout|TimedOut|Socket|BrokenPipe|Retr|RateLimit|Unavailable|Comm"
     r"|\A(?:OS|IO|EOF|Interrupted|Permission|BlockingIO|gai|h)[Ee]rror\Z"

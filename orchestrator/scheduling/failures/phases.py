@@ -28,8 +28,10 @@ class Frame:
     source: str = ""
 
 
-# (phase, file, function): the innermost frame that fits a row decides; rows are tried in order. Names of torch.optim,
-# transformers/trainer.py, lightning's hooks, accelerate/optimizer.py, deepspeed/runtime and the five seed trainers.
+# (phase, file, function): the innermost frame that fits a row decides; rows are tried in order.
+# Names of torch.optim,
+# transformers/trainer.py, lightning's hooks, accelerate/optimizer.py, deepspeed/runtime and the
+# five seed trainers.
 # `forward` and `encode` decide nothing: they run in encoding, training and evaluation alike.
 _FRAMES = tuple(
     (phase, re.compile(file), re.compile(rf"(?:{function})\Z"))

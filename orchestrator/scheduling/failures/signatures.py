@@ -15,14 +15,12 @@ from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_fra
 from orchestrator.specs.attempt import Cause, Extent, Finding, Phase
 from orchestrator.specs.replace import replace
 
-CALM_LINES = (
-    200  # so many ordinary lines after a complaint, and the program has gone on: it was not the end
-)
+# so many ordinary lines after a complaint, and the program has gone on: it was not the end
+CALM_LINES = 200
 FINDINGS_MAX = 8  # of one log that are kept as evidence
 EXCERPT_CHARACTERS_MAX = 4000
-LINE_CHARACTERS_MAX = (
-    800  # of a line that is kept: PyTorch's longest message of memory has about 650
-)
+# of a line that is kept: PyTorch's longest message of memory has about 650
+LINE_CHARACTERS_MAX = 800
 FRAMES_MAX = 60  # of a traceback that are kept, innermost last
 RANKS_MAX = 256  # of one log that are told apart
 PER_CAUSE_MAX = 64  # findings of one cause between two calms
@@ -33,16 +31,19 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         (
             # PyTorch's allocator after ranks lost step with each other (NVIDIA/nccl issue 1284).
             r"Tried to allocate more than 1EB memory",
-            # An index out of range; cuBLAS and cuDNN fail after it in any way (NVIDIA/Megatron-LM issue 146).
+            # An index out of range; cuBLAS and cuDNN fail after it in any way (NVIDIA/Megatron-LM
+            # issue 146).
             r"device-side assert triggered",
             r"thread: [^\n]{0,40} Assertion `",
             r"Too many open files",  # not memory, whatever fails next (ML-GSAI/SMDM issue 3)
-            r"out of resource: ",  # Triton: a kernel's shared memory, which a smaller batch would not mend
+            # Triton: a kernel's shared memory, which a smaller batch would not mend
+            r"out of resource: ",
         ),
     ),
     # facebookresearch/audiocraft audiocraft/utils/deadlock.py ends itself by SIGKILL.
     (Cause.HANG, (r"Deadlock detector timed out, last stage was",)),
-    # Ray's memory monitor; its exception shares PyTorch's name, so it must stand before that. So must pinned memory.
+    # Ray's memory monitor; its exception shares PyTorch's name, so it must stand before that. So
+    # must pinned memory.
     (
         Cause.HOST_OOM,
         (
@@ -61,11 +62,14 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         Cause.DEVICE_OOM,
         (
             r"\b(?!CPU|RAM)[A-Z]{3,6}(?: backend)? out of memory(?:[.:] ?Tried| \()",
-            r"(?:rror|RROR|ailure)\b[^\n]{0,80}\b(?<!-)[Oo]ut of memory\b(?! errors)",  # runtimes, NCCL, Triton
+            # runtimes, NCCL, Triton
+            r"(?:rror|RROR|ailure)\b[^\n]{0,80}\b(?<!-)[Oo]ut of memory\b(?! errors)",
             r"Out of memory (?:while )?(?:trying to allocate|allocating) [\d.]+",  # XLA, cupy
-            r"Allocation on device(?: \d+ would exceed allowed memory|\s*$)",  # PyTorch's asynchronous allocator
+            # PyTorch's asynchronous allocator
+            r"Allocation on device(?: \d+ would exceed allowed memory|\s*$)",
             r"rror[^:\n]{0,80}: Allocation on device",
-            r"\bOutOfMemoryError(?:: \S|\s*$|\s+Traceback)",  # torch.OutOfMemoryError, torch.cuda.OutOfMemoryError
+            # torch.OutOfMemoryError, torch.cuda.OutOfMemoryError
+            r"\bOutOfMemoryError(?:: \S|\s*$|\s+Traceback)",
             r"Error_?MemoryAllocation",
             r"(?:Error|ERROR_)OutOfMemory\b",
             r"(?:ERROR|RESULT|STATUS)_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)",
@@ -78,7 +82,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"(?:DEVMEM|[Dd]evice|GPU)[^\n]{0,40}\b[Aa]llocation failed",
             r"ot enough (?:free )?(?:GPU|device|video)",
             r"OOM when allocating tensor",  # TensorFlow
-            r"No executable batch size found, reached zero",  # accelerate's find_executable_batch_size
+            # accelerate's find_executable_batch_size
+            r"No executable batch size found, reached zero",
             r"No available memory for the cache blocks",  # vLLM beside a training (TRL, verl)
             r"larger than the available KV cache memory",
             r"less than desired GPU memory utilization",
@@ -120,7 +125,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"CUFFT_INTERNAL_ERROR",  # pytorch/pytorch issue 119420: on low free memory
         ),
     ),
-    # Shared memory; a line of PyTorch's ends in "No space left on device", so it stands before the disk.
+    # Shared memory; a line of PyTorch's ends in "No space left on device", so it stands before the
+    # disk.
     (
         Cause.SHARED_MEMORY,
         (
@@ -136,7 +142,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"(?:Signal 7 \(|<Signals\.|terminated with signal )SIGBUS",
             r"exits with return code = -7",  # deepspeed's launcher
             r"(?:failed to extend|Error while creating shared memory segment) /dev/shm/nccl-",
-            r"No space left on device\.\s+joblib will operate in serial mode",  # it asks for a semaphore
+            # it asks for a semaphore
+            r"No space left on device\.\s+joblib will operate in serial mode",
         ),
     ),
     (
@@ -145,7 +152,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"DefaultCPUAllocator: can't allocate memory",  # c10/core/impl/alloc_cpu.cpp
             r"not enough memory: you tried to allocate",  # the same on Windows, and torch < 1.0
             r"std::bad_alloc",
-            r"(?<!raise )(?<!\w)_?(?:Array|Arrow)?MemoryError(?:: \S|\s*$)",  # Python, numpy, pyarrow
+            # Python, numpy, pyarrow
+            r"(?<!raise )(?<!\w)_?(?:Array|Arrow)?MemoryError(?:: \S|\s*$)",
             r"Cannot allocate memory",
             r"memory allocation of \d+ bytes failed",  # Rust: tokenizers, polars
             r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? is killed by signal: Killed",
@@ -184,7 +192,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"inline_container\.cc:\d+\] \. unexpected pos",  # torch.save on a full disk
         ),
     ),
-    # No other place and no later time would spare these, although their exceptions do not blame the program.
+    # No other place and no later time would spare these, although their exceptions do not blame the
+    # program.
     (
         Cause.PROGRAM,
         (
@@ -226,7 +235,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         (
             r"got signal: (?:1|2|9|15)\b",  # torchrun
             r"Received (?:Signals\.SIG[A-Z]+|\d+) death signal",
-            r"\bCANCELLED AT \d",  # Slurm: DUE TO PREEMPTION, TIME LIMIT, JOB REQUEUE, or by a person
+            # Slurm: DUE TO PREEMPTION, TIME LIMIT, JOB REQUEUE, or by a person
+            r"\bCANCELLED AT \d",
             r"this job is (?:preempted|timed-out)",  # submitit
             r"PBS: job killed: walltime",
         ),
@@ -409,7 +419,8 @@ class LogScan:
 
         A line of two characters costs as much as a long one: 20 million empty ones took 16 s.
         """
-        # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a rank
+        # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a
+        # rank
         quotes = self._quoting and (self._stack("").quoting or "[" in block or "(" in block)
         follows = self._frames_below or (
             self._account and any(map(block.__contains__, _ACCOUNT_WORDS))

@@ -25,9 +25,8 @@ class Question(NamedTuple):
     """A question to a person, since only a plan that changes the training is left."""
 
     text: str  # with the command that allows it; if already allowed, the change that the job makes
-    allowed: JobSpec | None = (
-        None  # job with the change that its own file allows; None: a person must allow it
-    )
+    # job with the change that its own file allows; None: a person must allow it
+    allowed: JobSpec | None = None
 
 
 def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:

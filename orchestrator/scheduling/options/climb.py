@@ -25,8 +25,10 @@ from orchestrator.specs.profile import UNTIMED
 
 CLIMB_PROBABILITY = 0.95  # with which the faster plan fits
 CLIMB_LAUNCHES = 3  # that the gain has to exceed, beside the checkpoint
-# Times as fast as the running plan, at least, where the plan shares or places state in another way: the ratio of two
-# such predictions is off by up to 19 %, over 2,979 pairs of published trainings. Among plans that differ in batches and
+# Times as fast as the running plan, at least, where the plan shares or places state in another way:
+# the ratio of two
+# such predictions is off by up to 19 %, over 2,979 pairs of published trainings. Among plans that
+# differ in batches and
 # checkpointing alone the one that is predicted to be faster is.
 CLIMB_SPEED_UP = 1.13
 

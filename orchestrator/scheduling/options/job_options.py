@@ -44,10 +44,12 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes
 
-# What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
+# What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind
+# what is known to be
 # shorter, and its devices are promised to nobody too soon.
 UNKNOWN_LENGTH_S = 86_400.0
-# How likely a plan must be to fit, after a failure, where only the order of the plans' speeds is known: then every
+# How likely a plan must be to fit, after a failure, where only the order of the plans' speeds is
+# known: then every
 # fifth such job runs out of memory once more.
 LIKELY = 0.8
 AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding

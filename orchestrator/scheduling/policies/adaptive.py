@@ -23,9 +23,8 @@ from orchestrator.scheduling.scheduling_pass.preemption import (
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
-RESERVATIONS_MAX = (
-    100  # as Slurm's bf_max_job_test: beyond, a reservation would not outlast today's short jobs
-)
+# as Slurm's bf_max_job_test: beyond, a reservation would not outlast today's short jobs
+RESERVATIONS_MAX = 100
 
 
 class AdaptivePolicy:

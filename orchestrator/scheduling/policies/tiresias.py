@@ -19,11 +19,11 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
-DEMOTED_DEVICE_S = (
-    3600.0 * 16
-)  # attained service at which the second queue begins: 16 GPU-hours, as its simulator has
+# attained service at which the second queue begins: 16 GPU-hours, as its simulator has
+DEMOTED_DEVICE_S = 3600.0 * 16
 ROUNDING_DEVICE_S = 1.0
-REST = 0.0  # launches that a job trains for before it may be stopped: as soon as it trains, as in its simulator
+# launches that a job trains for before it may be stopped: as soon as it trains, as in its simulator
+REST = 0.0
 HOLDING = (
     AttemptStatus.LAUNCHING,
     AttemptStatus.RUNNING,

@@ -30,7 +30,8 @@ from orchestrator.specs.settings import in_short, settings
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 
-BACKWARD_FLOPS = 2.0  # times those of the forward pass (arXiv:2204.02311, appendix B: MFU counts no recomputation)
+# times those of the forward pass (arXiv:2204.02311, appendix B: MFU counts no recomputation)
+BACKWARD_FLOPS = 2.0
 
 
 class Outcome(StrEnum):

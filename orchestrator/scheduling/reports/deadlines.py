@@ -18,7 +18,8 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
-HELPED_MAX = 100  # jobs that would be late, the earliest deadlines first, for which a preemption is looked for
+# jobs that would be late, the earliest deadlines first, for which a preemption is looked for
+HELPED_MAX = 100
 NAMED_MAX = 3  # of jobs that say no length, in one sentence
 
 

@@ -26,18 +26,19 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 FORECAST_MAX = 2000  # queued jobs, first come first: later ones are not forecast
-RANGED_MAX = (
-    100  # of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
-)
-SAMPLES = 19  # plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
-# Deviation of the logarithm of an unmeasured length, and how many measured steps that is worth. An assumption:
-# twice the worst error that Arena (EuroSys 2026) reports of its estimates, 8.3 %, rounded up; ours profile nothing.
+# of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
+RANGED_MAX = 100
+# plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
+SAMPLES = 19
+# Deviation of the logarithm of an unmeasured length, and how many measured steps that is worth. An
+# assumption:
+# twice the worst error that Arena (EuroSys 2026) reports of its estimates, 8.3 %, rounded up; ours
+# profile nothing.
 SUPPOSED_SPREAD = 0.2
 SUPPOSED_OUTCOMES = 4
 OVERDUE_S = 60.0  # from now on, until what should have ended is expected to end
-EVENTS_MAX = (
-    50  # of a job, on average, in a play: one that waits for the night is looked at every night
-)
+# of a job, on average, in a play: one that waits for the night is looked at every night
+EVENTS_MAX = 50
 DONE = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
 STOPPED = Evidence(stopped=True)
 
@@ -221,7 +222,8 @@ class Play:
         self._saved, self._more, self._going = saved, more, set[str]()
         self.stints: list[Stint] = []
         self._newest: dict[str, Stint] = {}  # by job
-        self._index = index  # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
+        # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
+        self._index = index
         self._found: dict[str, Expected] = {}
         self._running: dict[
             str, tuple[Attempt, float]

@@ -78,7 +78,9 @@ class Cost:
     lost_s: float  # by attempts that failed
     probing_s: float
     idle_s: float  # of the nodes that live now
-    saved_s: float  # part of `trained_s`: of jobs that succeeded after a failure, where the request would have failed
+    # part of `trained_s`: of jobs that succeeded after a failure, where the request would have
+    # failed
+    saved_s: float
     money: float | None  # for all device-seconds used, if every device has a price
 
     @property

@@ -41,7 +41,9 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
 NAMED_MAX = 3  # nodes in a reason
-SOON = 1e-6  # of its seconds and its price, against its start: a job with a promised speed starts as soon as it can
+# of its seconds and its price, against its start: a job with a promised speed starts as soon as it
+# can
+SOON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +65,8 @@ class Wait(NamedTuple):
 
     reason: str
     reservation: Reservation | None = None
-    reevaluate_at_s: float | None = (
-        None  # when headroom for shorter jobs suffices, if it waits only for that
-    )
+    # when headroom for shorter jobs suffices, if it waits only for that
+    reevaluate_at_s: float | None = None
 
 
 Decision = StartDecision | Wait | Infeasible | Question

@@ -162,7 +162,8 @@ def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, 
                 replace(state, reservations=()), index, undecided
             )
             actions += done
-        # until deciding once more would change nothing: who starts changes what is left of its team's quota
+        # until deciding once more would change nothing: who starts changes what is left of its
+        # team's quota
         has_quotas = state.policy.has_quotas
         is_settled = not has_quotas or not index.idle or len(index.waiting) == waited
     of_array = Counter[str | None]()

@@ -26,7 +26,8 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
 from orchestrator.specs.units import format_seconds
 
-# From submission to the promised start. A day, as for a job of unknown length: later, a promise says nothing of use.
+# From submission to the promised start. A day, as for a job of unknown length: later, a promise
+# says nothing of use.
 START_WITHIN_S = 86_400.0
 LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the second
 TRIED_MAX = 3  # reservations, first come first, for which a preemption is looked for

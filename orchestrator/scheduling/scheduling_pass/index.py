@@ -60,9 +60,8 @@ class SchedulerIndex:
         ] = {}  # those that wait for devices with a promised speed
         self.arrived: list[Waiting] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
-        self.all_wait = (
-            False  # nobody who waits could start on the devices that were idle at the last decision
-        )
+        # nobody who waits could start on the devices that were idle at the last decision
+        self.all_wait = False
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy_spec = state.policy
@@ -512,9 +511,8 @@ class SchedulerIndex:
         self.is_stale = True
 
 
-OVERDUE = (
-    1.25  # what runs longer than expected is expected to take this much longer, again and again
-)
+# what runs longer than expected is expected to take this much longer, again and again
+OVERDUE = 1.25
 
 
 def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:

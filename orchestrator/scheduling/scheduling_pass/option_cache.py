@@ -38,9 +38,8 @@ MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share 
 class Size(NamedTuple):
     """The remaining work of a job: its duration, its device-seconds, and their mean."""
 
-    balanced_s: (
-        float  # between `duration_s` and `device_s` of the whole cluster: their geometric mean
-    )
+    # between `duration_s` and `device_s` of the whole cluster: their geometric mean
+    balanced_s: float
     duration_s: float  # with its launch
     device_s: float  # over all its devices
 

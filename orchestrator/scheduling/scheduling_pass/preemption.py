@@ -25,9 +25,8 @@ from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
 
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
-LATE_MAX = (
-    10  # who waits and would miss its deadline, the earliest first, that others may be stopped for
-)
+# who waits and would miss its deadline, the earliest first, that others may be stopped for
+LATE_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,8 @@ class Moving:
     pool: AvailabilityProfile
     left_s: float
     from_s: float
-    slack_s: float  # for how long it can be away and still meet its deadline; infinity: it has none that it meets
+    # for how long it can be away and still meet its deadline; infinity: it has none that it meets
+    slack_s: float
 
     @property
     def paid_s(self) -> float:

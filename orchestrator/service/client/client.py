@@ -54,9 +54,8 @@ class Client:
         if isinstance(service, Login):
             url, token = service.url, service.token
             context = ssl.create_default_context(cadata=service.certificate)
-            context.verify_flags |= (
-                ssl.VERIFY_X509_PARTIAL_CHAIN
-            )  # a pinned certificate need not sign itself
+            # a pinned certificate need not sign itself
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         else:
             url, token, context = _local_url(service), _token(service), None
         self._http = httpx.Client(
@@ -66,9 +65,8 @@ class Client:
             verify=context or True,
             trust_env=False,  # a proxy would see the token
         )
-        self._home = (
-            None if isinstance(service, Login) else service
-        )  # elsewhere the token says who submits
+        # elsewhere the token says who submits
+        self._home = None if isinstance(service, Login) else service
 
     def submit(
         self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None

@@ -23,9 +23,8 @@ class Login:
 
     url: str
     token: str
-    certificate: (
-        str | None
-    )  # PEM that is trusted for this service alone; None: the system's authorities decide
+    # PEM that is trusted for this service alone; None: the system's authorities decide
+    certificate: str | None
 
 
 def logins_file() -> Path:

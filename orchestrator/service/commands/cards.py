@@ -11,7 +11,8 @@ from orchestrator.specs.units import BINARY_UNITS
 
 DEVICES_PER_NODE = 8  # as servers have them: more devices are so many such nodes
 CARDS_MAX = 4096
-# Nobody says the host memory of a card's machine: twice the memory of its cards, and no less than this.
+# Nobody says the host memory of a card's machine: twice the memory of its cards, and no less than
+# this.
 HOST_BYTES_MIN = 64 * BINARY_UNITS["GiB"]
 SOURCE = "--gpu"
 

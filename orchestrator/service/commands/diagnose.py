@@ -34,13 +34,13 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
 BINARY_BYTES = 8192  # at the begin of a file, in which text has no NUL
-CASE_LINES = (
-    40  # of a log, at the begin of its last trouble and at its end, that a case has at most
-)
+# of a log, at the begin of its last trouble and at its end, that a case has at most
+CASE_LINES = 40
 EXIT_CODE = 1  # where none is given
 PLAIN_NAMES = frozenset(("", "local", "localhost", "root", "user"))  # that tell nobody
 
-# What helps where no service runs the training, by the kind of the failure; for any other kind the service's own help.
+# What helps where no service runs the training, by the kind of the failure; for any other kind the
+# service's own help.
 ELSEWHERE = {
     FailureKind.DEVICE_OOM: (
         "halve the samples per device and double the accumulation steps (that helps nothing in optimizer.step); then "
@@ -55,7 +55,8 @@ ELSEWHERE = {
 }
 
 _SECRETS = "token|passw(?:or)?d|secret|api[_-]?key|credential"
-# What a case must not tell, and what stands there instead. The last ones are names of hosts where logs have them.
+# What a case must not tell, and what stands there instead. The last ones are names of hosts where
+# logs have them.
 _REDACTED = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (

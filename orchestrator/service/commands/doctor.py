@@ -265,9 +265,8 @@ def _home(home: Path) -> Finding:
             to_do="chown it, or use --home",
         )
     token = home / "token"
-    home_mode = (
-        ENTER if (home / USERS).is_dir() else 0o700
-    )  # jobs of other user ids pass through it
+    # jobs of other user ids pass through it
+    home_mode = ENTER if (home / USERS).is_dir() else 0o700
     for path, allowed in ((home, home_mode), (token, 0o600)):
         if path.exists() and stat.S_IMODE(path.stat().st_mode) & ~allowed:
             mode = stat.S_IMODE(path.stat().st_mode)

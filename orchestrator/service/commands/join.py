@@ -19,12 +19,10 @@ from orchestrator.service.intake.detection import detect_machine
 from orchestrator.service.server.members import Machine, check_alike, machine
 from orchestrator.specs.errors import ServiceError, SpecError
 
-SEEN_TIMEOUT_S = (
-    60.0  # the service looks at its nodes every second; a busy machine's raylet takes some more
-)
-GONE_TIMEOUT_S = (
-    60.0  # a raylet that ends says so; one that is cut off counts as lost after 4 to 9 s
-)
+# the service looks at its nodes every second; a busy machine's raylet takes some more
+SEEN_TIMEOUT_S = 60.0
+# a raylet that ends says so; one that is cut off counts as lost after 4 to 9 s
+GONE_TIMEOUT_S = 60.0
 POLL_S = 0.5
 TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
 

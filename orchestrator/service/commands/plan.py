@@ -61,7 +61,8 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
 
-# Median error of predicted steps of 40 published configurations to which nothing was fitted (`make bench-cost`,
+# Median error of predicted steps of 40 published configurations to which nothing was fitted (`make
+# bench-cost`,
 # 2026-11-26).
 STEP_ERROR = 0.13
 TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
@@ -74,15 +75,13 @@ class CandidateView(TypedDict):
     settings: dict[str, str]
     degradation: str
     step_s: float  # predicted, times `step_factor`
-    step_factor: (
-        float  # measured / predicted of the steps of such plans so far, 1 if none was measured
-    )
+    # measured / predicted of the steps of such plans so far, 1 if none was measured
+    step_factor: float
     estimate: EstimateView
     correction: float  # of the activations
     needed_bytes: int  # corrected, with margin: compared with the capacity
-    capacity_bytes: (
-        int  # minimum free bytes of the devices with the most free bytes, as many as it needs
-    )
+    # minimum free bytes of the devices with the most free bytes, as many as it needs
+    capacity_bytes: int
     fit_probability: float | None  # None if its memory is unknown
     rejected: str | None
 
@@ -96,17 +95,14 @@ class JobPlans(TypedDict):
     global_batch_size: int
     profile: str  # source of the model's costs
     chosen: int | None  # index into the frontier; if nothing fits, of the plan that may fit
-    probe: (
-        CandidateView | None
-    )  # the measuring attempt that runs first if the script's memory is unknown
+    # the measuring attempt that runs first if the script's memory is unknown
+    probe: CandidateView | None
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
-    passed_over: (
-        str | None
-    )  # why the chosen plan is taken instead of the fastest one; None where it is that
-    unsure: (
-        str | None
-    )  # that other plans may be as fast, and how to find out; None where none is near
+    # why the chosen plan is taken instead of the fastest one; None where it is that
+    passed_over: str | None
+    # that other plans may be as fast, and how to find out; None where none is near
+    unsure: str | None
 
 
 def plan_job(

@@ -26,9 +26,8 @@ class Decision(TypedDict):
 
     at_s: float
     event: str
-    then: (
-        str | None
-    )  # the recorded decision, a line per attempt to start or to end; None: not recorded
+    # the recorded decision, a line per attempt to start or to end; None: not recorded
+    then: str | None
     now: str  # this version's decision
     why: str  # this version's reasons, a line per job
     same: bool

@@ -38,18 +38,16 @@ FOREVER_S = 1e9
 TURNS_PER_JOB = 1000  # far more than budgets allow; a world that turns more often is our bug
 ROUNDING_S = 1e-3
 AS_FAST = 1 + 1e-9
-SHORTEST_S = (
-    10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
-)
+# below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
+SHORTEST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
     """Probabilities of failures in a simulation."""
 
-    oom_chance: float = (
-        0.0  # of a job whose first attempt runs out of memory, so that it needs a lighter plan
-    )
+    # of a job whose first attempt runs out of memory, so that it needs a lighter plan
+    oom_chance: float = 0.0
     node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
 
 
@@ -65,9 +63,8 @@ class Outcome:
     deadline_s: float | None
     attempts: tuple[Process, ...]
     guaranteed: bool = False  # it asks for a promise
-    request_step_s: float | None = (
-        None  # true seconds of a step as it would run as requested; None: not told
-    )
+    # true seconds of a step as it would run as requested; None: not told
+    request_step_s: float | None = None
     starts_by_s: float | None = None  # as promised; None: it was promised nothing
     trial: tuple[str | None, int] | None = None  # of a sweep: its id, and the trial's number
     job_id: str = ""  # of a job of the live queue

@@ -19,7 +19,8 @@ from orchestrator.specs.units import format_bytes
 
 SOURCE = "the devices of this machine"
 OTHER_KINDS = "docs/reference/cluster-yaml.md says how a cluster file describes a device"
-# Dense 16-bit products with fp32 sums per fp32 product, by compute capability, from the data sheets of the catalogue:
+# Dense 16-bit products with fp32 sums per fp32 product, by compute capability, from the data sheets
+# of the catalogue:
 # V100, T4, A100, A10, L4, H100, B200. Cards for games reach half of it (RTX 3090, 4090, 5090: 2).
 TENSOR_FACTORS = {
     (7, 0): 8.0,

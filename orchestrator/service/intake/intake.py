@@ -72,9 +72,8 @@ class ReadJob:
     ]  # keys whose paths are of this machine; the others are of the service's
 
 
-JobSource = (
-    Path | Mapping[str, Any]
-)  # a job file, or what one says, whose paths start at the current folder
+# a job file, or what one says, whose paths start at the current folder
+JobSource = Path | Mapping[str, Any]
 
 
 def read_job(
@@ -312,7 +311,8 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
     if (
         spec.resume.before is not None
     ):  # its program may be beside the job's file, but it runs in `workdir`
-        # not resolved: a virtual environment's interpreter is a link, and its target has other packages
+        # not resolved: a virtual environment's interpreter is a link, and its target has other
+        # packages
         command = [
             os.path.abspath(folder / word) if _is_file(folder / word) else word
             for word in spec.resume.before

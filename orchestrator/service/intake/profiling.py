@@ -32,9 +32,8 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, TracedProfile
 
-TRACE_CPU_S = (
-    600  # processor time of the child, which takes 20 s for a decoder of 70 billion parameters
-)
+# processor time of the child, which takes 20 s for a decoder of 70 billion parameters
+TRACE_CPU_S = 600
 TRACE_TIMEOUT_S = 6 * TRACE_CPU_S  # of a child that only waits
 PROGRAM = "orchestrator.training.tracing.trace"
 BAD_JOB_EXIT_CODE = 2  # of that program

@@ -87,7 +87,8 @@ class SignIn:
             return self._refused(request, str(error), 403)
         cookie = self._gate.sessions.opened(user, role, self._provider.spec.session)
         log.info("signed in user=%s role=%s by=%s", user, role, self._provider.spec.issuer)
-        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours leads on
+        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
+        # leads on
         answer = page(request, "signed_in", came_from=begun["next"])
         answer.delete_cookie(_cookie(request), path=OIDC)
         keep(request, answer, cookie)

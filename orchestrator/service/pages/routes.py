@@ -273,7 +273,8 @@ class _Pages:
             self._gate.is_guessing(request)
             message = "This link was used before, or is older than five minutes: `orc open` makes another."
             return self._sign_in_page(request, came_from, message, 403)
-        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours leads on
+        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
+        # leads on
         answer = page(request, "signed_in", came_from=came_from)
         keep(request, answer, cookie)
         return answer

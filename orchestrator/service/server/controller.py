@@ -59,10 +59,10 @@ from orchestrator.specs.state import State
 POLL_S = 0.1  # longest delay until a submission or a cancellation is processed
 STORAGE_S = 1.0  # pause after the journal could not be written
 DEAF_S = 1.0  # pause after the backend failed to return events
-SNAPSHOT_EVENTS = (
-    500  # fewest events between snapshots; with more live jobs, as many events as jobs
-)
-STANDSTILL_S = 10.0  # without the end of a decision that is under way: one takes milliseconds, beside load a second
+# fewest events between snapshots; with more live jobs, as many events as jobs
+SNAPSHOT_EVENTS = 500
+# without the end of a decision that is under way: one takes milliseconds, beside load a second
+STANDSTILL_S = 10.0
 ERROR_CHARACTERS_MAX = 500
 
 _DIVERGED = """the journal has these decisions on {event}:
@@ -112,13 +112,11 @@ class Controller:
         self.health.watch(journal.unreadable)
         self.health.watch(self.standstill, is_fatal=True)
         self.health.watch(lambda: unreadable_problem(self._state))
-        self._under_way: tuple[str, str, float] | None = (
-            None  # kind, log line and monotonic start of a decision
-        )
+        # kind, log line and monotonic start of a decision
+        self._under_way: tuple[str, str, float] | None = None
         self._storage_problem: str | None = None
-        self._uncertain: UncertainError | None = (
-            None  # the journal may know what this process does not
-        )
+        # the journal may know what this process does not
+        self._uncertain: UncertainError | None = None
         self._uncommitted: list[Event] = []  # of the backend, and not in the journal yet
         self._began_at_s = journal.began_at_s()
         self._journal = journal
@@ -358,7 +356,8 @@ class Controller:
             except StorageError:  # a full disk: what runs goes on, and what it tells waits
                 stop.wait(STORAGE_S)
         with self._changed:
-            self._save()  # a snapshot: another version may decide differently, and then has no events to fold
+            # a snapshot: another version may decide differently, and then has no events to fold
+            self._save()
 
     def turn(self, wait_s: float) -> None:
         """Run one loop iteration: perform pending actions, wait up to `wait_s` for events, decide, perform again."""
@@ -495,9 +494,8 @@ class Controller:
         except StorageError as error:
             self._note_storage(str(error))
         except UncertainError as error:
-            self._uncertain = (
-                error  # what was appended is kept: whoever waits for that has an answer
-            )
+            # what was appended is kept: whoever waits for that has an answer
+            self._uncertain = error
         else:
             self._unsaved_events = 0
             self._note_storage(None)

@@ -81,9 +81,8 @@ HOME_CHECK_S = 5.0
 HEALTH_S = 1.0
 STOP_TIMEOUT_S = 5.0
 GRACE_S = 8.0  # from SIGTERM to the end, whatever the service does
-STREAMS_S = (
-    2  # that a page's stream of events, which has no end, may hold up the end of the service
-)
+# that a page's stream of events, which has no end, may hold up the end of the service
+STREAMS_S = 2
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +284,8 @@ def _serve_requests(
         is_serving.set()
         _start_followers(stop, service.notifier, service.sweeper, service.purger)
         gc.collect()
-        gc.freeze()  # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
+        # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
+        gc.freeze()
         log.info("serving home=%s port=%d cluster=%s", service.home, port, service.cluster)
         service.controller.run(stop)
         if _is_ours(service.home, service.token):
@@ -464,7 +464,8 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     """
     host, port = (endpoint.host, endpoint.port) if endpoint else ("127.0.0.1", 0)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY where the protocol is said: without it each answer waits 40 ms for the client's ACK
+    # asyncio sets TCP_NODELAY where the protocol is said: without it each answer waits 40 ms for
+    # the client's ACK
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -472,7 +473,8 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     except OSError as error:
         listener.close()
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen()  # before its port is told: a client that connects then waits, and is not refused
+    # before its port is told: a client that connects then waits, and is not refused
+    listener.listen()
     tls = {"ssl_certfile": endpoint.certificate, "ssl_keyfile": endpoint.key} if endpoint else {}
     config = uvicorn.Config(
         app,

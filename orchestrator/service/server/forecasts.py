@@ -19,9 +19,8 @@ from orchestrator.specs.state import State
 FRESH_S = 10.0  # so long a forecast counts while the state stays the same
 REST = 9.0  # pause after a forecast, in times of its duration: a tenth of a core at most
 PATIENCE_S = 0.05  # how long the first page waits for the first forecast
-FORECAST_S = (
-    20.0  # how long a request waits for the forecast of the newest state; then it gets an older one
-)
+# how long a request waits for the forecast of the newest state; then it gets an older one
+FORECAST_S = 20.0
 SOON_MAX = 200  # jobs whose forecast can be ready by then; a forecast of 5,000 takes seconds
 
 

@@ -139,9 +139,8 @@ class Purger:
 
     def _plan(self, pause: Callable[[], object]) -> Purge:
         self._check()
-        ends = (
-            self._journal.ends()
-        )  # before the live jobs: what has ended by then has ended for good
+        # before the live jobs: what has ended by then has ended for good
+        ends = self._journal.ends()
         needed, purge, spare, count = self._needed(ends.keys()), Purge(), list[Part](), 0
 
         def tick() -> None:

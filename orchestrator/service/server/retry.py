@@ -13,7 +13,8 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import Override, with_overrides
 
-# Keys that leave the mathematics of a training as it is. With any other key, a retry starts over: a checkpoint of
+# Keys that leave the mathematics of a training as it is. With any other key, a retry starts over: a
+# checkpoint of
 # another training would be continued unseen.
 UNTRAINED = frozenset(
     (

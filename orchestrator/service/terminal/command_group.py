@@ -9,7 +9,8 @@ from typer.core import TyperGroup
 from orchestrator.service.terminal.synonyms import instead_of
 from orchestrator.specs.errors import SpecError
 
-PANELS = {  # in the order in which help shows them; a command of no panel comes last, under "Others"
+# in the order in which help shows them; a command of no panel comes last, under "Others"
+PANELS = {
     "Begin": ("demo", "doctor", "up", "down", "open", "init"),
     "Plan, before anything starts": ("plan", "estimate", "fit", "simulate", "calibrate", "schema"),
     "Submit and follow": (

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from orchestrator.service.views.comparison import ComparisonView
 
 Row = Mapping[str, Any]
-NEAR = (
-    0.2  # half of an interval over its middle: a wider one is not symmetric, and stands as a range
-)
+# half of an interval over its middle: a wider one is not symmetric, and stands as a range
+NEAR = 0.2
 CSV: Mapping[
     str, tuple[str | int, ...]
 ] = {  # where a row has the number; units stand last in names

@@ -1,6 +1,7 @@
 """`orc plan`, `estimate`, `fit` and `calibrate`: what a job needs and gets, before anything is started."""
 
-# Imports of heavy packages stand in the commands that need them: `orc plan` answers within a second.
+# Imports of heavy packages stand in the commands that need them: `orc plan` answers within a
+# second.
 from __future__ import annotations
 
 import gc
@@ -62,7 +63,9 @@ def plan(
         spec = read_job(
             file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
         )
-    gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
+    # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either
+    # way
+    gc.disable()
     with show_spinner("searching plans"):
         answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
     tell(dict(answer), as_json, plan_panel(answer))

@@ -24,9 +24,8 @@ MANIFEST_BYTES_MAX = 2**24
 PATH_BYTES_MAX, NAME_BYTES_MAX = 4096, 255  # PATH_MAX and NAME_MAX of Linux
 FILE_MODE, PROGRAM_MODE, FOLDER_MODE = 0o644, 0o755, 0o755
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-OPEN_FILE = (
-    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-)  # of a pipe that took the file's place, nothing is awaited
+# of a pipe that took the file's place, nothing is awaited
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 Skipped = Callable[[str], bool]  # of a path relative to the root; a folder's ends with /
 

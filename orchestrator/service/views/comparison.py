@@ -66,9 +66,8 @@ class ComparisonView(TypedDict):
     verdict: str
     notes: list[str]  # what else differs, and what is not known
     picture: PictureView | None
-    mlflow: (
-        str | None
-    )  # address of MLflow's own page that compares its runs; None: there is none yet
+    # address of MLflow's own page that compares its runs; None: there is none yet
+    mlflow: str | None
 
 
 def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonView:

@@ -13,9 +13,8 @@ class ExpectedJob(TypedDict):
     devices: int | None
     start_s: float | None  # None: no expectation yet
     end_s: float | None
-    start_range_s: (
-        tuple[float, float] | None
-    )  # it starts within this range with a probability of 80 %; None: unknown
+    # it starts within this range with a probability of 80 %; None: unknown
+    start_range_s: tuple[float, float] | None
     end_range_s: tuple[float, float] | None
     deadline_s: float | None
     says_length: bool  # False: a day was assumed

@@ -87,9 +87,8 @@ class AttemptView(TypedDict):
     estimate: EstimateView
     correction: float
     predicted_bytes: int | None  # allocated peak predicted at launch; None if unknown
-    needed_bytes: (
-        int | None
-    )  # device bytes with margin, predicted at launch; None if measured before
+    # device bytes with margin, predicted at launch; None if measured before
+    needed_bytes: int | None
     fit_probability: float | None
     predicted_step_s: float | None  # None of a script whose step times are assumed
     peak_bytes: int | None
@@ -460,9 +459,8 @@ def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
     behind = min(beats, key=lambda beat: beat.step)
     steps = [beat.step_s for beat in beats if beat.step_s]
     left = steps_left(job, job.last) if job.spec.is_script else None
-    begin = (
-        0 if left is None else (job.spec.optimizer_steps or 0) - left
-    )  # a script counts from its checkpoint on
+    # a script counts from its checkpoint on
+    begin = 0 if left is None else (job.spec.optimizer_steps or 0) - left
     return ProgressView(
         step=begin + behind.step,
         max_steps=job.spec.optimizer_steps,

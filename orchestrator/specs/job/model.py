@@ -10,7 +10,8 @@ from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.str_enum import StrEnum
 
-# Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision short.
+# Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision
+# short.
 BATCH_MAX = 2**24  # samples
 LAYERS_MAX = 1024  # DeepNet has 1,000 (arXiv:2203.00555)
 WIDTH_MAX = 2**20

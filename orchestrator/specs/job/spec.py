@@ -80,9 +80,8 @@ class JobSpec(SpecModel):
         description="Jobs that have to end before this one starts.",
         examples=[["prepare-1", {"job": "encode-2", "when": "always"}]],
     )
-    member: SkipJsonSchema[Member | None] = (
-        None  # of an array, which is expanded where a job file is read
-    )
+    # of an array, which is expanded where a job file is read
+    member: SkipJsonSchema[Member | None] = None
     deadline: DeadlineField | None = Field(
         default=None,
         description="Time at which the job should have ended; without a zone, that of the submitting machine.",
@@ -235,12 +234,10 @@ class JobSpec(SpecModel):
         description="Whether two short attempts measure a script of unknown memory before it trains.",
         examples=["never"],
     )
-    measured: SkipJsonSchema[MeasuredLine | None] = (
-        None  # what its family was probed to need: never said in a file
-    )
-    relative_to: SkipJsonSchema[OwnSettings | None] = (
-        None  # of its family, those that outcomes are told by: as above
-    )
+    # what its family was probed to need: never said in a file
+    measured: SkipJsonSchema[MeasuredLine | None] = None
+    # of its family, those that outcomes are told by: as above
+    relative_to: SkipJsonSchema[OwnSettings | None] = None
     source: SkipJsonSchema[CodeSource | None] = None  # of its code: added at intake
     trial: SkipJsonSchema[Trial | None] = None  # of a sweep, of which a file says the first
     plan: Pins = Field(

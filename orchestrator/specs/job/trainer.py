@@ -14,7 +14,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.patterns import compile_pattern
 from orchestrator.specs.spec_model import Command, Counter, Glob, Pattern, SpecModel, Variable
 
-# Who starts one process per rank: we, the script's own launcher on each node, or the script itself (`dora run` and
+# Who starts one process per rank: we, the script's own launcher on each node, or the script itself
+# (`dora run` and
 # scripts that spawn their ranks stay on one node: nothing tells them of another).
 LaunchStyle = Literal["ranks", "torchrun", "accelerate", "deepspeed", "dora", "self"]
 ON_ONE_NODE: tuple[LaunchStyle, ...] = ("dora", "self")
@@ -165,7 +166,8 @@ def _is_positive(value: int | float | str) -> bool:
         return False
 
 
-# Knobs without which no short attempt can measure a script: it has a smaller micro-batch, and a folder of its own.
+# Knobs without which no short attempt can measure a script: it has a smaller micro-batch, and a
+# folder of its own.
 PROBED_BY = {
     "micro_batch_size": "micro-batch",
     "gradient_accumulation_steps": "accumulation",

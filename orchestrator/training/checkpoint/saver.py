@@ -18,7 +18,8 @@ from orchestrator.training.checkpoint.host_copy import HostCopy
 from orchestrator.training.contract.engine import State
 
 STALE = "stale"
-HAND_OVER_S = 0.001  # lets training run first: a new thread keeps the interpreter for 5 ms (sys.getswitchinterval)
+# lets training run first: a new thread keeps the interpreter for 5 ms (sys.getswitchinterval)
+HAND_OVER_S = 0.001
 
 
 class StaleAttempt(Exception):

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from orchestrator.training.contract.collectives import all_to_all
 
-# Copies [R, D], those of one expert behind each other, and where those of each end [L], to answers [R, D].
+# Copies [R, D], those of one expert behind each other, and where those of each end [L], to answers
+# [R, D].
 OwnExperts = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -55,9 +56,8 @@ class Dispatch:
         all_to_all(received_PL, sent_PL, group=self.group)
         own_L = torch.arange(self._own, device=chosen_S.device)
         expert_R = own_L.repeat(ranks).repeat_interleave(received_PL.flatten())
-        sent, received = (
-            torch.stack((sent_PL, received_PL)).sum(dim=-1).tolist()
-        )  # the host waits for the device here
+        # the host waits for the device here
+        sent, received = torch.stack((sent_PL, received_PL)).sum(dim=-1).tolist()
         return _Routes(
             group=self.group,
             sent=sent,

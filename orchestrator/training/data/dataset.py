@@ -20,9 +20,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import IGNORED_LABEL
 
 BYTE_VOCABULARY = 256
-FEISTEL_ROUNDS = (
-    4  # 4 rounds give a strong pseudorandom permutation (Luby and Rackoff 1988, theorem 2)
-)
+# 4 rounds give a strong pseudorandom permutation (Luby and Rackoff 1988, theorem 2)
+FEISTEL_ROUNDS = 4
 
 
 class TokenStreams:

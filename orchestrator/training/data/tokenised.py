@@ -285,9 +285,8 @@ def read_tokenizer(source: str) -> Any:
         raise SpecError(
             f"no tokenizer: {reason}", path="data.tokenizer", got=source, hint=hint
         ) from None
-    tokenizer.model_max_length = (
-        2**62
-    )  # samples are cut here, so a warning about long texts would mislead
+    # samples are cut here, so a warning about long texts would mislead
+    tokenizer.model_max_length = 2**62
     return tokenizer
 
 

@@ -50,7 +50,8 @@ class AlternatingEngine:
         seeded = [self._with_own_randomness(part) for part in recipes]
         self._engines = [build(part, _training_of(part, training)) for part in seeded]
         self._parts = [_Part(part.module) for part in recipes]
-        # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for its own turn only.
+        # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for
+        # its own turn only.
         layers = tuple(layer for part in recipes for layer in part.layers)
         self._randomness = Randomness(replace(recipe, layers=layers), training.seed)
 

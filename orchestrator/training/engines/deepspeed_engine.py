@@ -101,9 +101,8 @@ class DeepSpeedEngine:
         self._updates.prepare(step)
         if self._loss_scale:
             engine.optimizer.override_loss_scale(self._loss_scale.factor)
-        scale = (
-            plan.layout.dp * plan.gradient_accumulation_steps / tokens
-        )  # DeepSpeed divides by both
+        # DeepSpeed divides by both
+        scale = plan.layout.dp * plan.gradient_accumulation_steps / tokens
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         norm = 0.0
         for turn, batch in enumerate(micro_batches):
@@ -119,9 +118,8 @@ class DeepSpeedEngine:
             engine.step()
         if plan.zero_stage is not ZeroStage.NONE:
             norm = float(engine.get_global_grad_norm())
-            norm = (
-                norm if norm >= 0 else math.nan
-            )  # bf16: DeepSpeed returns -1 for a non-finite norm
+            # bf16: DeepSpeed returns -1 for a non-finite norm
+            norm = norm if norm >= 0 else math.nan
         if engine.was_step_applied():
             self._updates.count()
         if self._loss_scale:
@@ -370,7 +368,8 @@ def _join_deepspeed(device: torch.device) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
             False  # private; else a C++ build at every start
         )
-        # torch computes in fp16 on any CPU; DeepSpeed requires oneDNN's kernels, which need AVX512-FP16.
+        # torch computes in fp16 on any CPU; DeepSpeed requires oneDNN's kernels, which need
+        # AVX512-FP16.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
 

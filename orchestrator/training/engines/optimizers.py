@@ -17,7 +17,8 @@ from orchestrator.training.engines import eight_bit
 from orchestrator.training.engines.freezing import thaw_step, thaw_steps
 from orchestrator.training.engines.schedule import learning_rate
 
-STEPS = "optim.steps"  # canonical name: updates done by each group of parameters that thaw together, ascending
+# canonical name: updates done by each group of parameters that thaw together, ascending
+STEPS = "optim.steps"
 
 
 class _Alone(NamedTuple):
@@ -145,9 +146,8 @@ class Updates:
         for thaw, group in self.groups.items():
             for name, parameter in group.items():
                 optimizer = _optimizer({thaw: {name: parameter}}, self._training, self._device)
-                optimizer.state = (
-                    self.optimizer.state
-                )  # one dictionary: a checkpoint fills it, counters are set in it
+                # one dictionary: a checkpoint fills it, counters are set in it
+                optimizer.state = self.optimizer.state
                 self._alone[parameter] = _Alone(name, optimizer)
 
     def _step_alone(self, alone: _Alone) -> None:

@@ -23,7 +23,8 @@ from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
 from orchestrator.training.guard.virtual_device import host_memory
 
 aten = torch.ops.aten
-# Expensive operations, which selective checkpointing saves: matrix products, convolutions and attention.
+# Expensive operations, which selective checkpointing saves: matrix products, convolutions and
+# attention.
 KEPT = frozenset(
     {
         *(

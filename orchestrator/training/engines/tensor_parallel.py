@@ -30,7 +30,8 @@ from orchestrator.training.engines.sequence_parallel import (
     row_product,
 )
 
-# word -> the axis along which a parameter is cut, by the parameter's name in its module; None: whole on every rank
+# word -> the axis along which a parameter is cut, by the parameter's name in its module; None:
+# whole on every rank
 CUTS: Mapping[str, Mapping[str, int | None]] = {
     "colwise": {"weight": 0, "bias": 0},
     "rowwise": {"weight": 1, "bias": None},
@@ -117,9 +118,8 @@ def tensor_parallel(
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
         if isinstance(word, ParallelStyle):
-            styles[id(module)] = (
-                word  # for the module's own parameters; submodules have entries of their own
-            )
+            # for the module's own parameters; submodules have entries of their own
+            styles[id(module)] = word
             continue
         paths = {
             key: f"{name}.{key}".lstrip(".")
@@ -373,9 +373,8 @@ class _SumForward(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = (
-            x.contiguous().clone()
-        )  # not in place: selective checkpointing saves the output of the matrix product
+        # not in place: selective checkpointing saves the output of the matrix product
+        total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
 

@@ -111,9 +111,8 @@ class TorchEngine:
         shared = self._share.shared if self._share else ()
         self._shared = [self._named[name] for name in shared if self._named[name].requires_grad]
         counted = self._updates.parameters.items()
-        again = (
-            shared if self._pipeline and self._pipeline.is_last else ()
-        )  # counted by the first stage
+        # counted by the first stage
+        again = shared if self._pipeline and self._pipeline.is_last else ()
         self._by_copies = _by_copies(
             [parameter for name, parameter in counted if name not in again], plan
         )

@@ -81,9 +81,8 @@ class Monitor:
         self._torch_version = self._cuda_version = self._model = ""
         self._group_size = 0
         self._allocator_room_bytes: int | None = None
-        self._peak_bytes = self._reserved_bytes = (
-            0  # on CUDA, before the peaks of its allocator were reset
-        )
+        # on CUDA, before the peaks of its allocator were reset
+        self._peak_bytes = self._reserved_bytes = 0
 
     def become(self, rank: int) -> None:
         """Write heartbeats as this rank from now on."""
@@ -208,9 +207,8 @@ class Monitor:
         if self._group_size:
             return self._group_size
         rpc = sys.modules.get("torch.distributed.rpc.api")
-        has_agent = (
-            rpc is not None and rpc._is_current_rpc_agent_set()
-        )  # init_rpc makes no process group
+        # init_rpc makes no process group
+        has_agent = rpc is not None and rpc._is_current_rpc_agent_set()
         return None if has_agent or any(name in sys.modules for name in OTHER_GROUPS) else 0
 
     def peak_bytes(self) -> int:
@@ -262,7 +260,8 @@ class Monitor:
         """
         cuda = self._cuda()
         if cuda is not None and not cuda.is_current_stream_capturing():
-            # After a CUDA error the queries raise. Free memory is read first: what the allocator reserves in between
+            # After a CUDA error the queries raise. Free memory is read first: what the allocator
+            # reserves in between
             # then counts as available.
             with contextlib.suppress(RuntimeError):
                 room_bytes = int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved())

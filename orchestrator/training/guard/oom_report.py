@@ -8,7 +8,8 @@ from collections.abc import Iterator
 BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 AMOUNT = r"([\d.]+) ([KMGT]?i?B|bytes)"
 
-# Texts of PyTorch's allocators, the CUDA runtime and its libraries, and NCCL (pytorch/pytorch, NVIDIA/nccl).
+# Texts of PyTorch's allocators, the CUDA runtime and its libraries, and NCCL (pytorch/pytorch,
+# NVIDIA/nccl).
 OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate"
     r"|MPS backend out of memory"
@@ -22,9 +23,8 @@ OUT_OF_MEMORY = re.compile(
     r"|ncclUnhandledCudaError[^\n]*out of memory"
     r"|Failed to CUDA (?:calloc|host alloc)"
 )
-NOT_OUT_OF_MEMORY = (
-    "Tried to allocate more than 1EB memory"  # desynchronised ranks (NVIDIA/nccl issue 1284)
-)
+# desynchronised ranks (NVIDIA/nccl issue 1284)
+NOT_OUT_OF_MEMORY = "Tried to allocate more than 1EB memory"
 OUT_OF_MEMORY_TYPES = (("torch", "OutOfMemoryError"), ("torch.cuda", "OutOfMemoryError"))
 
 # Three generations of PyTorch's message, and that of its asynchronous allocator.
@@ -54,7 +54,8 @@ RESERVED = (
 UNALLOCATED = (re.compile(rf"{AMOUNT} is reserved by PyTorch but unallocated"),)
 OWN = (re.compile(rf"this process has {AMOUNT} memory in use"),)
 NAMED = re.compile(rf"(?<!this )\bProcess \d+ has {AMOUNT} memory in use")
-# Memory that is neither free nor PyTorch's counts as CUDA context and desktop, up to this or a quarter of the device.
+# Memory that is neither free nor PyTorch's counts as CUDA context and desktop, up to this or a
+# quarter of the device.
 # A context has 0.47 to 1.78 GiB (stas00/ml-engineering, training/performance/README.md).
 OVERHEAD_BYTES = 2 * 2**30
 ROUNDING_BYTES = 2**25  # messages give hundredths of a GiB

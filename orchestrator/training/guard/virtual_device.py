@@ -24,12 +24,15 @@ from torch.utils._pytree import tree_flatten
 MIB = 2**20
 UNLIMITED_BYTES = 2**63 - 1
 
-# After a collective, gloo's thread keeps its tensors until it next gets the interpreter lock. A busy main thread yields
-# that lock only every 5 ms (sys.getswitchinterval), and gloo's thread needs a free core, too. Without waiting, 12 of
+# After a collective, gloo's thread keeps its tensors until it next gets the interpreter lock. A
+# busy main thread yields
+# that lock only every 5 ms (sys.getswitchinterval), and gloo's thread needs a free core, too.
+# Without waiting, 12 of
 # 120 peaks were up to 11 % too high on a busy machine, always by the same amounts (2026-11).
 LET_GO_S = 0.0002  # per new peak: some hundred in the first step of a training, none later
 LET_GO_TRIES = 25  # at most; before an out-of-memory error each sleep is ten times as long
-GLOO_THREAD = "(pt_gloo_runloop"  # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, runLoop; as in proc(5), stat
+# torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, runLoop; as in proc(5), stat
+GLOO_THREAD = "(pt_gloo_runloop"
 
 
 class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -79,7 +82,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # wrapper tensors (DTensor, ...) unwrap themselves; inner operations arrive here
+            # wrapper tensors (DTensor, ...) unwrap themselves; inner operations arrive here
+            return NotImplemented
         out = func(*args, **kwargs) if kwargs else func(*args)
         added = 0
         if isinstance(out, torch.Tensor):

@@ -20,7 +20,8 @@ from torch.nn import functional
 from orchestrator.training.contract.collectives import all_gather, reduce_scatter
 from orchestrator.training.contract.recipe import IGNORED_LABEL
 
-CHUNK_TOKENS = 1024  # 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix products of this size are efficient
+# 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix products of this size are efficient
+CHUNK_TOKENS = 1024
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) -> Tensor:

@@ -126,7 +126,8 @@ class Decoder(nn.Module):
                 module.context = context
 
 
-# Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3); the rest by tokens
+# Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3); the rest
+# by tokens
 # (arXiv:2205.05198, section 4.2.2).
 TENSOR_PARALLEL = {
     "layers.*.self_attn": "gathered",

@@ -60,9 +60,11 @@ from orchestrator.training.models.hf_weights import (
     without_memory,
 )
 
-# Parameters of a model that is built to compute some of its first values; larger ones need a folder. 4 GiB in fp32.
+# Parameters of a model that is built to compute some of its first values; larger ones need a
+# folder. 4 GiB in fp32.
 COMPUTED_MAX = 2**30
-# Settings that models read but that no configuration class has, or that Qwen's classes of models with experts lack.
+# Settings that models read but that no configuration class has, or that Qwen's classes of models
+# with experts lack.
 UNLISTED = ("decoder_start_token_id", "head_dim")
 
 
@@ -73,7 +75,8 @@ class Built:
     module: PreTrainedModel
     initialise: Callable[[str, Tensor], None]
     stored_dtype: torch.dtype  # of the source's weights; fp32 for random ones
-    own_loss: bool  # the head is no language model on tokens: it takes tensors by name, and its loss is its own
+    # the head is no language model on tokens: it takes tensors by name, and its loss is its own
+    own_loss: bool
 
 
 def hf_recipe(

@@ -111,9 +111,8 @@ def _attend(
     assert _mask is None, "a decoder's own mask needs none"
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        module.num_key_value_groups = (
-            q.shape[1] // k.shape[1]
-        )  # fewer where ranks share a key-value head
+        # fewer where ranks share a key-value head
+        module.num_key_value_groups = q.shape[1] // k.shape[1]
         mask = module.context.window_mask(q, settings.get("sliding_window"))
         return sdpa_attention_forward(module, q, k, v, mask, **settings)[0]
 

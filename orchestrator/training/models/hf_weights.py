@@ -21,7 +21,8 @@ from transformers.utils.hub import cached_file
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import seeded_generator
 
-# An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that large.
+# An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that
+# large.
 PARAMETER_ELEMENTS = 2**28
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in torch/include/ATen/autocast_mode.h, torch 2.13.0.
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in torch/include/ATen/autocast_mode.h, torch
+# 2.13.0.
 FP32 = (
     *(
         "acos",
@@ -141,9 +142,8 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 enable_gqa=enable_gqa,
             )
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-        bias = (
-            attn_mask.to(low) if attn_mask is not None else None
-        )  # a boolean mask becomes as many numbers
+        # a boolean mask becomes as many numbers
+        bias = attn_mask.to(low) if attn_mask is not None else None
         inputs = query.to(low), key.to(low), value.to(low), bias
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         return kernel(*inputs, True, dropout_p, is_causal, scale=scale)[0]

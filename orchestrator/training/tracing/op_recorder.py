@@ -33,7 +33,8 @@ LEAF_MODULES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
 MATRICES = "matrices of scores"  # made by attention on a CPU if no fused kernel supports it
-# Products of rows with the matrices of their experts. torch's flop_registry (2.13.0) has neither. The second is that of
+# Products of rows with the matrices of their experts. torch's flop_registry (2.13.0) has neither.
+# The second is that of
 # transformers (integrations/moe.py, 5.23) for dtypes that the first does not support.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
@@ -67,9 +68,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []
         self.places: list[Place] = []
         self.attention = ""  # the attention kernel that ran
-        self.is_alike_on_cuda = (
-            True  # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
-        )
+        # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
+        self.is_alike_on_cuda = True
         self.buffer_bytes = 0
         self._recipes, self._held_bytes = recipes, held_bytes
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
@@ -124,9 +124,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = Ledger()  # of the latest step
         # With size, number in the ledger, and the place that made it.
         self._storages: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
-        self.bytes_by_place: Counter[int] = (
-            Counter()
-        )  # of the latest step, when its backward pass begins
+        # of the latest step, when its backward pass begins
+        self.bytes_by_place: Counter[int] = Counter()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -486,9 +485,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place.parameters += count
         place.largest_parameter = max(place.largest_parameter, count)
         if id(parameter) in self._packed:
-            place.viewed += (
-                count  # ZeRO-3 passes its inputs one by one: torch does not see one tensor
-            )
+            # ZeRO-3 passes its inputs one by one: torch does not see one tensor
+            place.viewed += count
         if id(parameter) in self._trained:
             place.trained += count
             place.factored += _factored_elements(parameter.shape)

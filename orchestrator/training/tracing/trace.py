@@ -69,8 +69,10 @@ from orchestrator.training.tracing.zero3_linear import zero3_linear
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
 BAD_JOB_EXIT_CODE = 2
 LAST_STEP = 2**62  # after every thaw step
-# Address space of a trace beyond that of imported torch. Fake tensors are a few hundred MB of Python objects (measured:
-# a decoder of 70 billion parameters). A model that allocates real weights exceeds it and is stopped.
+# Address space of a trace beyond that of imported torch. Fake tensors are a few hundred MB of
+# Python objects (measured:
+# a decoder of 70 billion parameters). A model that allocates real weights exceeds it and is
+# stopped.
 ADDRESS_SPACE_BYTES = 16 * 2**30
 
 
@@ -155,7 +157,8 @@ def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bo
     kinds, buffer_bytes = kinds_of(whole.layers, config, length), _buffer_bytes(whole)
     stack = stack_of(kinds, length)
     if stack is not None:
-        # A model's code may refuse what it never had; then the whole model says what is wrong, if anything is.
+        # A model's code may refuse what it never had; then the whole model says what is wrong, if
+        # anything is.
         with contextlib.suppress(Exception):
             few_layers = cut(config, stack.depth)
             few = build(request, arithmetic, few_layers)
@@ -372,9 +375,8 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         from orchestrator.training.models.hf_heads import AnySamples
         from orchestrator.training.models.hf_model import hf_recipe
 
-        lora = (
-            None if model.lora is None else replace(model.lora, quantise_base=False)
-        )  # quantising needs CUDA
+        # quantising needs CUDA
+        lora = None if model.lora is None else replace(model.lora, quantise_base=False)
         published = model.hf if isinstance(model.hf, dict) else model.config
         own_head = (
             {"tie_word_embeddings": False} if published.get("tie_word_embeddings") is False else {}

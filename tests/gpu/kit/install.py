@@ -56,7 +56,8 @@ def main() -> None:
     with tarfile.open(archive) as file:
         file.extractall(wheels, filter="data")
     _call(sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV))
-    # `--system-site-packages` shows those of the system, not of an environment that this Python may be of.
+    # `--system-site-packages` shows those of the system, not of an environment that this Python may
+    # be of.
     there = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site_packages,) = VENV.glob("lib/python*/site-packages")
     (site_packages / "there.pth").write_text(

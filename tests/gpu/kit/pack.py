@@ -29,7 +29,8 @@ ROOTS = (
     "setuptools",
     "ninja",
 )
-# What the machine has, or what only these need: large, or tied to the torch and the transformers that are there.
+# What the machine has, or what only these need: large, or tied to the torch and the transformers
+# that are there.
 THERE = {
     *(
         "torch",

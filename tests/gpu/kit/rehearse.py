@@ -23,9 +23,11 @@ from tests.gpu.measure import RAN
 
 CARD_MIB = 2048  # a context takes 752, and the planner supposes 564 for a communicator
 LIMIT_S = 3600
-# A kernel that torch compiles for a card, NVIDIA's own programs, and a compilation of minutes on two cores.
+# A kernel that torch compiles for a card, NVIDIA's own programs, and a compilation of minutes on
+# two cores.
 NOT_HERE = {"pairs: 8-bit moments", "sharing: MPS", "deepspeed: compile cpu_adam"}
-SHOWN = " name=NVIDIA_H100_REHEARSED cores=16896 sm=1785 mem=2619 bus=6016 pcie=5:16 capability=9.0"  # to NVML
+# to NVML
+SHOWN = " name=NVIDIA_H100_REHEARSED cores=16896 sm=1785 mem=2619 bus=6016 pcie=5:16 capability=9.0"
 SMI = f"""#!/bin/sh
 case "$1" in
 *memory.free*total*) echo "rehearsed, {CARD_MIB} MiB" ;;

@@ -57,9 +57,8 @@ def run(rank, ranks):
     loader = torch.utils.data.DataLoader(
         Clips(), size, sampler=sampler, num_workers=1, persistent_workers=True
     )
-    on_card = (
-        torch.cuda.is_available()
-    )  # as upstream: then cuda tensors over gloo, in fp16 with a GradScaler
+    # as upstream: then cuda tensors over gloo, in fp16 with a GradScaler
+    on_card = torch.cuda.is_available()
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
     if on_card:
         torch.cuda.set_device(rank)

@@ -11,7 +11,8 @@ from orchestrator.specs.replace import replace
 
 DEPTH_MAX = 12  # calls within each other, and names that stand for each other
 FRAMES_MAX = 64  # of a function
-# Conditions that hold on the rank that saves, in every run: `if rank == 0`, `if accelerator.is_main_process`.
+# Conditions that hold on the rank that saves, in every run: `if rank == 0`, `if
+# accelerator.is_main_process`.
 OF_EVERY_RUN = re.compile(
     r"(?<!lora_)rank\b.*(== 0|in [\[(])|^not [\w.]*(?<!lora_)rank\b"
     r"|rank_?0|is_main|is_master|(main|master)_process|_zero\b|__name__",

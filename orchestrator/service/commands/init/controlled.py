@@ -36,7 +36,8 @@ SEVERAL_RANKS = (
     "Accelerator",
     "FullyShardedDataParallel",
 )
-# Frameworks whose scripts are one process under plain `python`; the others start a rank on each visible device.
+# Frameworks whose scripts are one process under plain `python`; the others start a rank on each
+# visible device.
 STARTED_ALONE = ("accelerate", "diffusers", "deepspeed", "megatron", "torchtitan")
 WEIGHTS = (
     ".pt",

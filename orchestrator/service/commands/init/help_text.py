@@ -21,7 +21,8 @@ from orchestrator.specs.replace import replace
 
 LIMIT_S = 20.0
 TEXT_MAX = 2**20  # characters of the help that are read
-# A line that begins with flags, as argparse, click and typer write it: `  -b, --batch-size INT  text (default: 8)`.
+# A line that begins with flags, as argparse, click and typer write it: `  -b, --batch-size INT
+# text (default: 8)`.
 LINE = re.compile(
     r"^[\s│]*((?:-{1,2}[A-Za-z][\w.-]*(?:[ =][<\[{A-Z][^\s,]*)?(?:,\s*|\s+/\s*|\s(?=-))?)+)(.*)$"
 )

@@ -209,8 +209,10 @@ FOLDERS_OF_ANYTHING = (
         "model_dir",
     ),
 )
-# Names of the number of optimizer steps: a unit, after words that count or train. Any further word, as in save_steps,
-# steps_per_epoch or inference_steps, is another setting; so is n_step, an episode's in reinforcement learning.
+# Names of the number of optimizer steps: a unit, after words that count or train. Any further word,
+# as in save_steps,
+# steps_per_epoch or inference_steps, is another setting; so is n_step, an episode's in
+# reinforcement learning.
 _COUNTS = "max|maximum|num|number_of|nb|n|total|overall"
 _TRAINS = "train|training|trainer|optimizer|optimiser|optim|optimization|opt|finetune|finetuning|pretrain|pretraining"
 STEPS = re.compile(
@@ -242,7 +244,8 @@ class Setting:
     way: Way
     value: str | None = None  # as written; None: the place has none yet
     where: str = ""  # file and line, in words; empty: typed
-    rank: int = 0  # 0: typed, 1: in a named file, 2: default of the parser, 3: of the framework, 4: a constant
+    # 0: typed, 1: in a named file, 2: default of the parser, 3: of the framework, 4: a constant
+    rank: int = 0
     counts: Count = "plain"
     file: str | None = None  # of a key, as typed
 

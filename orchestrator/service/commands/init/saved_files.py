@@ -82,9 +82,8 @@ class SavedFile:
     pattern: str  # as typed in the script, with * for what is not literal: */ckpt_*.pt
     where: str  # file and line
     is_checkpoint: bool
-    guess: str = (
-        ""  # why it is only guessed to be there, or to be whole, in words; empty: it is read
-    )
+    # why it is only guessed to be there, or to be whole, in words; empty: it is read
+    guess: str = ""
     varying: str = ""  # code of what is not literal in it: args.out step
 
     def below(self, *, has_folder_knob: bool) -> str | None:
@@ -163,9 +162,8 @@ def _left_by(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
                 replace(move, text=text, target=None, is_folder=write.is_folder), moves[index:]
             )
         if move.goes and (move.in_loop or not write.in_loop):
-            is_left = (
-                move.target is None and write.in_loop
-            )  # an older checkpoint is removed, the newest is left
+            # an older checkpoint is removed, the newest is left
+            is_left = move.target is None and write.in_loop
             break
     if is_left:
         yield write

@@ -26,7 +26,8 @@ TRL = (
     "RLOOConfig",
 )  # trl/trainer/*_config.py
 TRAINING_ARGUMENTS = ("TrainingArguments", *TRL)
-# Calls whose arguments are classes or functions, whose fields or parameters are flags. Nested classes have dotted flags
+# Calls whose arguments are classes or functions, whose fields or parameters are flags. Nested
+# classes have dotted flags
 # but under FLAT, where the fields of all classes stand beside each other.
 FLAT = ("HfArgumentParser", "TrlParser", "H4ArgumentParser", "add_arguments")
 DASHED = ("cli",)  # tyro: --batch-size, and a pair of switches for each bool
@@ -121,9 +122,8 @@ class Script:
     )  # settings that the code divides by its ranks
     saves: tuple[SavedFile, ...] = ()
     hydra: tuple[Path, str] | None = None  # folder and name of Hydra's primary file
-    only_equals: bool = (
-        False  # settings are words --name=value, as nanoGPT's configurator.py reads them
-    )
+    # settings are words --name=value, as nanoGPT's configurator.py reads them
+    only_equals: bool = False
 
 
 NO_SCRIPT = Script(

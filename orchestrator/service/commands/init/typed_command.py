@@ -68,7 +68,8 @@ RANKS = (
     "--num-gpus",
     "--num_gpus",
 )
-# Options that each plan sets: where ranks run, how many, how they meet. A launcher with any other stays as typed.
+# Options that each plan sets: where ranks run, how many, how they meet. A launcher with any other
+# stays as typed.
 PLANNED = {
     *(
         "--nproc-per-node",
@@ -141,7 +142,8 @@ TRAINS = {
     ),
     "torchtune": ("run",),
 }
-# Modules that the console script starts by a launcher. A job names them, and may then use several devices and nodes.
+# Modules that the console script starts by a launcher. A job names them, and may then use several
+# devices and nodes.
 MODULES = {
     "trl": "trl.scripts.",
     "llamafactory": "llamafactory.launcher",
@@ -391,9 +393,8 @@ def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -
     end = start + (2 if is_module else 1)
     name = argv[end - 1]
     script = _module_file(name, folder, word) if is_module else folder / name
-    script = (
-        None if "$" in name or "`" in name else script
-    )  # of a shell script whose variable is not known
+    # of a shell script whose variable is not known
+    script = None if "$" in name or "`" in name else script
     return TypedCommand(
         command=(word, *argv),
         arguments=1 + end,

@@ -33,7 +33,8 @@ DEPTH_MAX = 16  # wrappers in each other
 SECRET = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
 # Variables that each plan sets for its ranks (backends/attempts/launch_request.py).
 PLANNED = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-# Wrapper -> its options with a value, and its words before the command. Any other option is a switch.
+# Wrapper -> its options with a value, and its words before the command. Any other option is a
+# switch.
 WRAPPERS: dict[str, tuple[str, int]] = {
     **dict.fromkeys(
         ("nohup", "exec", "command", "setsid", "unbuffer", "pipenv run", "rye run"), ("", 0)
@@ -193,7 +194,8 @@ def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str,
         index += 1
         if option == "--":
             break
-        # srun has a hundred options, most with a value: one that is not listed takes what cannot start a command.
+        # srun has a hundred options, most with a value: one that is not listed takes what cannot
+        # start a command.
         following = argv[index] if index < len(argv) else "-"
         is_value = key == "srun" and option.startswith("--") and not _is_command(following)
         if "=" not in option and (

@@ -33,9 +33,8 @@ from orchestrator.specs.errors import ServiceError
 
 SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
-JSON_BYTES_MAX = (
-    2**20
-)  # of a route that takes no list of jobs: a job has at most 262,144 characters
+# of a route that takes no list of jobs: a job has at most 262,144 characters
+JSON_BYTES_MAX = 2**20
 PAGES, REPORT = "/ui", "/report"
 SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
 OIDC, LINK = f"{SIGN_IN}/oidc", f"{SIGN_IN}/link/"
@@ -117,9 +116,8 @@ class Gate:
             return excess, False
         if "\0" in request.url.path or "%00" in request.url.query:  # PostgreSQL takes no such text
             return refusal(422, "the address has a NUL character"), is_change
-        needed = (
-            Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)
-        )  # no such route: 404 or 405
+        # no such route: 404 or 405
+        needed = Role.VIEWER if route is None else self.roles.get(route, Role.ADMIN)
         if principal.is_joining and route not in self.joining:
             return refusal(403, "this token lets machines join, and nothing else"), is_change
         if not principal.role.may(needed):

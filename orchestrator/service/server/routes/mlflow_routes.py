@@ -51,7 +51,8 @@ PATHS: Mapping[str, str] = {  # of mlflow 3.17
         r"(?:version|static-files/.+|(?:model-versions/)?get-artifact"
         rf"|{API}/mlflow-artifacts/artifacts(?:/.+)?|{API}/mlflow/(?:{NOUNS})(?:/.+)?"
         rf"|{API}/mlflow/(?:server-info|get-trace-artifact|unified-traces"
-        r"|gateway-proxy))?"  # which pages ask; it calls a host that a variable names, and the server has none
+        # which pages ask; it calls a host that a variable names, and the server has none
+        r"|gateway-proxy))?"
     ),
     "mlflow_search": (
         rf"(?:graphql|{API}/mlflow/(?:(?:datasets|experiments|logged-models|runs|traces)/search"
@@ -76,9 +77,8 @@ ROLES = {
     **{(method, CHANGE): Role.ADMIN for method in CHANGES},
     **{(method, ANY): Role.VIEWER for method in ANY_METHOD},  # its route refuses them, and says why
 }
-DATA_POLICY = (
-    "sandbox; default-src 'none'"  # an artifact that is opened is of no origin, and runs nothing
-)
+# an artifact that is opened is of no origin, and runs nothing
+DATA_POLICY = "sandbox; default-src 'none'"
 PAGE_POLICY = (  # its scripts reach MLflow and not the service's own API; plots need eval
     "default-src 'none'; script-src {here}/static-files/ 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src {here}/; worker-src blob: {here}/static-files/; "
@@ -165,7 +165,9 @@ class _Forwarder:
                         if await request.is_disconnected():
                             return
                 except httpx.TransportError:
-                    return  # the HTTP server closes the connection: the reader sees that the rest is missing
+                    # the HTTP server closes the connection: the reader sees that the rest is
+                    # missing
+                    return
                 await send({"type": "http.response.body"})
 
 

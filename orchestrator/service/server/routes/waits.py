@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from starlette.concurrency import run_in_threadpool
 
-LOOK_S = 0.2  # at most so long after a file changed is it noticed; a change of the state is noticed at once
+# at most so long after a file changed is it noticed; a change of the state is noticed at once
+LOOK_S = 0.2
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import trial_of
 
 LOOK_S = 1.0  # between two looks at the curves of running trials
-FAILURES_MAX = 5  # first trials that all fail: the program is to blame (wandb/agents/pyagent.py has the same number)
+# first trials that all fail: the program is to blame (wandb/agents/pyagent.py has the same number)
+FAILURES_MAX = 5
 SHOWN_MAX = 50  # sweeps of a list, the newest first
 ERRORS_MAX = 5
 REASON_MAX = 500  # characters

@@ -38,9 +38,8 @@ class MetricCurve:
                 for step, value in self._attempt_points(
                     job.spec, self._folder.attempt(attempt.number)
                 ):
-                    self.last = (
-                        value if math.isfinite(value) else None
-                    )  # what has diverged has no value
+                    # what has diverged has no value
+                    self.last = value if math.isfinite(value) else None
                     if self.last is not None:
                         yield step, value
 

@@ -67,9 +67,8 @@ def main(config):
     scaler = torch.amp.GradScaler("cuda") if half else None
     while step < config["run"]["max_train_steps"]:
         frames = config["data"]["frames"]
-        frames += (
-            0 if rank == 0 or step < 1 else config["data"]["longer"]
-        )  # the second rank's clips grow longer
+        # the second rank's clips grow longer
+        frames += 0 if rank == 0 or step < 1 else config["data"]["longer"]
         try:
             with torch.autocast("cuda", torch.float16, enabled=half):
                 batch = torch.randn(size, frames, config["data"]["width"], device=device)
