@@ -65,7 +65,7 @@ OPENINGS = {
 }
 # Counts of 2026-11-28, 0.06 % of 18,110 names. What is left stands on the wire. Lower a number with
 # its commit.
-VAGUE_NAMES, OPEN_DOCSTRINGS = {"orchestrator": 12, "tests": 0}, {"orchestrator": 0, "tests": 0}
+VAGUE_NAMES, OPEN_DOCSTRINGS = {"orchestrator": 5, "tests": 0}, {"orchestrator": 0, "tests": 0}
 
 
 def assigned(tree: ast.AST) -> Iterator[str]:

@@ -82,7 +82,7 @@ def test_recovered_are_the_succeeded_jobs_with_a_failed_attempt_and_each_says_it
     state: State,
 ) -> None:
     failure_counts = {
-        line.id: line.said.count("; then ") + 1 for line in report_of(state).recovered
+        line.id: line.sentence.count("; then ") + 1 for line in report_of(state).recovered
     }
     succeeded = [job for job in state.jobs.values() if job.status is JobStatus.SUCCEEDED]
     assert failure_counts == {

@@ -34,7 +34,12 @@ def test_idle_devices_are_lent() -> None:
     state, launches = played(seen(4), *flood)
     assert len(launches) == 4
     (text,) = (team for team in teams_view(state, 1.0) if team["name"] == "text")
-    assert (text["held"], text["borrowed"], text["running"], text["waiting"]) == (4, 4, 4, 1)
+    assert (text["held_devices"], text["borrowed"], text["running"], text["waiting"]) == (
+        4,
+        4,
+        4,
+        1,
+    )
 
 
 def test_what_comes_free_goes_to_the_team_whose_it_is_before_priority_and_turn() -> None:

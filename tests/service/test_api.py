@@ -355,13 +355,13 @@ def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Pat
     ]
     teams = {team["name"]: team for team in world.client.get("/teams").json()["teams"]}
     vision, others = teams["vision"], teams["others"]
-    assert (vision["share"], vision["held"], vision["borrowed"], vision["waiting"]) == (
+    assert (vision["share"], vision["held_devices"], vision["borrowed"], vision["waiting"]) == (
         0.75,
         1,
         0,
         0,
     )
-    assert (others["share"], others["held"], others["borrowed"], others["waiting"]) == (
+    assert (others["share"], others["held_devices"], others["borrowed"], others["waiting"]) == (
         0.25,
         1,
         1,
@@ -450,8 +450,8 @@ def drawn(table: Any, width: int = 160) -> str:
 
 def test_observations_of_another_home_are_stored_once(world: World) -> None:
     body = {"observations": observations_view([observation(), observation(number=2)])}
-    assert world.client.post("/observations", json=body).json() == {"kept": 2}
-    assert world.client.post("/observations", json=body).json() == {"kept": 0}
+    assert world.client.post("/observations", json=body).json() == {"count": 2}
+    assert world.client.post("/observations", json=body).json() == {"count": 0}
     observations = observations_from_view(world.client.get("/cluster").json()["observations"])
     assert observations == world.controller.state.observations
     bad = world.client.post("/observations", json={"observations": [{"job": 1}]})

@@ -111,7 +111,7 @@ class Tags(HTMLParser):
 
 
 def hostile(view: ReportView) -> ReportView:
-    line = {"id": HOSTILE, "name": HOSTILE, "user": HOSTILE, "said": HOSTILE}
+    line = {"id": HOSTILE, "name": HOSTILE, "user": HOSTILE, "sentence": HOSTILE}
     return {**view, "failed": [line], "to_do": [HOSTILE], "summary": HOSTILE}  # type: ignore[typeddict-item]
 
 
@@ -128,7 +128,9 @@ def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: ReportView) -> 
 
 
 def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: ReportView) -> None:
-    many = [{"id": f"job-{k}", "name": "", "user": "", "said": "x"} for k in range(SHOWN_MAX + 5)]
+    many = [
+        {"id": f"job-{k}", "name": "", "user": "", "sentence": "x"} for k in range(SHOWN_MAX + 5)
+    ]
     long: ReportView = {**view, "waiting": many}  # type: ignore[typeddict-item]
     for heading, _ in sections(long):
         assert f"## {heading}\n" in markdown(long)

@@ -401,16 +401,16 @@ def comparison_note(comparison: Comparison, link: str) -> str:
 def sweep_note(report: SweepReport, link: str) -> str:
     """Return the Markdown description of a sweep's run: its best trial, and a table of its trials."""
     lines = [
-        f"**{report.best_said or 'No trial succeeded'}**",
+        f"**{report.best_text or 'No trial succeeded'}**",
         "",
-        f"{report.state}; {report.cost_said}. [Compare the trials]({link})",
+        f"{report.state}; {report.cost_text}. [Compare the trials]({link})",
         "",
     ]
     lines += [f"| trial | {report.metric} | parameters | plan | end |", "|---|---|---|---|---|"]
     for trial in report.trials:
         value = "-" if trial.value is None else f"{trial.value:.6g}"
         lines.append(
-            f"| {trial.job} | {value} | {trial.said} | {trial.plan or '-'} | {trial.status} |"
+            f"| {trial.job} | {value} | {trial.text} | {trial.plan or '-'} | {trial.status} |"
         )
     return "\n".join(lines)[:TEXT_MAX]
 

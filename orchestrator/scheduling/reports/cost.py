@@ -20,7 +20,7 @@ class Spent:
     money: float | None  # None: a device that was used has no price
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The cost as text, such as `3.4 h of devices, cost 8.5`."""
         text = f"{format_seconds(self.device_s)} of devices"
         return text if self.money is None else f"{text}, cost {self.money:.4g}"

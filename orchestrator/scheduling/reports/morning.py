@@ -33,7 +33,7 @@ class Line:
     id: str
     name: str
     user: str
-    said: str
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Miss:
         return self.measured_bytes / max(1, self.predicted_bytes)
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         """The difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
         least = "at least " if self.ran_out else ""
         predicted, measured = format_bytes(self.predicted_bytes), format_bytes(self.measured_bytes)
@@ -180,7 +180,9 @@ def morning_report(
 
 
 def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> tuple[Line, ...]:
-    return tuple(Line(id=job.id, name=job.spec.name, user=job.user, said=say(job)) for job in jobs)
+    return tuple(
+        Line(id=job.id, name=job.spec.name, user=job.user, sentence=say(job)) for job in jobs
+    )
 
 
 def _reason(job: Job) -> str:
@@ -226,14 +228,14 @@ def _recovery(job: Job) -> str:
 
 def _sweep(sweep: SweepReport) -> Line:
     best = (
-        f"best {sweep.best_said}"
-        if sweep.best_said
+        f"best {sweep.best_text}"
+        if sweep.best_text
         else "no trial succeeded"
         if sweep.ended
         else "no best yet"
     )
-    sentence = "; ".join((sweep.state, best, sweep.cost_said))
-    return Line(id=sweep.id, name=sweep.name, user=sweep.user, said=sentence)
+    sentence = "; ".join((sweep.state, best, sweep.cost_text))
+    return Line(id=sweep.id, name=sweep.name, user=sweep.user, sentence=sentence)
 
 
 def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
@@ -251,7 +253,7 @@ def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
                 f"ended {format_seconds(ended_at_s(job) - job.deadline_s)} after its deadline"
             )
         if sentence is not None:
-            lines.append(Line(id=job.id, name=job.spec.name, user=job.user, said=sentence))
+            lines.append(Line(id=job.id, name=job.spec.name, user=job.user, sentence=sentence))
     return tuple(lines)
 
 
@@ -363,7 +365,7 @@ def _to_do(
     for job in by_status[JobStatus.REFUSED]:
         yield f"{job.id}: change the job or the hardware: `orc show {job.id}` says what would fit"
     for line in missed:
-        if not line.said.startswith("ended"):
+        if not line.sentence.startswith("ended"):
             yield f"{line.id}: raise its priority, or move its deadline"
     for entry in suspensions(state):
         trust = f"`orc drain {entry.node} --undo` trusts it again"

@@ -240,7 +240,7 @@ class Client:
             for first in range(0, len(observations), OBSERVATIONS_SENT)
         ]
         return sum(
-            self._json("POST", "/observations", {"observations": observations_view(part)})["kept"]
+            self._json("POST", "/observations", {"observations": observations_view(part)})["count"]
             for part in parts
         )
 

@@ -67,13 +67,16 @@ def sections(view: ReportView) -> list[tuple[str, list[tuple[str, str]]]]:
         "Waiting": view["waiting"],
     }
     sections_of_report = [
-        (heading, [(line["id"], line["said"]) for line in lines]) for heading, lines in jobs.items()
+        (heading, [(line["id"], line["sentence"]) for line in lines])
+        for heading, lines in jobs.items()
     ]
-    sections_of_report.append(("Sweeps", [(line["id"], line["said"]) for line in view["sweeps"]]))
+    sections_of_report.append(
+        ("Sweeps", [(line["id"], line["sentence"]) for line in view["sweeps"]])
+    )
     sections_of_report.append(
         (
             "Predictions that were wrong",
-            [(miss["attempt"], miss["said"]) for miss in view["misses"]],
+            [(miss["attempt"], miss["sentence"]) for miss in view["misses"]],
         )
     )
     return [(heading, rows) for heading, rows in sections_of_report if rows]

@@ -35,7 +35,7 @@ class TeamView(TypedDict):
     used_share: float  # of all usage, with decay, as of now
     used_device_s: float
     quota: int  # devices
-    held: int  # devices
+    held_devices: int
     borrowed: int  # of them, beyond the quota; 0 if no team has a quota
     running: int  # jobs
     waiting: int
@@ -79,7 +79,7 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
                 used_share=tree.of_teams.get(name, 0.0) / used if used else 0.0,
                 used_device_s=tree.of_teams.get(name, 0.0),
                 quota=team.quota,
-                held=held_devices[name],
+                held_devices=held_devices[name],
                 borrowed=max(0, held_devices[name] - team.quota) if policy.has_quotas else 0,
                 running=sum(user["running"] for user in views),
                 waiting=sum(user["waiting"] for user in views),
@@ -125,7 +125,7 @@ def teams_table(teams: Sequence[TeamView]) -> Table:
             f"{100 * team['share']:.0f} %",
             Text(f"{100 * team['used_share']:.0f} %", style="red" if over else ""),
             f"{team['used_device_s'] / HOUR_S:.1f}",
-            str(team["held"]),
+            str(team["held_devices"]),
             str(team["quota"]) if team["quota"] else "-",
             str(team["borrowed"]) if team["borrowed"] else "-",
             str(team["running"]),

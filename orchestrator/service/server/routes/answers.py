@@ -178,7 +178,7 @@ class TeamsAnswer(TypedDict):
 class KeptAnswer(TypedDict):
     """The number of observations that were new."""
 
-    kept: int
+    count: int
 
 
 class ShutdownAnswer(TypedDict):

@@ -357,7 +357,7 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/observations", **answers(KeptAnswer))
     def observe(request: ObserveRequest) -> dict[str, Any]:
-        return {"kept": controller.observe(observations_from_view(request.observations))}
+        return {"count": controller.observe(observations_from_view(request.observations))}
 
     @app.post("/purge", **answers(PurgeAnswer))
     def purge(request: PurgeRequest, http_request: Request, sender: Sender) -> Mapping[str, object]:
