@@ -113,7 +113,12 @@ class LocalLaunchers:
                 str(folders.epoch),
                 attempt.number,
                 mark_of(folder, live[part.node].launch.name),
-                Watched(node=part.node, devices=part.devices, is_alone=len(attempt.placement) == 1),
+                Watched(
+                    node=part.node,
+                    devices=part.devices,
+                    is_alone=len(attempt.placement) == 1,
+                    driver=live[part.node].launch.device.kind.traits.driver,
+                ),
             )
             for part in attempt.placement
         }

@@ -23,7 +23,7 @@ from orchestrator.specs.choices import (
     Optimizer,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
@@ -40,12 +40,6 @@ from orchestrator.specs.settings import SETTINGS
 # at seven
 # micro-batches gave 0.7 to 8.8 %, up and down (training/tracing/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
-# cuBLAS on Hopper has 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp), of
-# PyTorch's allocator.
-# The threads of forward and backward pass have a handle each: two were live at each of four peaks
-# on an H100
-# (tests/gpu/measured/, 2026-11-26).
-CUBLAS_BYTES = 64 * 2**20
 
 
 def estimate(
@@ -115,9 +109,9 @@ class DeviceBytes:
             case _:
                 refuse_unknown(self._mechanics)
         self._profile = _as_run(profile, sharded=isinstance(self._mechanics, Fsdp2), zero3=is_zero3)
-        self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
+        self.counts_every_mode_alike = device.kind.traits.has_caching_allocator and not tells_apart
         self._casts = autocasts(plan)
-        self._library_bytes = CUBLAS_BYTES if device.kind is DeviceKind.CUDA else 0
+        self._library_bytes = device.kind.traits.library_bytes
         self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
         self._moments: dict[
@@ -202,7 +196,7 @@ class DeviceBytes:
 
     def _reserved_bytes(self, allocated_bytes: int, mode: ActivationCheckpointing | None) -> int:
         """Return what the allocator reserves for so many bytes; the least of all kinds of checkpointing at None."""
-        if self._device.kind is not DeviceKind.CUDA:
+        if not self._device.kind.traits.has_caching_allocator:
             return allocated_bytes
         factor = self._profile.fragmentation_of(mode)
         return round(
@@ -211,7 +205,7 @@ class DeviceBytes:
         )
 
     def _overhead_bytes(self, plan: Plan) -> int:
-        if self._device.kind is not DeviceKind.CUDA:
+        if not self._device.kind.traits.has_context:
             return 0
         copies = plan.dp_replicate
         if copies not in self._overhead_bytes_of:
@@ -252,7 +246,7 @@ class DeviceBytes:
 
     def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
         """Return the moments of the passages at these places, and all moments that are no passage of the model."""
-        cuda, mechanics = self._device.kind is DeviceKind.CUDA, self._mechanics
+        cuda, mechanics = self._device.kind.traits.traces_as_cuda, self._mechanics
         reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
         if not reduces_in_buckets and not plan.optimizer_in_backward:
             places = [place for place in places if rank.passages[place].point is not Point.ARRIVAL]

@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 
 # Achieved over nominal bandwidth of large messages: 235 of 300 GB/s on A100 (NVIDIA/nccl
 # src/graph/tuning.cc).
 LINK_EFFICIENCY = 0.78
-# Start of a collective: NCCL within a node (NVIDIA/nccl-tests doc/PERFORMANCE.md gives tens of us
-# for small messages),
-# and gloo between two busy CPU ranks (FSDP2 and ZeRO-3 against DDP over a 4-layer decoder, 2 to 4
-# ms, 2026-11).
-START_S = {DeviceKind.CUDA: 3e-5, DeviceKind.VIRTUAL: 2e-3}
 # A step of a ring from one device to the next (NVIDIA/nccl src/graph/tuning.cc, hwLat of
 # Ring/Simple: NVLink, network).
 LINK_STEP_S, NETWORK_STEP_S = 3.4e-6, 9.6e-6
@@ -87,11 +82,11 @@ def ring(
         ranks=ranks,
         nodes=min(nodes, ranks),
         bandwidth=bandwidth * LINK_EFFICIENCY,
-        start_s=START_S[device.kind],
+        start_s=device.kind.traits.collective_start_s,
     )
 
 
 def send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
     """Return the seconds of a message between two devices over the slower of link and network share."""
     bandwidth = min(device.link_bandwidth, network_bandwidth)
-    return START_S[device.kind] + message_bytes / (bandwidth * LINK_EFFICIENCY)
+    return device.kind.traits.collective_start_s + message_bytes / (bandwidth * LINK_EFFICIENCY)

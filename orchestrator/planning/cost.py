@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from orchestrator.memory.engines.pipeline import part, ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
-from orchestrator.planning.collectives import START_S, Ring, all_to_all_s, ring, send_s
+from orchestrator.planning.collectives import Ring, all_to_all_s, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -21,7 +21,7 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero
@@ -248,7 +248,7 @@ def _busy_s(
         messages, sent_bytes = passes * CONTEXT_MESSAGES, passes * layer.exchanged_bytes * size
         where = device, hardware.devices_per_node, hardware.network_bandwidth
         device_s += all_to_all_s(sent_bytes, messages, profile.context_parallel, tp, *where)
-        launches_s += messages * (START_S[device.kind] + DISPATCH_S)
+        launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
     if profile.expert_parallel > 1:  # there and back, forward and backward; again where recomputed
         layer = max(profile.segments, key=lambda segment: segment.count)
         forward = layer.count + min(replayed, layer.count)
@@ -256,7 +256,7 @@ def _busy_s(
         sent_bytes = (forward + layer.count) * layer.routed_bytes * size
         where = device, hardware.devices_per_node, hardware.network_bandwidth
         device_s += all_to_all_s(sent_bytes, messages, profile.expert_parallel, 1, *where)
-        launches_s += messages * (START_S[device.kind] + DISPATCH_S)
+        launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
     if updates:
         launches_s += UPDATE_ALONE_S * sum(
             segment.count * len(segment.gradients) for segment in profile.segments
@@ -276,7 +276,7 @@ def _busy_s(
         else:
             device_s += messages * across.all_reduce_s(whole_bytes)
         launches_s += messages * (across.start_s + DISPATCH_S)
-    if device.kind is not DeviceKind.CUDA or hardware.launches_block:
+    if not device.kind.traits.runs_beside_host or hardware.launches_block:
         return device_s + launches_s
     return math.hypot(device_s, launches_s)
 
@@ -448,7 +448,7 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
         traffic = BF16_TRAFFIC_BYTES
     shards = plan.mechanics.shards
     share = profile.trained_parameters / shards
-    if plan.optimizer is Optimizer.ADAMW_8BIT and device.kind is not DeviceKind.CUDA:
+    if plan.optimizer is Optimizer.ADAMW_8BIT and not device.kind.traits.has_8bit_kernels:
         return share * EAGER_8BIT_S
     if plan.offload is Offload.NONE:
         return share * traffic / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)

@@ -12,7 +12,6 @@ from orchestrator.memory.calibration.calibrate import EVEN, Calibration
 from orchestrator.memory.calibration.calibrate import MARGIN as MARGIN
 from orchestrator.planning.cost import Hardware
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
@@ -48,7 +47,7 @@ def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) ->
 
     The memory of a virtual device is host memory.
     """
-    virtual = estimate.device_bytes if hardware.device.kind is DeviceKind.VIRTUAL else 0
+    virtual = estimate.device_bytes if hardware.device.kind.traits.is_virtual else 0
     return min(plan.world_size, hardware.devices_per_node) * (estimate.host_bytes + virtual)
 
 

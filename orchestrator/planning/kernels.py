@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 # Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80
@@ -208,7 +208,7 @@ def product_rates(
         product_flops(device, precision),
         device.memory_bandwidth * BANDWIDTH_EFFICIENCY,
         device.multiprocessors,
-        KERNEL_S if device.kind is DeviceKind.CUDA else 0.0,
+        KERNEL_S if device.kind.traits.runs_beside_host else 0.0,
     )
 
 
@@ -258,7 +258,7 @@ def host_s(parts: int, full: int, selective: int, collectives: int, device: Devi
     `full` and `selective` are the numbers of recomputed parts; FSDP2 starts `collectives`. On a CPU any recomputation
     costs one more pass, and nothing overlaps.
     """
-    if device.kind is not DeviceKind.CUDA:
+    if not device.kind.traits.runs_beside_host:
         return (3 * parts + full + selective) * CPU_FORWARD_S
     passes = (
         3 * parts

@@ -10,7 +10,6 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.families import default_length
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Replicated
 from orchestrator.specs.plan import Plan
@@ -39,7 +38,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         expert_parallel=plan.expert_parallel,
         uneven=UNEVEN,
         autocast=autocasts(plan),
-        cuda=hardware.device.kind is DeviceKind.CUDA,
+        cuda=hardware.device.kind.traits.traces_as_cuda,
     )
     if profile is not None:
         return with_held_boundaries(spec, profile, plan)
@@ -72,7 +71,7 @@ def _assumed_profile(
     saved_bytes = int(
         hardware.device.memory * ASSUMED_FILL / MARGIN / defaults.micro_batch_size * share * stretch
     )
-    if hardware.device.kind is DeviceKind.CUDA:
+    if hardware.device.kind.traits.has_context:
         saved_bytes = int(
             saved_bytes * 0.9
         )  # room for what `estimate` adds: allocator, context, communicator

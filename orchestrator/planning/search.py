@@ -27,7 +27,6 @@ from orchestrator.specs.choices import (
     Degradation,
     ParallelLayout,
 )
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import in_words
@@ -105,7 +104,7 @@ def frontier(
     global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `within_reach` examines only plans
     that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the frontier may then be empty.
     """
-    if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
+    if BLOCKING in spec.env and hardware.device.kind.traits.runs_beside_host:
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))

@@ -25,7 +25,6 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
@@ -93,7 +92,7 @@ def _sharing_strategies(
     for engine in engines_of(spec):
         match engine:
             case Engine.TORCH:
-                if hardware.device.kind is DeviceKind.CUDA or not _is_quantised(spec):
+                if hardware.device.kind.traits.trains_quantised or not _is_quantised(spec):
                     yield from _torch(spec, hardware, layout)
             case Engine.DEEPSPEED:
                 if layout.cp == layout.tp == layout.pp == 1 and not _is_quantised(spec):
@@ -276,7 +275,7 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
             allowed=f"the micro-batch{together}: a divisor of what they get of the global batch",
             hint="statistics over another number of samples would be another training",
         )
-    if hardware.device.kind is not DeviceKind.CUDA and _is_quantised(spec):
+    if not hardware.device.kind.traits.trains_quantised and _is_quantised(spec):
         return SpecError(
             "needs CUDA devices",
             path="model.lora.quantise_base",
@@ -376,7 +375,7 @@ def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
 
 
 def _can_offload(hardware: Hardware) -> bool:
-    return hardware.device.kind is DeviceKind.CUDA
+    return hardware.device.kind.traits.offloads
 
 
 def _is_quantised(spec: JobSpec) -> bool:

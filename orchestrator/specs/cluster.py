@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, model_validator
 
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
@@ -29,13 +29,6 @@ LAUNCH_COST_S = 30.0
 TFLOPS_MAX = 1e6
 MULTIPROCESSORS_MAX = 100_000
 PRICE_MAX = 1e9
-
-
-class DeviceKind(StrEnum):
-    """The kind of a device: a CUDA device, or a CPU rank with an enforced memory cap."""
-
-    CUDA = "cuda"
-    VIRTUAL = "virtual"
 
 
 class DeviceSpec(SpecModel):

@@ -14,7 +14,8 @@ from orchestrator.backends.ports import Backend
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.choices import Engine, ParallelLayout
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job

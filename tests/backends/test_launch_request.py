@@ -18,7 +18,8 @@ from orchestrator.backends.attempts.launch_request import (
 )
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.choices import Engine
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import GuardSettings, training_run_from_json

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs, say
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec
 from orchestrator.specs.run import OOM_EXIT_CODE, GuardSettings, TrainingRun, write_json
 from orchestrator.specs.settings import in_short

@@ -11,7 +11,7 @@ pytest.importorskip("pydantic", reason="the planner reads job files with pydanti
 pytest.importorskip("transformers")
 
 from orchestrator.specs.choices import ActivationCheckpointing, Optimizer, Precision, ZeroStage
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from tests.gpu import measure
 from tests.gpu.configurations import GIB, Measurement, on_cpu, on_cuda
 

@@ -17,7 +17,7 @@ from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.engines.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.settings import in_short
 from tests.gpu.configurations import H100, H200, Measurement, measured_at, on_cuda

@@ -24,7 +24,8 @@ from orchestrator.service.client.endpoint import parse_listen
 from orchestrator.service.server.access.gate import OPEN
 from orchestrator.service.server.routes.api import ROLES
 from orchestrator.specs.access import Role
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.parse import parse_cluster
 from tests.k8s.manifests import (
     K8S,

@@ -27,7 +27,8 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec

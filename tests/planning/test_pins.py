@@ -14,7 +14,7 @@ from orchestrator.planning.families import ENDS
 from orchestrator.planning.frontier import needed_bytes
 from orchestrator.planning.search import frontier, plans
 from orchestrator.specs.choices import ActivationCheckpointing
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import has_pins, pins_of
 from orchestrator.specs.job.spec import JobSpec

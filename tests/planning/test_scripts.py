@@ -39,7 +39,8 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, idle_nodes
+from orchestrator.specs.cluster import DeviceSpec, idle_nodes
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec

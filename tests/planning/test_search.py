@@ -19,7 +19,8 @@ from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans
 from orchestrator.planning.trust import trust
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan

@@ -24,7 +24,7 @@ from orchestrator.planning.trust import trust
 from orchestrator.scheduling.base.shape import shape_of
 from orchestrator.scheduling.failures.degrade import bytes_per_parameter
 from orchestrator.specs.choices import Engine, Precision, ZeroStage
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.engines import ENGINES
 from orchestrator.specs.job.model import DataSpec, ModelSpec
 from orchestrator.specs.plan import Plan

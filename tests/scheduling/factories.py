@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from orchestrator.specs.attempt import Attempt, NodeDevices
 from orchestrator.specs.choices import Engine
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
+from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, NodeSpec, cluster_json_schema
+from orchestrator.specs.cluster import DeviceSpec, NodeSpec, cluster_json_schema
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.devices import DEVICES, match_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster

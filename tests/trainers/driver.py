@@ -20,7 +20,8 @@ from orchestrator.backends.attempts.watch import AttemptWatch, World
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Evidence
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, idle_nodes
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started, Submitted
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec

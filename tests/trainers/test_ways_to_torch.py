@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.specs.attempt import Attempt, Evidence, FailureKind
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.spec import JobSpec
 from tests.trainers.driver import Drive, cluster, log
 

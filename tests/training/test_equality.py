@@ -22,7 +22,8 @@ from orchestrator.specs.choices import (
     Optimizer,
     Precision,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan

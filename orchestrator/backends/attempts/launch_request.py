@@ -20,7 +20,7 @@ from orchestrator.planning.render import (
     script_command,
 )
 from orchestrator.specs.attempt import Attempt, Placement
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
@@ -183,7 +183,7 @@ def attempt_files(
     """Return (absolute path, text) of each file that the ranks read."""
     paths = folder.attempt(attempt.number)
     devices = [nodes[part.node].device for part in attempt.placement]
-    virtual = [device.memory for device in devices if device.kind is DeviceKind.VIRTUAL]
+    virtual = [device.memory for device in devices if device.kind.traits.is_virtual]
     fault = job.fault if attempt.number == 1 else None
     guard = GuardSettings(
         attempt_folder=str(paths.path),
@@ -440,17 +440,14 @@ def _ranks(
 
 def _defaults(node: LaunchNode) -> dict[str, str]:
     """Variables that the job's own `env` overrides."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, node.cpus // node.devices))}
-    if node.device.kind is DeviceKind.CUDA:
-        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return defaults
+    threads = str(max(1, node.cpus // node.devices))
+    return {"OMP_NUM_THREADS": threads, **dict(node.device.kind.traits.default_variables)}
 
 
 def _device_env(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
-    """Variables that select the devices in PCI bus order, as NVML counts them."""
-    if node.device.kind is DeviceKind.VIRTUAL:
-        return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-    return {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in devices),
-    }
+    """Variables that select the devices, as the driver counts them."""
+    traits = node.device.kind.traits
+    variables = dict(traits.variables)
+    if traits.visible_variable:
+        variables[traits.visible_variable] = ",".join(str(index) for index in devices)
+    return variables

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode, NodeSource
 from orchestrator.backends.devices.nvml import NvmlReading
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
+from orchestrator.specs.cluster import ClusterSpec, Node
 
 PROBE_EVERY_S = 5.0
 ROUNDING_BYTES = 64 * 2**20  # free memory is reported in these steps
@@ -107,7 +107,7 @@ class NodeWatch:
             self._live, self._is_away = live, False
         for name, node in live.items():
             due = time.monotonic() - self._probed_at_s.get(name, -PROBE_EVERY_S) >= PROBE_EVERY_S
-            if node.launch.device.kind is DeviceKind.CUDA and due:
+            if not node.launch.device.kind.traits.is_virtual and due:
                 self._probe(node)
         return tuple(self._node(node) for node in live.values())
 
@@ -142,7 +142,7 @@ class NodeWatch:
 
     def _wait_until_free(self, parts: Sequence[tuple[str, int]]) -> None:
         deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
-        waiting = {part for part in parts if self._is_cuda(part[0])}
+        waiting = {part for part in parts if self._is_read(part[0])}
         while waiting and time.monotonic() < deadline_s:
             for name in sorted({name for name, _ in waiting}):
                 node = self.last_known().get(name)
@@ -165,9 +165,9 @@ class NodeWatch:
             if waiting:
                 time.sleep(RELEASE_POLL_S)
 
-    def _is_cuda(self, name: str) -> bool:
+    def _is_read(self, name: str) -> bool:
         node = self.last_known().get(name)
-        return node is not None and node.launch.device.kind is DeviceKind.CUDA
+        return node is not None and not node.launch.device.kind.traits.is_virtual
 
     def _probe(self, node: LiveNode) -> None:
         began_s = time.monotonic()
@@ -214,7 +214,7 @@ class NodeWatch:
         launch = node.launch
         free = [launch.device.memory] * launch.devices
         errors: tuple[str, ...] = ()
-        if launch.device.kind is DeviceKind.CUDA:
+        if not launch.device.kind.traits.is_virtual:
             with self._lock:
                 read = self._errors.get(launch.name, ())
                 errors = read if any(read) else ()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_to_append, read_json
-from orchestrator.backends.devices.nvml import NvmlDevice, devices
+from orchestrator.backends.devices.nvml import NvmlDevice
+from orchestrator.backends.devices.readers import read_devices
 from orchestrator.specs.metric_row import is_bounded_number
 from orchestrator.specs.run import AttemptFolder
 
@@ -30,6 +31,7 @@ class Watched:
     node: str
     devices: tuple[int, ...]  # as NVML counts them
     is_alone: bool = True  # the attempt has one node; else the names contain the node
+    driver: str = "nvml"  # that reads the devices; "" on virtual ones
 
 
 class Sampler:
@@ -80,7 +82,7 @@ class Sampler:
                     yield f"gpu_{index}_memory_usage_megabytes", live_bytes / MEGABYTE
                     yield f"gpu_{index}_memory_usage_percentage", 100 * live_bytes / capacity_bytes
             return
-        for device in devices().devices:
+        for device in read_devices(self._watched.driver).devices:
             if (
                 device.index in self._watched.devices
                 and device.error is None

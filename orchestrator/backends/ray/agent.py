@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
-from orchestrator.backends.devices import nvml
+from orchestrator.backends.devices.nvml import NvmlReading
+from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.ray import connection
 from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
 from orchestrator.specs.attempt import Attempt
@@ -49,21 +50,21 @@ class Calls:
         except RayError as error:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
-    def read_devices(self, node_id: str, name: str) -> nvml.NvmlReading:
-        """Return NVML's reading of a node. No answer within 20 s gives a reading with an error."""
-        task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
+    def read_devices(self, node_id: str, name: str, driver: str = "nvml") -> NvmlReading:
+        """Return the driver's reading of a node. No answer within 20 s gives a reading with an error."""
+        task = ray.remote(num_cpus=0, max_retries=0)(read_devices)
         reference = task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ).remote()
+        ).remote(driver)
         try:
             return ray.get(reference, timeout=PROBE_TIMEOUT_S)
         except GetTimeoutError:
             ray.cancel(
                 reference, force=True
             )  # else each probe of a driver that hangs leaves one more process
-            return nvml.NvmlReading(error=f"no answer within {PROBE_TIMEOUT_S:.0f} s")
+            return NvmlReading(error=f"no answer within {PROBE_TIMEOUT_S:.0f} s")
         except RayError as error:
-            return nvml.NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
+            return NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
 
     def find(self, attempt: Attempt) -> tuple[str, ...]:
         """Return the nodes on which the attempt has launchers."""

@@ -28,7 +28,7 @@ from orchestrator.backends.attempts.launcher import free_port
 from orchestrator.backends.environment import inherited
 from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.backends.ray.lean import PLAINLY
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
 # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
@@ -314,7 +314,7 @@ def _start_node(
         f"--node-ip-address={host}",
         f"--temp-dir={own_dir}",
         f"--num-cpus={os.cpu_count() or 1}",
-        f"--num-gpus={node.devices if node.device.kind is DeviceKind.CUDA else 0}",
+        f"--num-gpus={node.devices if node.device.kind.traits.is_gpu_of_ray else 0}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--resources={json.dumps({f'gpu{index}': 1 for index in range(node.devices)})}",
         f"--labels=orc-node={name}",

@@ -175,7 +175,12 @@ class RayLaunchers:
                 str(folders.epoch),
                 attempt.number,
                 mark_of(folder, part.node),
-                Watched(node=part.node, devices=part.devices, is_alone=len(bundles) == 1),
+                Watched(
+                    node=part.node,
+                    devices=part.devices,
+                    is_alone=len(bundles) == 1,
+                    driver=live[part.node].launch.device.kind.traits.driver,
+                ),
             )
             for index, (part, bundle) in enumerate(zip(attempt.placement, bundles, strict=True))
         }

@@ -317,7 +317,9 @@ class LinkedLaunchers:
 def read_devices(link: Link, node: LiveNode) -> NvmlReading:
     """Return NVML's reading of `node`. No answer gives a reading with an error."""
     try:
-        reading: NvmlReading = link.call("read_devices", node.id, node.launch.name)
+        reading: NvmlReading = link.call(
+            "read_devices", node.id, node.launch.name, node.launch.device.kind.traits.driver
+        )
     except (ClusterAway, CallFailed) as error:
         return NvmlReading(error=f"node {node.launch.name} does not answer: {error}")
     return reading

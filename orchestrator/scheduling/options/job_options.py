@@ -33,7 +33,7 @@ from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
@@ -506,5 +506,5 @@ def _smallest_refuted(
 
 def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
     """Return the host memory of one rank in bytes; a virtual device's memory is the host's."""
-    virtual = group.hardware.device.kind is DeviceKind.VIRTUAL
+    virtual = group.hardware.device.kind.traits.is_virtual
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

@@ -17,7 +17,7 @@ from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
@@ -275,7 +275,7 @@ def utilisation(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         autocast=autocasts(plan),
-        cuda=device is not None and device.kind is DeviceKind.CUDA,
+        cuda=device is not None and device.kind.traits.traces_as_cuda,
     )
     if device is None or not step_s or profile is None or not profile.forward_flops:
         return None

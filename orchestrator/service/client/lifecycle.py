@@ -25,7 +25,7 @@ from orchestrator.service.client.endpoint import Endpoint, format_endpoint
 from orchestrator.service.intake.cluster_file import FILE as CLUSTER_FILE
 from orchestrator.service.intake.cluster_file import cluster_text, kept_cluster
 from orchestrator.service.intake.detection import detect_machine, node_name
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind
+from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import ServiceError
 
 UP_TIMEOUT_S = 180.0  # an embedded Ray takes 4 s on an idle machine and 26 s under load
@@ -108,7 +108,7 @@ def _store_settings(
     notes: tuple[str, ...] = ()
     if cluster is None and ray_address is None:
         spec, notes = find_cluster(home)
-        if notes and spec.nodes[0].device.kind is DeviceKind.CUDA:
+        if notes and not spec.nodes[0].device.kind.traits.is_virtual:
             files[CLUSTER_FILE] = cluster_text(spec, notes)
     for name, text in files.items():
         write_durably(home / name, text, PRIVATE)
@@ -233,7 +233,7 @@ def find_cluster(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
         return kept_cluster(home), ()
     machine = detect_machine(node_name())
     return (
-        machine.cluster if machine.node.device.kind is DeviceKind.CUDA else kept_cluster(home)
+        kept_cluster(home) if machine.node.device.kind.traits.is_virtual else machine.cluster
     ), machine.notes
 
 

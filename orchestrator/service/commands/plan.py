@@ -42,7 +42,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
+from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import (
     GIVEN,
@@ -343,7 +343,7 @@ def trace_scope(
     nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Override] | None = None
 ) -> TraceScope:
     """Return the plans for which a model is traced: all on the devices of these nodes, or the one in `settings`."""
-    cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
+    cuda = {group.hardware.device.kind.traits.traces_as_cuda for group in _groups(nodes)}
     return TraceScope(
         cuda=tuple(sorted(cuda)),
         plan=None if settings is None else parse_plan(spec, settings),

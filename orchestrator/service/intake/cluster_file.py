@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs import units
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import node_from_data
@@ -69,7 +69,7 @@ def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> C
         for name in node.names
         if name not in away
     ]
-    real = [node.name for node in single if node.device.kind is DeviceKind.CUDA]
+    real = [node.name for node in single if not node.device.kind.traits.is_virtual]
     local = tuple(
         node for node in single if node.name not in real or node.name == here or len(real) == 1
     )

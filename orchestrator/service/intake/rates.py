@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 from orchestrator.backends.environment import inherited
 from orchestrator.planning.collectives import LINK_EFFICIENCY
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, PRODUCT_EFFICIENCY
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
 
 PROGRAM = "orchestrator.training.rates"
 TIMEOUT_S = 30.0  # it takes 3 s, most of them to import torch, and longer while a service starts
@@ -74,7 +74,7 @@ def with_rates(cluster: ClusterSpec, rates: Rates) -> ClusterSpec:
 
 def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
     """Return the device with peak rates: planning multiplies peaks by its efficiencies."""
-    if device.kind is not DeviceKind.VIRTUAL:
+    if not device.kind.traits.is_virtual:
         return device
     return device.model_copy(
         update={
@@ -124,7 +124,7 @@ def _read(file: Path | None) -> Rates | None:
 def _ranks(cluster: ClusterSpec) -> int:
     """CPU ranks per machine; 0 if there are none."""
     return max(
-        (node.devices for node in cluster.nodes if node.device.kind is DeviceKind.VIRTUAL),
+        (node.devices for node in cluster.nodes if node.device.kind.traits.is_virtual),
         default=0,
     )
 

@@ -23,7 +23,7 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.plan import Plan
 from tests.gpu.configurations import H100, H200, MODELS, TINY, Measurement, on_cuda

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from tests.gpu.kit.plans import PLAIN, SIZES, Size, measure_beside, measurement
 from tests.gpu.kit.runner import PATIENCE, recording
 from tests.gpu.measure import device_facts
