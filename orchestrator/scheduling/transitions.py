@@ -8,7 +8,6 @@ from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
 from orchestrator.scheduling.base.holds import apply_update, with_hold_reason
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
-from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
@@ -43,6 +42,7 @@ from orchestrator.specs.events import (
 )
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
@@ -97,7 +97,8 @@ def _apply_submitted(state: State, event: Submitted) -> tuple[State, tuple[Actio
         retry_of=event.retry_of,
         continues_from=event.continues_from,
         continues_step=event.continues_step,
-        reason=event.unreadable or Pending.CLUSTER_UNSEEN.phrase,
+        reason=event.unreadable or "waiting for the cluster to be seen",
+        pending=Pending.CLUSTER_UNSEEN,
         unreadable=event.unreadable,
     )
     job = with_pending_dependencies(job, state.jobs, event.satisfied)

@@ -9,6 +9,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.plan import Plan
 
 
@@ -37,6 +38,7 @@ class Job:
     submitted_at_s: float
     status: JobStatus = JobStatus.QUEUED
     reason: str = ""  # why it waits, or why it ended
+    pending: Pending | None = None  # the code of that wait, as the last decision on it had it
     not_before_s: float = 0.0  # end of the back-off after a failure
     array: str | None = None  # id of the first job of its array
     waits_for: tuple[Dependency, ...] = ()  # unfinished dependencies

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Event, Submitted
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.pending import Pending
 from tests.scheduling.factories import node
 from tests.scheduling.test_dependence import controller
 from tests.scheduling.test_queue import gone, played, script, seen

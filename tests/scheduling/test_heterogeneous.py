@@ -17,7 +17,7 @@ from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.actions import Launch, Record
@@ -28,6 +28,7 @@ from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import parse_cluster
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.state import State
 from tests.examples import examples
 from tests.scheduling import world

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.pending import Pending
 from tests.scheduling.transition import history
 from tests.scheduling.world import (
     MemoryJournal,

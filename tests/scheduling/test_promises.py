@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.scheduling_pass.guarantees import START_WITHIN_S
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.specs.errors import SpecError
@@ -13,6 +13,7 @@ from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import parse_job
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.reports.waiting import Waits
@@ -20,6 +20,7 @@ from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.cluster import Node, describe_unreadable
 from orchestrator.specs.events import Event, Started
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, seen, submitted

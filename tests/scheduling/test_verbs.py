@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.scheduling import scheduler, transitions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.base.time_limits import with_team_limit
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduler import Scheduler
@@ -28,6 +28,7 @@ from orchestrator.specs.events import (
     UpdateRequested,
 )
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.policy import UNSHARED, PolicySpec, TeamSpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node

@@ -13,7 +13,6 @@ import pytest
 
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.scheduling.scheduling_pass.decide import cannot_start
@@ -81,7 +80,7 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
                 yield f"{free[device]} {device} are free"
     if named and free[named[2]] != int(named[1]):
         yield f"{free[named[2]]} are free"
-    if reason.startswith(Pending.ARRAY_LIMIT.phrase):
+    if reason.startswith("waits for others of the array"):
         promised = {reservation.job_id for reservation in state.reservations}
         others = [
             other

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.journal import Idle, Instant
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.notice import notice
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.metrics import Metrics
 from orchestrator.specs.access import Role
@@ -21,6 +21,7 @@ from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder, write_json
 from tests.scheduling.world import cluster, device, script

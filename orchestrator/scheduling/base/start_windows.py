@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from orchestrator.scheduling.base.pending import Pending
 from orchestrator.specs.clock import Window, local_text
 from orchestrator.specs.job.spec import JobSpec
 
@@ -74,4 +73,4 @@ def is_open(spec: JobSpec, at_s: float) -> bool:
 def why_closed(spec: JobSpec, start_s: float) -> str:
     """Return why a job with a start window waits until `start_s`, as text."""
     assert spec.start_window is not None, spec.name
-    return f"waits for {local_text(start_s, spec.start_window.zone)} {Pending.START_WINDOW.phrase}{spec.start_window})"
+    return f"waits for {local_text(start_s, spec.start_window.zone)} (start_window {spec.start_window})"

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.scheduling.base.start_windows import why_closed
 from orchestrator.scheduling.failures.places import avoided_devices, is_sent_elsewhere
@@ -36,6 +35,7 @@ from orchestrator.specs.clock import local_text
 from orchestrator.specs.cluster import Window, describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -125,9 +125,7 @@ class Waits:
             return job.reason
         if not state.nodes:
             return (
-                job.reason
-                if job.reason != Pending.DEVICES.phrase
-                else f"waits for nodes {Pending.NODES_AWAY.phrase}"
+                job.reason if job.pending is not Pending.DEVICES else "waits for nodes to come back"
             )
         promised = Counter(
             {job.array: 1} if job.id in self._numbers else {}
@@ -307,7 +305,7 @@ class Waits:
                 return f"it ended on {len(devices)} of them, on {nodes}, for no known reason"
             case Obstacle.DRAINED:
                 several = len({node for node, _ in devices}) > 1
-                return f"{nodes} {'take' if several else 'takes'} {Pending.DRAIN.phrase}"
+                return f"{nodes} {'take' if several else 'takes'} nothing new"
             case Obstacle.MAINTENANCE if all(
                 self._window_of(node)[0] == -inf for node, _ in devices
             ):
@@ -319,7 +317,7 @@ class Waits:
                     if job.spec.optimizer_steps is not None
                     else " (without `steps` a day is supposed)"
                 )
-                return f"{Pending.MAINTENANCE.phrase} {nodes}{supposed}"
+                return f"it would not end before the maintenance of {nodes}{supposed}"
             case Obstacle.MEMORY:
                 needed = format_bytes(blocked.offer.entry.least_bytes)
                 return f"other processes leave less than its {needed} on {len(devices)} of them, on {nodes}"

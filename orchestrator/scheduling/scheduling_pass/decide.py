@@ -13,7 +13,6 @@ from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
 from orchestrator.scheduling.failures.places import (
     Device,
@@ -38,6 +37,7 @@ from orchestrator.specs.attempt import Placement
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.state import Reservation, State
 
 NAMED_MAX = 3  # nodes in a reason
@@ -60,13 +60,22 @@ class StartDecision:
     passed_over: str | None  # why it is chosen over the fastest plan
 
 
+FOR_DEVICES = "waits for devices"
+
+
 class Wait(NamedTuple):
     """The decision to wait, with a reason for people. A reservation, if any, keeps later jobs from delaying it."""
 
+    code: Pending
     reason: str
     reservation: Reservation | None = None
     # when headroom for shorter jobs suffices, if it waits only for that
     reevaluate_at_s: float | None = None
+
+
+def wait_as_before(job: Job, reservation: Reservation) -> Wait:
+    """Return the wait that the last decision on a job had, with a reservation."""
+    return Wait(code=job.pending or Pending.DEVICES, reason=job.reason, reservation=reservation)
 
 
 Decision = StartDecision | Wait | Infeasible | Question
@@ -114,15 +123,14 @@ def array_limit_reason(
     if job.array is None or member is None:
         return None
     if index.running_of_array[job.array] + promised[job.array] >= member.max_concurrent:
-        return Wait(
-            reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: at most {member.max_concurrent} run at once"
-        )
+        most = f"at most {member.max_concurrent} run at once"
+        reason = f"waits for others of the array {job.array}: {most}"
+        return Wait(code=Pending.ARRAY_LIMIT, reason=reason)
     before = _next_before(index, job, member.number) if member.compared else None
-    return (
-        None
-        if before is None
-        else Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: {before} goes first")
-    )
+    if before is None:
+        return None
+    reason = f"waits for others of the array {job.array}: {before} goes first"
+    return Wait(code=Pending.ARRAY_LIMIT, reason=reason)
 
 
 def _next_before(index: SchedulerIndex, job: Job, number: int) -> str | None:
@@ -273,11 +281,9 @@ def wait_reason(
     start_s = hours_of(spec, (option.seconds for _, option in offers), now_s).start_s(
         now_s, entry.seconds
     )
-    return Wait(
-        reason=_why_waits(pool, entry, spec, now_s)
-        if start_s == now_s
-        else why_closed(spec, start_s)
-    )
+    if start_s == now_s:
+        return _wait_for_devices(pool, entry, spec, now_s)
+    return Wait(code=Pending.START_WINDOW, reason=why_closed(spec, start_s))
 
 
 def offers_of(
@@ -394,33 +400,44 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
     if later.slot.start_s == later.free_s:
-        return Wait(reason=_why_waits(pool, entry, job.spec, now_s), reservation=reservation)
+        wait = _wait_for_devices(pool, entry, job.spec, now_s)
+        return wait._replace(reservation=reservation)
     if job.spec.start_window is not None:
-        return Wait(reason=why_closed(job.spec, later.slot.start_s), reservation=reservation)
+        reason = why_closed(job.spec, later.slot.start_s)
+        return Wait(code=Pending.START_WINDOW, reason=reason, reservation=reservation)
     reason = f"leaves room for shorter jobs before it takes {_describe_size(pool, entry)}"
-    return Wait(reason=reason, reservation=reservation, reevaluate_at_s=later.slot.start_s)
+    return Wait(
+        code=Pending.DEVICES,
+        reason=reason,
+        reservation=reservation,
+        reevaluate_at_s=later.slot.start_s,
+    )
 
 
-def _why_waits(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float) -> str:
+def _wait_for_devices(
+    pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float
+) -> Wait:
     """Return whether the job waits for devices, or only for unreadable ones or nodes that are closed or will close.
 
     The sentence stays while the state changes; `reports/waiting.py` has numbers, names and times.
     """
     if pool.unreadable and pool.idle < entry.devices <= pool.idle + pool.idle_unreadable:
-        return f"{Pending.UNREADABLE.phrase}: {describe_unreadable(pool.unreadable_nodes)}"
+        nodes = describe_unreadable(pool.unreadable_nodes)
+        return Wait(
+            code=Pending.UNREADABLE, reason=f"waits for devices that cannot be read: {nodes}"
+        )
     closed = pool.closed_before(now_s + entry.seconds)
-    if (
-        not closed
-        or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle
-    ):
-        return Pending.DEVICES.phrase
-    names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (
-        ", ..." if len(closed) > NAMED_MAX else ""
-    )
+    open_devices = pool.idle - sum(idle for _, _, idle in closed)
+    if not closed or not open_devices < entry.devices <= pool.idle:
+        return Wait(code=Pending.DEVICES, reason=FOR_DEVICES)
+    names = ", ".join([name for name, _, _ in closed][:NAMED_MAX])
+    names += ", ..." if len(closed) > NAMED_MAX else ""
     if all(closes_s <= now_s for _, closes_s, _ in closed):
-        return f"{Pending.DEVICES.phrase}: {names} {'takes' if len(closed) == 1 else 'take'} {Pending.DRAIN.phrase}"
+        verb = "takes" if len(closed) == 1 else "take"
+        return Wait(code=Pending.DRAIN, reason=f"{FOR_DEVICES}: {names} {verb} nothing new")
     supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
-    return f"{Pending.DEVICES.phrase}: {Pending.MAINTENANCE.phrase} {names}{supposed}"
+    reason = f"{FOR_DEVICES}: it would not end before the maintenance of {names}{supposed}"
+    return Wait(code=Pending.MAINTENANCE, reason=reason)
 
 
 def _describe_size(pool: AvailabilityProfile, entry: SizeOption) -> str:
@@ -461,16 +478,16 @@ def _without_offers(
     for pool, menu in menus:
         if isinstance(menu, JobOptions):
             device = pool.group.hardware.device.name
-            return Wait(reason=f"{Pending.FOREIGN_MEMORY.phrase} on {device}")
+            reason = f"waits for memory that other processes hold on {device}"
+            return Wait(code=Pending.FOREIGN_MEMORY, reason=reason)
     never, groups = [], groups_of(state.declared or state.nodes)
     for group in groups:
         options = job_options(
             job, group, calibration_for(state, job, group.hardware.device.name), 0.0
         )
         if isinstance(options, JobOptions) or options.likeliest is not None:
-            return Wait(
-                reason=f"waits for nodes with {group.hardware.device.name} {Pending.NODES_AWAY.phrase}"
-            )
+            reason = f"waits for nodes with {group.hardware.device.name} to come back"
+            return Wait(code=Pending.NODES_AWAY, reason=reason)
         never.append(options)
     return question_of(state, job, groups) or Infeasible(
         why=lambda: "\n".join(refusal.why() for refusal in never)

@@ -26,6 +26,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     array_limit_reason,
     decide,
     price_of,
+    wait_as_before,
     wait_reason,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import (
@@ -271,7 +272,7 @@ def _decide_waiting(
         slot = slots.pop(waiting.job.id, None)
         if slot is not None and not may_start_sooner(index, waiting):
             promised.append(slot)
-            quota_pass.record_decision(waiting, Wait(reason=waiting.job.reason, reservation=slot))
+            quota_pass.record_decision(waiting, wait_as_before(waiting.job, slot))
             continue
         if slot is not None:
             index.clear_reservations()
@@ -328,9 +329,10 @@ def _apply_decision(
             job, attempt = _begin(state, index, job, chosen)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
-            if wait.reason == job.reason and job is state.jobs.get(job.id):
+            is_as_before = (wait.code, wait.reason) == (job.pending, job.reason)
+            if is_as_before and job is state.jobs.get(job.id):
                 return state, ()
-            job = replace(job, reason=wait.reason)
+            job = replace(job, pending=wait.code, reason=wait.reason)
         case Question(text=text, allowed=JobSpec() as spec):  # it waits anew, as what it now is
             left = replace(job, asks=text)
             index.update_job(job, left)
@@ -375,6 +377,7 @@ def _begin(
         status=JobStatus.RUNNING,
         attempts=(*job.attempts, attempt),
         reason=_why(chosen, before),
+        pending=None,
     )
     return job, attempt
 

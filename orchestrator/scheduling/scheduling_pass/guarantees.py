@@ -18,7 +18,12 @@ from orchestrator.scheduling.options.job_options import Infeasible, JobOptions, 
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import Decision, StartDecision, Wait
+from orchestrator.scheduling.scheduling_pass.decide import (
+    Decision,
+    StartDecision,
+    Wait,
+    wait_as_before,
+)
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
 from orchestrator.specs.attempt import NodeDevices, Placement
@@ -47,11 +52,11 @@ def apply_guarantee(
             or outcome.reservation is None
             or outcome.reservation.start_s > slot.start_s
         )
-        return (
-            Wait(reason=job.reason if outcome is None else outcome.reason, reservation=slot)
-            if later
-            else outcome
-        )
+        if not later:
+            return outcome
+        if outcome is None:
+            return wait_as_before(job, slot)
+        return Wait(code=outcome.code, reason=outcome.reason, reservation=slot)
     if (
         not job.spec.guaranteed_gpus
         or job.starts_by_s is not None

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import JobView, in_order
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.state import State
 
 ROWS = 50  # on a page; an array, a sweep or a comparison is one

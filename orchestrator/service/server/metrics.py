@@ -24,11 +24,12 @@ from prometheus_client.registry import Collector
 
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.scheduling.base.pending import pending
 from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, device_seconds
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.state import State
 
