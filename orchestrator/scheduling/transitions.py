@@ -117,6 +117,7 @@ def _apply_cancel_requested(
     if attempt is None:
         reason = event.reason or _describe_cancelled(job)
         job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
+        job = replace(job, cancel_reason=event.reason)
         state, archived = archive_if_done(state, job)
         return state, (Record(job=job), *archived)
     job = replace(job, cancelling=True, cancel_reason=event.reason)

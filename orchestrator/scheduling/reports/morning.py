@@ -365,7 +365,8 @@ def _to_do(
     for job in by_status[JobStatus.REFUSED]:
         yield f"{job.id}: change the job or the hardware: `orc show {job.id}` says what would fit"
     for line in missed:
-        if not line.sentence.startswith("ended"):
+        job_is_live = line.id in state.jobs and not state.jobs[line.id].status.ended
+        if job_is_live:
             yield f"{line.id}: raise its priority, or move its deadline"
     for entry in suspensions(state):
         trust = f"`orc drain {entry.node} --undo` trusts it again"

@@ -51,7 +51,7 @@ class SweepReport:
 
 def is_stopped_early(job: Job) -> bool:
     """Return whether the job is a trial that was stopped because others were better."""
-    return job.status is JobStatus.CANCELLED and job.reason.startswith(STOPPED_EARLY)
+    return job.status is JobStatus.CANCELLED and bool(job.cancel_reason)
 
 
 def sweep_report(

@@ -19,7 +19,7 @@ Real = Annotated[float, Field(ge=-REAL_MAX, le=REAL_MAX)]
 Value = bool | Whole | Real | str
 TRIALS_AT_ONCE = 4  # where the file has no `max_concurrent`
 SWEEP = "sweep-"  # before the id of its first job: the id of a sweep
-STOPPED_EARLY = "stopped early"  # how the reason of such a trial begins
+STOPPED_EARLY = "stopped early"  # the status of such a trial in a report
 METRICS = ("loss", "grad_norm", "step_s")  # that our engines write of each step
 KEPT = (  # of every trial: whose it is, its files, and what is found out
     *(
