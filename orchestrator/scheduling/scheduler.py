@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.scheduling.base.holds import with_hold_reason
 from orchestrator.scheduling.base.job_updates import archive_if_done
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.demand import record_demand
@@ -158,7 +157,7 @@ def _tell_followers(
     for predecessor in ended:
         for job_id in index.followers_of(predecessor.id):
             dependant = state.jobs[job_id]
-            job = with_hold_reason(on_dependency_ended(dependant, predecessor))
+            job = on_dependency_ended(dependant, predecessor)
             state, archived = archive_if_done(state, job)
             index.update_job(dependant, job)
             if job.status.ended:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
-from orchestrator.scheduling.base.holds import apply_update, with_hold_reason
+from orchestrator.scheduling.base.holds import apply_update
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
@@ -142,7 +142,7 @@ def _apply_retry_requested(state: State, event: RetryRequested) -> State:
     if job is None or not job.asks or job.status is not JobStatus.QUEUED:
         return state
     allowed = replace(job, spec=event.spec, asks="", reason="goes on with what was allowed")
-    return with_job(state, with_hold_reason(allowed))
+    return with_job(state, allowed)
 
 
 def _apply_started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
@@ -199,7 +199,6 @@ def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action,
         over = over_limit(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
     job = job if failure is None else _with_unread(job, event.evidence)
-    job = job if job.status.ended else with_hold_reason(job)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)
@@ -227,8 +226,11 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
     if failure.kind is FailureKind.MOVED:
         step = attempt.evidence.checkpoint_step if attempt.evidence else None
-        saved = "" if step is None else f"; saved at step {step}"
-        return replace(job, status=JobStatus.QUEUED, reason=f"{failure.reason}{saved}")
+        saved = "" if step is None else f"saved at step {step}"
+        # who holds a job is said wherever its reason is shown
+        why = "" if job.held_by is not None else failure.reason
+        reason = "; ".join(filter(None, (why, saved)))
+        return replace(job, status=JobStatus.QUEUED, reason=reason)
     restart, verdict = failure.kind.restart, failure.verdict
     if restart is not None and restart.refutes_plan:
         job = replace(job, refuted=job.refuted | {attempt.plan})

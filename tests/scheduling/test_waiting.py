@@ -92,8 +92,6 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
             for other in others
         ):
             yield "no other of the array runs or is promised anything"
-    if job.held_by is not None and f"by {job.held_by}; " not in reason:
-        yield f"{job.held_by} holds it"
     for job_id, text in KEPT.findall(reason):
         promised = [
             reservation for reservation in state.reservations if reservation.job_id == job_id

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from orchestrator.backends.redaction import Hide
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
+from orchestrator.scheduling.base.holds import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.failures.out_of_memory import caught_count
 from orchestrator.scheduling.reports.comparison import Comparison
@@ -91,7 +92,7 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
     spec |= {"env": {name: "(not shown)" for name, _ in job.spec.env}} if job.spec.env else {}
     tags = {
         "status": job.status,
-        "reason": hide(job.reason),
+        "reason": hide(shown_reason(job)),
         "job_spec": hide(json.dumps(spec)),
         "mlflow.note.content": hide(_note(job, compare)),
         **source_tags(job, hide),
@@ -353,7 +354,7 @@ def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
 
 def _note(job: Job, compare: str) -> str:
     """The job's description in Markdown, shown above its run."""
-    lines = [f"**{job.status}**: {job.reason}", ""]
+    lines = [f"**{job.status}**: {shown_reason(job)}", ""]
     if compare:
         lines += [f"[Compare the attempts]({compare})", ""]
     lines += [

@@ -32,36 +32,30 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
         job = replace(job, deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None)
     was_held, job = job.held_by is not None, replace(job, spec=spec, held_by=event.held_by)
     if event.held_by is None:
-        return with_job(state, _without_hold_reason(job) if was_held else job), ()
+        return with_job(state, _released(job) if was_held else job), ()
     if was_held:
         return with_job(state, job), ()
     job = replace(job, starts_by_s=None, reason=job.reason if job.waits_for else "")
     if can_move(job):
         job, stop = request_migration(job, _holder(job), event.at_s)
-        return with_job(state, with_hold_reason(job)), (stop,)
+        return with_job(state, job), (stop,)
     if job.last is not None:  # what is kept for its next attempt
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, held_placement=())))
-    return with_job(state, with_hold_reason(job)), ()
+    return with_job(state, job), ()
 
 
-def with_hold_reason(job: Job) -> Job:
-    """Return the job with a reason that names its holder and the command that releases it; unheld jobs unchanged."""
-    command = _command(job)
-    if job.held_by is None or job.reason.endswith(command):
-        return job
-    reason = job.reason.removeprefix(_holder(job)).removeprefix("; ")
-    return replace(job, reason="; ".join(filter(None, (_holder(job), reason, command))))
+def shown_reason(job: Job) -> str:
+    """Return why the job waits or ended, with its holder and the command that releases it, where it is held."""
+    if job.held_by is None or job.status.ended:
+        return job.reason
+    verb, effect = ("resume", "lets it go on") if job.attempts else ("release", "lets it start")
+    command = f"`orc {verb} {job.id}` {effect}"
+    return "; ".join(filter(None, (_holder(job), job.reason, command)))
 
 
-def _without_hold_reason(job: Job) -> Job:
-    parts = job.reason.partition("; ")[2].removesuffix(_command(job)).removesuffix("; ")
-    return replace(job, reason=parts or "was released")
+def _released(job: Job) -> Job:
+    return replace(job, reason=job.reason or "was released")
 
 
 def _holder(job: Job) -> str:
     return f"{'suspended' if job.attempts else 'held'} by {job.held_by}"
-
-
-def _command(job: Job) -> str:
-    verb, effect = ("resume", "lets it go on") if job.attempts else ("release", "lets it start")
-    return f"`orc {verb} {job.id}` {effect}"

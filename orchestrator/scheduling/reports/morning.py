@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.base.holds import shown_reason
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.reports.cost import prices, sum_spent
 from orchestrator.scheduling.reports.deadlines import late
@@ -186,7 +187,7 @@ def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> tuple[Line, ...]:
 
 
 def _reason(job: Job) -> str:
-    return job.reason.partition("\n")[0]
+    return shown_reason(job).partition("\n")[0]
 
 
 def _success(job: Job) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
+from orchestrator.scheduling.base.holds import shown_reason
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast
 from orchestrator.scheduling.reports.waiting import Waits
@@ -113,5 +114,5 @@ def _expected_job(job: Job, expected: Expected | None, waits: Waits) -> Expected
         end_range_s=expected.end_range_s if expected else None,
         deadline_s=job.deadline_s,
         says_length=steps_left(job) is not None,
-        why=waits.why(job) if expected and job.status is JobStatus.QUEUED else job.reason,
+        why=waits.why(job) if expected and job.status is JobStatus.QUEUED else shown_reason(job),
     )

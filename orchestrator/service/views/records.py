@@ -14,6 +14,7 @@ from orchestrator.memory.calibration.correction import corrected, predicted_peak
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.base.holds import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
@@ -224,7 +225,7 @@ def job_view(
         name=job.spec.name,
         status=job.status.value,
         reason="; ".join(
-            (job.reason, *([f"unwatched: {unwatched}"] if unwatched else []), *unread)
+            (shown_reason(job), *([f"unwatched: {unwatched}"] if unwatched else []), *unread)
         ),
         asks="" if job.status.ended else job.asks,
         cancelling=job.cancelling,
