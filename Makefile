@@ -91,6 +91,7 @@ chaos: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 docs: $(READY)  # the generated pages of docs/reference, and the site in build/site
