@@ -1,18 +1,35 @@
-"""Laws of practice: what a commit's hook checks."""
+"""Laws of practice: what a commit's hook and a public host check."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 
 def read_yaml(path: Path) -> Any:
-    return yaml.load(path.read_text(), yaml.BaseLoader)
+    return yaml.load(path.read_text(), yaml.BaseLoader)  # all texts: `on` is a key, and 3.10 is no 3.1
+
+
+def test_a_public_host_runs_what_we_run_on_each_python_that_is_supported() -> None:
+    workflow = read_yaml(WORKFLOW)
+    assert set(workflow["on"]) == {"push", "pull_request"}
+    (job,) = workflow["jobs"].values()
+    versions = job["strategy"]["matrix"]["python"]
+    classified = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d", line)]
+    assert versions == classified
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    assert job["container"] == "python:${{ matrix.python }}-trixie"
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+    assert workflow["permissions"] == {"contents": "read"}
 
 
 def test_a_commit_hook_runs_tools_of_the_lint_and_fetches_none() -> None:
