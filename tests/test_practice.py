@@ -1,13 +1,16 @@
-"""Laws of practice: what a commit's hook and a public host check."""
+"""Laws of practice: what a commit's hook and a public host check, what is public, and who is told of a weakness."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.test_docs import dead_links
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -16,6 +19,19 @@ WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 def read_yaml(path: Path) -> Any:
     return yaml.load(path.read_text(), yaml.BaseLoader)  # all texts: `on` is a key, and 3.10 is no 3.1
+
+
+def test_the_page_of_public_names_has_each_place_whose_names_are_held() -> None:
+    page = (ROOT / "docs" / "reference" / "public.md").read_text()
+    places = re.findall(r"^\| ([^|]+?) \|", page, re.M)
+    held = json.loads((ROOT / "tests" / "releases" / "0.1.0" / "names.json").read_text())
+    assert set(held) <= set(places)
+
+
+def test_links_of_the_security_policy_lead_somewhere() -> None:
+    page = ROOT / "SECURITY.md"
+    assert "docs/security.md" in page.read_text()
+    assert dead_links(page, page.read_text()) == []
 
 
 def test_a_public_host_runs_what_we_run_on_each_python_that_is_supported() -> None:
