@@ -24,7 +24,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
-from tests.examples import examples
+from tests.examples import examples, phases
 
 Cost = tuple[Degradation, float, int, int, float]  # and step time, device bytes, GPUs, rank of trust
 
@@ -118,7 +118,9 @@ LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2*
 @example(job(WORK[8], 2, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=False), SUPPOSED_OVERHEAD)
 @example(job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False), SUPPOSED_OVERHEAD)
 @example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), LARGE)
-@settings(max_examples=examples(30, 4), deadline=None)
+@example(job(WORK[3], 6, (1, 1), "numeric"), machine(DeviceKind.CUDA, 2, 1, "96MiB", nvme=True), SMALL)
+@example(job(WORK[6], 12, (1, 2), "semantic"), machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False), SMALL)
+@settings(max_examples=examples(30), deadline=None, phases=phases())
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     spec: JobSpec, here: Hardware, overhead: Overhead
 ) -> None:
