@@ -14,6 +14,7 @@ from orchestrator.specs.attempt import Attempt, Evidence, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind
 from orchestrator.specs.job.spec import JobSpec
 from tests.trainers.driver import Drive, cluster, log
+from tests.uncompiled import WITHOUT_COMPILER
 
 CUDA_WORDS = (
     "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 64.00 MiB of which 9.81 MiB is "
@@ -21,8 +22,7 @@ CUDA_WORDS = (
     "is allocated by PyTorch, and 1.19 MiB is reserved by PyTorch but unallocated."
 )
 INNER = f"""
-import torch
-
+{WITHOUT_COMPILER}
 def train():
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -274,7 +274,7 @@ sys.exit(subprocess.run([{words}]).returncode)
 INNER_UNSEEN = """
 import sys, time
 sys.path += {paths}
-import torch
+{compiler}
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
@@ -297,7 +297,7 @@ for _ in range(3):
 @pytest.mark.parametrize("launch", ["ranks", pytest.param("self", marks=pytest.mark.long)])
 def test_a_child_without_the_guard_is_recorded(launch: str, command: str, devices: str, tmp_path: Path) -> None:
     packages = [path for path in sys.path if "site-packages" in path]
-    (tmp_path / "unseen.py").write_text(INNER_UNSEEN.format(paths=packages))
+    (tmp_path / "unseen.py").write_text(INNER_UNSEEN.format(paths=packages, compiler=WITHOUT_COMPILER))
     (tmp_path / "program.py").write_text(UNWATCHED.format(words=command))
     only, evidence = attempt_of(tmp_path, devices, "python program.py", launch=launch)
     (sentence,) = evidence.unwatched
