@@ -50,10 +50,10 @@ def unknown_names(page: str, names: set[str]) -> list[str]:
     code, _, home = page.partition(HOME)
     unknown = []
     for line in FENCE.sub("", code).splitlines():
-        words = INLINE_CODE.findall(line)
+        codes = INLINE_CODE.findall(line)
         # A row of a table may name a package first, and then folders in it.
-        folders = (ROOT, PACKAGE, PACKAGE / words[0].rstrip("/")) if words else ()
-        for word in words:
+        folders = (ROOT, PACKAGE, PACKAGE / codes[0].rstrip("/")) if codes else ()
+        for word in codes:
             if word.startswith(OTHER_PROGRAMS):
                 continue
             if PATH.fullmatch(word):

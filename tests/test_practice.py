@@ -24,8 +24,8 @@ def read_yaml(path: Path) -> Any:
 def test_the_page_of_public_names_has_each_place_whose_names_are_held() -> None:
     page = (ROOT / "docs" / "reference" / "public.md").read_text()
     places = re.findall(r"^\| ([^|]+?) \|", page, re.M)
-    held = json.loads((ROOT / "tests" / "releases" / "0.1.0" / "names.json").read_text())
-    assert set(held) <= set(places)
+    wire_names = json.loads((ROOT / "tests" / "releases" / "0.1.0" / "names.json").read_text())
+    assert set(wire_names) <= set(places)
 
 
 def test_links_of_the_security_policy_lead_somewhere() -> None:
