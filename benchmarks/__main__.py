@@ -41,7 +41,10 @@ FOLDER = Path(".bench")
 def main(names: list[str]) -> int:
     unknown = sorted(set(names) - {*NAMES, *ON_REQUEST})
     if unknown:
-        print(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(NAMES + ON_REQUEST)}", file=sys.stderr)
+        print(
+            f"no such benchmark: {', '.join(unknown)}; there are {', '.join(NAMES + ON_REQUEST)}",
+            file=sys.stderr,
+        )
         return 2
     FOLDER.mkdir(exist_ok=True)
     console = Console()

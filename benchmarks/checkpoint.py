@@ -29,11 +29,16 @@ from tests.ranks import start_ranks
 from tests.training import gang
 
 DECODER = DecoderSpec(
-    vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_hidden_layers=8,
+    num_attention_heads=8,
 )
 ROUNDS = 7
 STEPS_BETWEEN = 2
-STALL_RATIO_MAX = 1.15  # of a plain copy: naming the tensors and starting a thread, and noise of a shared machine
+# of a plain copy: naming the tensors and starting a thread, and noise of a shared machine
+STALL_RATIO_MAX = 1.15
 TIMEOUT_S = 600
 
 
@@ -42,7 +47,9 @@ def figures() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         model = ModelSpec(decoder=DECODER)
-        run = gang.training_run(home, "bench", gang.torch_plan(), gang.ragged_text(home), model=model)
+        run = gang.training_run(
+            home, "bench", gang.torch_plan(), gang.ragged_text(home), model=model
+        )
         path = f"{run.attempt_folder}/run.json"
         codes = gang.finish(start_ranks("benchmarks.checkpoint", [path, folder], 1), TIMEOUT_S)
         assert codes == [0], codes
@@ -72,16 +79,26 @@ def main(run: TrainingRun, folder: Path) -> None:
     batch = recipe.dataset.batch(range(run.plan.micro_batch_size))
     saver = Saver(run, device, dist.new_group(backend="gloo"))
     saver.prepare(engine.state())
-    host = {name: torch.zeros_like(value) for name, value in engine.state().items()}  # there, not only promised
+    host = {
+        name: torch.zeros_like(value) for name, value in engine.state().items()
+    }  # there, not only promised
     for _ in range(STEPS_BETWEEN):
         engine.step(0, iter([batch]), tokens=100)
-    rounds = [_round(run, engine, batch, saver, host, folder, number) for number in range(1, ROUNDS + 1)]
+    rounds = [
+        _round(run, engine, batch, saver, host, folder, number) for number in range(1, ROUNDS + 1)
+    ]
     (folder / "rounds.json").write_text(json.dumps(rounds))
     os._exit(0)  # gloo may abort on its way out
 
 
 def _round(
-    run: TrainingRun, engine: Engine, batch: Batch, saver: Saver, host: dict[str, Tensor], folder: Path, number: int
+    run: TrainingRun,
+    engine: Engine,
+    batch: Batch,
+    saver: Saver,
+    host: dict[str, Tensor],
+    folder: Path,
+    number: int,
 ) -> dict[str, float]:
     """Everything once, in seconds."""
 

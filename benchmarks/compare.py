@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
+from orchestrator.service.client.client import Client
 from orchestrator.service.commands.compare import Pins, choose_strategies, comparison_jobs
 from orchestrator.service.commands.hardware import hardware_of
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 
 RANK_CORRELATION = 0.9  # Spearman's, at least
 FOUR_S = 180.0  # for four strategies, at most
@@ -43,8 +43,22 @@ TWELVE: Sequence[Mapping[str, Any]] = (
     {"dp": 1, "tp": 1, "pp": 1, "micro_batch": 16, "activation_checkpointing": "none"},
     {"dp": 1, "tp": 1, "pp": 1, "micro_batch": 1, "activation_checkpointing": "full"},
     {"dp": 1, "tp": 1, "pp": 1, "micro_batch": 16, "activation_checkpointing": "full"},
-    {"dp": 2, "tp": 1, "pp": 1, "micro_batch": 1, "zero_stage": 0, "activation_checkpointing": "none"},
-    {"dp": 2, "tp": 1, "pp": 1, "micro_batch": 8, "zero_stage": 0, "activation_checkpointing": "none"},
+    {
+        "dp": 2,
+        "tp": 1,
+        "pp": 1,
+        "micro_batch": 1,
+        "zero_stage": 0,
+        "activation_checkpointing": "none",
+    },
+    {
+        "dp": 2,
+        "tp": 1,
+        "pp": 1,
+        "micro_batch": 8,
+        "zero_stage": 0,
+        "activation_checkpointing": "none",
+    },
     {
         "dp": 2,
         "tp": 1,
@@ -73,9 +87,14 @@ ORC = (sys.executable, "-m", "orchestrator.cli")
 
 def figures() -> list[Figure]:
     """The rank correlation of twelve strategies, and the seconds of four."""
-    with tempfile.TemporaryDirectory(prefix="orc-compare-") as folder, _service(Path(folder)) as home:
+    with (
+        tempfile.TemporaryDirectory(prefix="orc-compare-") as folder,
+        _service(Path(folder)) as home,
+    ):
         wanted = choose_strategies(
-            read_job(home.parent / "job.yaml", (), home), _written(home, TWELVE), *hardware_of(home, None)
+            read_job(home.parent / "job.yaml", (), home),
+            _written(home, TWELVE),
+            *hardware_of(home, None),
         )
         say(f"comparing {len(wanted)} strategies")
         together = _compared(home, TWELVE)
@@ -92,11 +111,18 @@ def figures() -> list[Figure]:
     correlation = rank_correlation(both)
     fastest = min(range(len(both)), key=lambda number: both[number][0])
     return [
-        at_least("Spearman's rank correlation of step times, compared and alone", correlation, "", RANK_CORRELATION),
+        at_least(
+            "Spearman's rank correlation of step times, compared and alone",
+            correlation,
+            "",
+            RANK_CORRELATION,
+        ),
         at_most("four strategies by one command", four_s, "s", FOUR_S),
         informs("strategies with both step times", len(both), ""),
         informs(
-            "place alone of the strategy that the verdict calls fastest", _ranks([b for _, b in both])[fastest], ""
+            "place alone of the strategy that the verdict calls fastest",
+            _ranks([b for _, b in both])[fastest],
+            "",
         ),
         informs("load average when it ended", os.getloadavg()[0], ""),
     ]
@@ -110,7 +136,10 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 def _ranks(values: Sequence[float]) -> list[float]:
     """1 for the smallest; equal values share the mean of theirs."""
     ordered = sorted(values)
-    return [statistics.fmean(place for place, one in enumerate(ordered, 1) if one == value) for value in values]
+    return [
+        statistics.fmean(place for place, one in enumerate(ordered, 1) if one == value)
+        for value in values
+    ]
 
 
 @contextmanager
@@ -137,7 +166,9 @@ def _orc(home: Path, *arguments: str) -> Any:
         timeout=COMMAND_S,
     )
     if ended.returncode:
-        raise RuntimeError(f"orc {' '.join(arguments)}: {ended.stdout[-2000:]} {ended.stderr[-2000:]}")
+        raise RuntimeError(
+            f"orc {' '.join(arguments)}: {ended.stdout[-2000:]} {ended.stderr[-2000:]}"
+        )
     return json.loads(ended.stdout)
 
 
@@ -159,7 +190,9 @@ def _alone(home: Path, wanted: Sequence[Pins]) -> list[float | None]:
     random.Random(0).shuffle(numbers)
     with closing(Client(home)) as client:
         for number in numbers:
-            (spec,) = comparison_jobs(read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS)
+            (spec,) = comparison_jobs(
+                read_job(home.parent / "job.yaml", (), home), [wanted[number]], STEPS
+            )
             (job_id,) = client.submit_all([spec.model_dump(mode="json")])["ids"]
             job, seen = client.job(job_id)
             until_s = time.monotonic() + JOB_S

@@ -35,44 +35,97 @@ def figures() -> list[Figure]:
         groups = grouped(rows).values()
         ranked = [group for group in groups if len(group) >= COMPARED_MIN]
         if ranked:
-            orders = [spearman([r.predicted_s for r in group], [r.measured_s for r in group]) for group in ranked]
+            orders = [
+                spearman([r.predicted_s for r in group], [r.measured_s for r in group])
+                for group in ranked
+            ]
             lost = [100 * regret(group) for group in groups if len(group) > 1]
             regrets += lost
-            consistent += [100 * regret(group) for group in groups if len(group) > 1 and not contradicts_itself(group)]
-            beaten += [fastest_layer(group) for group in groups if 100 * regret(group) > LOST_MAX_PERCENT]
+            consistent += [
+                100 * regret(group)
+                for group in groups
+                if len(group) > 1 and not contradicts_itself(group)
+            ]
+            beaten += [
+                fastest_layer(group) for group in groups if 100 * regret(group) > LOST_MAX_PERCENT
+            ]
             least += [100 * regret(knowing_layouts(group)) for group in groups if len(group) > 1]
             known = [
-                spearman([r.predicted_s for r in knowing_layouts(group)], [r.measured_s for r in group])
+                spearman(
+                    [r.predicted_s for r in knowing_layouts(group)], [r.measured_s for r in group]
+                )
                 for group in ranked
             ]
             found += [
-                at_least(f"{name}: rank correlation in {len(ranked)} groups, mean", statistics.mean(orders), "", 0.95),
-                informs(f"{name}: rank correlation, layouts known, mean", statistics.mean(known), ""),
+                at_least(
+                    f"{name}: rank correlation in {len(ranked)} groups, mean",
+                    statistics.mean(orders),
+                    "",
+                    0.95,
+                ),
+                informs(
+                    f"{name}: rank correlation, layouts known, mean", statistics.mean(known), ""
+                ),
                 informs(f"{name}: rank correlation, median", statistics.median(orders), ""),
                 informs(f"{name}: rank correlation, worst", min(orders), ""),
-                informs(f"{name}: lost by our choice in {len(lost)} groups, median", statistics.median(lost), "%"),
+                informs(
+                    f"{name}: lost by our choice in {len(lost)} groups, median",
+                    statistics.median(lost),
+                    "%",
+                ),
                 informs(f"{name}: lost by our choice, p95", quantile(lost, 0.95), "%"),
                 *_by_halves(f"{name}: rank correlation, mean", orders, statistics.mean, ""),
             ]
         if series := by_steps(rows):
             off = 100 * max(off_a_line(points) for points in series)
-            found.append(informs(f"{name}: {len(series)} series of batch sizes, furthest off a line", off, "%"))
+            found.append(
+                informs(
+                    f"{name}: {len(series)} series of batch sizes, furthest off a line", off, "%"
+                )
+            )
         errors = [100 * abs(row.ratio - 1) for row in rows]
         found += [
-            informs(f"{name}: error of the time of {len(rows)} plans, median", statistics.median(errors), "%"),
+            informs(
+                f"{name}: error of the time of {len(rows)} plans, median",
+                statistics.median(errors),
+                "%",
+            ),
             informs(f"{name}: error of the time, p90", quantile(errors, 0.9), "%"),
-            informs(f"{name}: predicted over measured, median", statistics.median(row.ratio for row in rows), ""),
+            informs(
+                f"{name}: predicted over measured, median",
+                statistics.median(row.ratio for row in rows),
+                "",
+            ),
         ]
     return [
         *tuned.figures(),
         *found,
-        at_most(f"lost by our choice in all {len(regrets)} groups, median", statistics.median(regrets), "%", 3),
-        at_most("lost by our choice in all groups, p95", quantile(regrets, 0.95), "%", LOST_MAX_PERCENT),
+        at_most(
+            f"lost by our choice in all {len(regrets)} groups, median",
+            statistics.median(regrets),
+            "%",
+            3,
+        ),
+        at_most(
+            "lost by our choice in all groups, p95", quantile(regrets, 0.95), "%", LOST_MAX_PERCENT
+        ),
         informs(f"groups in which it loses over {LOST_MAX_PERCENT} %", len(beaten), ""),
-        informs("layers (width, tensor-parallel degree, micro-batch) that are the fastest there", len(set(beaten)), ""),
+        informs(
+            "layers (width, tensor-parallel degree, micro-batch) that are the fastest there",
+            len(set(beaten)),
+            "",
+        ),
         informs("lost by our choice, layouts known, p95", quantile(least, 0.95), "%"),
-        informs("groups whose fastest plan computed more samples in less time", len(regrets) - len(consistent), ""),
-        informs(f"lost by our choice in the {len(consistent)} others, p95", quantile(consistent, 0.95), "%"),
+        informs(
+            "groups whose fastest plan computed more samples in less time",
+            len(regrets) - len(consistent),
+            "",
+        ),
+        informs(
+            f"lost by our choice in the {len(consistent)} others, p95",
+            quantile(consistent, 0.95),
+            "%",
+        ),
         *_by_halves("lost by our choice, p95", regrets, lambda half: quantile(half, 0.95), "%"),
         *cpu_ranks.figures(),
     ]
@@ -85,7 +138,10 @@ def _by_halves(
     if len(groups) < 2:
         return []
     halves = {"first": groups[::2], "second": groups[1::2]}
-    return [informs(f"{figure}, {name} half of the groups", summary(half), unit) for name, half in halves.items()]
+    return [
+        informs(f"{figure}, {name} half of the groups", summary(half), unit)
+        for name, half in halves.items()
+    ]
 
 
 def grouped(rows: Iterable[Measured]) -> dict[tuple[object, ...], list[Measured]]:
@@ -110,7 +166,10 @@ def knowing_layouts(group: Sequence[Measured]) -> list[Measured]:
     for row in group:
         ratios[row.plan.layout, row.plan.zero_stage].append(row.ratio)
     known = {layout: statistics.median(found) for layout, found in ratios.items()}
-    return [replace(row, predicted_s=row.predicted_s / known[row.plan.layout, row.plan.zero_stage]) for row in group]
+    return [
+        replace(row, predicted_s=row.predicted_s / known[row.plan.layout, row.plan.zero_stage])
+        for row in group
+    ]
 
 
 def by_steps(rows: Iterable[Measured]) -> list[dict[int, float]]:
@@ -162,15 +221,17 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def print_residuals(name: str, rows: Sequence[Measured]) -> None:
     """Predicted over measured by layout and micro-batch: median and number of plans."""
-    shown = Table(title=f"{name}: predicted over measured", title_justify="left", box=None, pad_edge=False)
+    shown = Table(
+        title=f"{name}: predicted over measured", title_justify="left", box=None, pad_edge=False
+    )
     for column in ("TP", "PP", *(f"MICRO {low}-{2 * low - 1}" for low in MICRO_BATCHES)):
         shown.add_column(column, justify="right", no_wrap=True)
     cells: dict[tuple[int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         size = row.plan.micro_batch_size
-        cells[row.plan.layout.tp, row.plan.layout.pp][max(low for low in MICRO_BATCHES if low <= size)].append(
-            row.ratio
-        )
+        cells[row.plan.layout.tp, row.plan.layout.pp][
+            max(low for low in MICRO_BATCHES if low <= size)
+        ].append(row.ratio)
     for (tp, pp), by_size in sorted(cells.items()):
         shown.add_row(str(tp), str(pp), *(_cell(by_size[low]) for low in MICRO_BATCHES))
     Console(width=120).print(shown)

@@ -19,8 +19,8 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import plans
 from orchestrator.service.demo.run import write_files
-from orchestrator.service.server.intake import read_cluster, read_job
-from orchestrator.service.server.rates import measure_cluster
+from orchestrator.service.intake.intake import read_cluster, read_job
+from orchestrator.service.intake.rates import measure_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -42,7 +42,11 @@ def figures() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder))
         spec = read_job(Path(folder) / JOB)
-        taken_s = {plan: seconds for ranks in RANKS for plan, seconds in _measure(spec, ranks, Path(folder))}
+        taken_s = {
+            plan: seconds
+            for ranks in RANKS
+            for plan, seconds in _measure(spec, ranks, Path(folder))
+        }
         clusters = {"declared": declared, "as measured": measure_cluster(declared)}
     for name, cluster in clusters.items():
         here = Hardware(
@@ -51,13 +55,20 @@ def figures() -> list[Figure]:
             nodes=1,
             network_bandwidth=cluster.network_bandwidth,
         )
-        ratios = {plan: step_s(profile_for(spec, here, plan), plan, here) / taken_s[plan] for plan in taken_s}
+        ratios = {
+            plan: step_s(profile_for(spec, here, plan), plan, here) / taken_s[plan]
+            for plan in taken_s
+        }
         for plan, ratio in ratios.items():
-            found.append(informs(f"CPU ranks, {name}: {in_short(plan)}, predicted / measured", ratio, ""))
+            found.append(
+                informs(f"CPU ranks, {name}: {in_short(plan)}, predicted / measured", ratio, "")
+            )
         furthest = max(max(ratio, 1 / ratio) for ratio in ratios.values())
         figure = f"CPU ranks, {name}: furthest off"
         found.append(
-            informs(figure, furthest, "times") if cluster is declared else at_most(figure, furthest, "times", FACTOR)
+            informs(figure, furthest, "times")
+            if cluster is declared
+            else at_most(figure, furthest, "times", FACTOR)
         )
     return found
 
@@ -65,7 +76,9 @@ def figures() -> list[Figure]:
 def compared(spec: JobSpec, ranks: int) -> list[Plan]:
     """DDP and FSDP2 with the largest and the smallest micro-batch."""
     node = read_cluster(None).nodes[0]
-    here = Hardware(device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=10**9)
+    here = Hardware(
+        device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=10**9
+    )
     share = spec.global_batch_size // ranks
     return [
         plan
@@ -82,7 +95,9 @@ def _measure(spec: JobSpec, ranks: int, folder: Path) -> list[tuple[Plan, float]
     """Seconds of a step of every plan on so many ranks."""
     codes = finish(start_ranks("benchmarks.cpu_ranks", [str(folder)], ranks), TIMEOUT_S)
     assert codes == [0] * ranks, codes
-    of_ranks = [json.loads((folder / f"steps-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+    of_ranks = [
+        json.loads((folder / f"steps-{ranks}-{rank}.json").read_text()) for rank in range(ranks)
+    ]
     return list(zip(compared(spec, ranks), map(max, zip(*of_ranks, strict=True)), strict=True))
 
 
@@ -110,7 +125,9 @@ def main(folder: Path) -> None:
         )
         recipe = build_recipe(run)
         engine = build_engine(run, recipe, torch.device("cpu"), None)
-        batches = [recipe.dataset.batch(list(range(plan.micro_batch_size)))] * plan.gradient_accumulation_steps
+        batches = [
+            recipe.dataset.batch(list(range(plan.micro_batch_size)))
+        ] * plan.gradient_accumulation_steps
         tokens = spec.data.sequence_length * plan.global_batch_size
         steps_s = []
         for number in range(WARM_UP + STEPS):

@@ -11,7 +11,13 @@ from statistics import fmean
 from benchmarks.figure import Figure, at_most, informs, say
 from orchestrator.backends.simulated.traces import Arrival, job_spec_from_trace
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, Trouble, backend_for, quantile
+from orchestrator.service.commands.simulate import (
+    FOREVER_S,
+    NullJournal,
+    Trouble,
+    backend_for,
+    quantile,
+)
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
 from orchestrator.specs.cluster import ClusterSpec
@@ -43,9 +49,13 @@ def decision_figures(cluster: ClusterSpec, depths: Sequence[int], decisions: int
     for policy, pending in [(UNSHARED, each) for each in depths] + [
         (SHARED, each) for each in depths if each in LIMITS_MS
     ]:
-        name = f"2,048 GPUs, {pending} pending" + (", shared by 8 teams with quotas" if policy.is_shared else "")
+        name = f"2,048 GPUs, {pending} pending" + (
+            ", shared by 8 teams with quotas" if policy.is_shared else ""
+        )
         say(f"{decisions} decisions, {name}")
-        running, unsorted_s = decisions_at(cluster.model_copy(update={"policy": policy}), pending, decisions)
+        running, unsorted_s = decisions_at(
+            cluster.model_copy(update={"policy": policy}), pending, decisions
+        )
         taken_s = sorted(unsorted_s)
         if not policy.is_shared:
             means[pending] = fmean(taken_s)
@@ -60,7 +70,9 @@ def decision_figures(cluster: ClusterSpec, depths: Sequence[int], decisions: int
         ]
     few, many = min(depths), max(depths)
     growth, allowed = means[many] / means[few], many * log(many) / (few * log(few))
-    found.append(at_most(f"growth of the mean decision from {few} to {many} pending", growth, "x", allowed))
+    found.append(
+        at_most(f"growth of the mean decision from {few} to {many} pending", growth, "x", allowed)
+    )
     return found
 
 
@@ -108,5 +120,11 @@ def _arrival(draw: random.Random, kinds: Sequence[JobSpec]) -> Arrival:
 
 def _kind(draw: random.Random) -> JobSpec:
     """Jobs of one kind, for up to eight devices."""
-    alone_s, scaling, most = draw.uniform(0.1, 5.0), draw.uniform(0.5, 0.95), draw.choice((1, 2, 4, 8, 8))
-    return job_spec_from_trace("kind", {n: alone_s / n**scaling for n in (1, 2, 4, 8) if n <= most}, 1)
+    alone_s, scaling, most = (
+        draw.uniform(0.1, 5.0),
+        draw.uniform(0.5, 0.95),
+        draw.choice((1, 2, 4, 8, 8)),
+    )
+    return job_spec_from_trace(
+        "kind", {n: alone_s / n**scaling for n in (1, 2, 4, 8) if n <= most}, 1
+    )

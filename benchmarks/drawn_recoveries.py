@@ -42,7 +42,10 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import State
 
-JOBS, SEED = 200, 2026  # the priors of memory/calibration/belief.py were chosen before any seed was drawn
+JOBS, SEED = (
+    200,
+    2026,
+)  # the priors of memory/calibration/belief.py were chosen before any seed was drawn
 STEPS = 2000
 CHECKPOINT_EVERY = 50  # steps: the default of `training.checkpoint_every_steps`
 SAVE_S = 20.0  # of a checkpoint that an attempt leaves when it is asked to end
@@ -62,7 +65,8 @@ class Truth:
     growth: float  # how the bytes of a sample grow with its length
     backward: float  # over the end of the forward pass
     engine: float  # on what is sharded
-    told: float | None  # exponent by which the share of a pass is told wrong; None: its modules tell nothing
+    # exponent by which the share of a pass is told wrong; None: its modules tell nothing
+    told: float | None
     lengths: tuple[float, ...]  # the longest sample of each step, beside the median
 
     def fixed_bytes(self, plan: Plan) -> float:
@@ -74,8 +78,13 @@ class Truth:
         )
         whole = sum(count / (shards if plan.zero_stage >= stage else 1) for count, stage in parts)
         offloaded = 0.5 if str(plan.offload) != "none" else 1.0
-        buckets = 4 if plan.engine is Engine.SCRIPT and plan.layout.dp > 1 else 0  # of DDP, beside the gradients
-        return self.parameters * (whole * self.engine * offloaded + buckets) / (plan.layout.tp * plan.layout.pp)
+        # of DDP, beside the gradients
+        buckets = 4 if plan.engine is Engine.SCRIPT and plan.layout.dp > 1 else 0
+        return (
+            self.parameters
+            * (whole * self.engine * offloaded + buckets)
+            / (plan.layout.tp * plan.layout.pp)
+        )
 
     def optimizer_bytes(self, plan: Plan) -> float:
         """Return the peak of a script's optimizer step, which takes a temporary for each parameter (`foreach`)."""
@@ -87,14 +96,23 @@ class Truth:
         return self.sample_bytes * plan.micro_batch_size * length * kept / plan.layout.tp
 
     def peak_bytes(self, plan: Plan, step: int) -> float:
-        return max(self.optimizer_bytes(plan), self.fixed_bytes(plan) + self.pass_bytes(plan, step) * self.backward)
+        return max(
+            self.optimizer_bytes(plan),
+            self.fixed_bytes(plan) + self.pass_bytes(plan, step) * self.backward,
+        )
 
     def most_bytes(self, plan: Plan) -> float:
         """Return the peak of the whole training."""
         return self.peak_bytes(plan, max(range(STEPS), key=self.lengths.__getitem__))
 
     def evidence(
-        self, attempt: Attempt, capacity_bytes: float, memory_bytes: int, steps: range, *, is_stopped: bool = False
+        self,
+        attempt: Attempt,
+        capacity_bytes: float,
+        memory_bytes: int,
+        steps: range,
+        *,
+        is_stopped: bool = False,
     ) -> tuple[Evidence, int | None]:
         """Return what the ranks leave of these steps, and the step in which they ran out of memory, if they did."""
         plan, is_stopped = attempt.plan, is_stopped or attempt.probe
@@ -159,7 +177,11 @@ def drawn(draw: random.Random, number: int) -> tuple[JobSpec, str, Truth]:
     }
     kind = draw.choice(("model", "script", "unknown"))
     if kind == "model":
-        said = {"model": {"factory": "recipe.py:make"}, "profile": profile, "training": {"max_steps": STEPS}}
+        said = {
+            "model": {"factory": "recipe.py:make"},
+            "profile": profile,
+            "training": {"max_steps": STEPS},
+        }
     else:
         said = {"command": "python train.py", "knobs": knobs, "steps": STEPS}
         if draw.random() < 0.5:
@@ -184,7 +206,8 @@ class Recovery:
     """How a job came through."""
 
     failures: int  # out-of-memory ones
-    step_ratio: float | None  # of its last plan's step, beside the fastest plan that fits; None: it was given up
+    # of its last plan's step, beside the fastest plan that fits; None: it was given up
+    step_ratio: float | None
     time_ratio: float | None  # of its time to the end, beside a run that began with that plan
     climbed: bool
 
@@ -202,20 +225,30 @@ def recovered(draw: random.Random, number: int) -> Recovery | None:
         candidate
         for factor in (1.0, 4.0, 16.0)
         for candidate in frontier(spec, hardware, factor, UNMEASURED.overhead).candidates
-        for room in [memory - (candidate.estimate.device_bytes - candidate.estimate.allocated_bytes)]
+        for room in [
+            memory - (candidate.estimate.device_bytes - candidate.estimate.allocated_bytes)
+        ]
         if truth.most_bytes(candidate.plan) <= room
     ]
     if not fitting:
         return None
     mildest = min(candidate.degradation for candidate in fitting)
     fastest_s = min(candidate.step_s for candidate in fitting if candidate.degradation == mildest)
-    scheduler, at_s, failures, saved, climbed = Scheduler(State(nodes=nodes, declared=nodes)), 0.0, 0, 0, False
+    scheduler, at_s, failures, saved, climbed = (
+        Scheduler(State(nodes=nodes, declared=nodes)),
+        0.0,
+        0,
+        0,
+        False,
+    )
     actions = scheduler.step(Submitted(job_id="j", order=1, spec=spec, at_s=0.0))
     resumes = not spec.is_script or spec.knobs.resume_from is not None
     for _ in range(ATTEMPTS_MAX):
         attempt = _launched(actions)
         if attempt is None:
-            return Recovery(failures, None, None, climbed)  # given up, or refused before its first attempt
+            return Recovery(
+                failures, None, None, climbed
+            )  # given up, or refused before its first attempt
         room = memory - (attempt.estimate.device_bytes - attempt.estimate.allocated_bytes)
         at_s += LAUNCH_COST_S
         steps = range(PROBE_STEPS) if attempt.probe else range(saved, STEPS)
@@ -277,12 +310,34 @@ def figures(seed: int = SEED) -> list[Figure]:
     time_ratios = [job.time_ratio for job in jobs if job.time_ratio is not None]
     return [
         informs("simulated jobs that ran out of memory or were given up", len(jobs), "jobs"),
-        at_most("simulated: out of memory of a recovered job, mean", statistics.mean(failures), "failures", 1.2),
-        at_most("simulated: out of memory of a recovered job, p95", failures[int(0.95 * len(failures))], "failures", 2),
-        at_most("simulated: step time beside the fastest plan, median", statistics.median(step_ratios), "ratio", 1.15),
-        at_most("simulated: time to the end beside the best plan, mean", statistics.mean(time_ratios), "ratio", 1.05),
+        at_most(
+            "simulated: out of memory of a recovered job, mean",
+            statistics.mean(failures),
+            "failures",
+            1.2,
+        ),
+        at_most(
+            "simulated: out of memory of a recovered job, p95",
+            failures[int(0.95 * len(failures))],
+            "failures",
+            2,
+        ),
+        at_most(
+            "simulated: step time beside the fastest plan, median",
+            statistics.median(step_ratios),
+            "ratio",
+            1.15,
+        ),
+        at_most(
+            "simulated: time to the end beside the best plan, mean",
+            statistics.mean(time_ratios),
+            "ratio",
+            1.05,
+        ),
         informs("simulated: jobs that climbed back", sum(job.climbed for job in jobs), "jobs"),
-        at_most("simulated: given up that had a fitting plan", len(jobs) - len(failures), "jobs", 0),
+        at_most(
+            "simulated: given up that had a fitting plan", len(jobs) - len(failures), "jobs", 0
+        ),
     ]
 
 
@@ -290,4 +345,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=SEED)
     for figure in figures(parser.parse_args().seed):
-        print(f"{figure['figure']}: {figure['value']:.3g} {figure['unit']} ({figure['bar']}, {figure['holds']})")
+        print(
+            f"{figure['figure']}: {figure['value']:.3g} {figure['unit']} ({figure['bar']}, {figure['holds']})"
+        )

@@ -43,9 +43,19 @@ class Model(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for flag in ("--batch", "--accumulate", "--hidden", "--layers", "--length", "--steps", "--seed"):
+    for flag in (
+        "--batch",
+        "--accumulate",
+        "--hidden",
+        "--layers",
+        "--length",
+        "--steps",
+        "--seed",
+    ):
         parser.add_argument(flag, type=int, required=True)
-    parser.add_argument("--spread", type=float, required=True, help="of the logarithm of the lengths")
+    parser.add_argument(
+        "--spread", type=float, required=True, help="of the logarithm of the lengths"
+    )
     parser.add_argument("--checkpoint", choices=("none", "full"), default="none")
     said = parser.parse_args()
     torch.manual_seed(said.seed)
@@ -54,14 +64,22 @@ def main() -> None:
     draw = torch.Generator().manual_seed(said.seed)
     for step in range(1, said.steps + 1):
         count = said.batch * said.accumulate
-        lengths = (said.length * torch.exp(said.spread * torch.randn(count, generator=draw).abs())).long()
-        samples = [torch.randint(0, VOCABULARY, (int(length),), generator=draw) for length in lengths]
+        lengths = (
+            said.length * torch.exp(said.spread * torch.randn(count, generator=draw).abs())
+        ).long()
+        samples = [
+            torch.randint(0, VOCABULARY, (int(length),), generator=draw) for length in lengths
+        ]
         total = 0.0
         for first in range(0, count, said.batch):
-            words = nn.utils.rnn.pad_sequence(samples[first : first + said.batch], True, padding_value=0)
+            words = nn.utils.rnn.pad_sequence(
+                samples[first : first + said.batch], True, padding_value=0
+            )
             held = lengths[first : first + said.batch, None] > torch.arange(words.shape[1])
             told = model(words).flatten(0, 1)
-            losses = functional.cross_entropy(told, ((words * 7 + 3) % VOCABULARY).flatten(), reduction="none")
+            losses = functional.cross_entropy(
+                told, ((words * 7 + 3) % VOCABULARY).flatten(), reduction="none"
+            )
             loss = (losses * held.flatten()).sum() / lengths.sum()
             loss.backward()
             total += loss.item()

@@ -31,11 +31,17 @@ WARM_UP, PAIRS = 4, 40
 LIMIT = 1.02
 TIMEOUT_S = 900
 DECODER = DecoderSpec(
-    vocab_size=1024, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6
+    vocab_size=1024,
+    hidden_size=192,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=6,
 )
 TRAINING = TrainingSpec(learning_rate=1e-4, clip_norm=1.0)
 
-Step = Callable[[list[Any], int], tuple[float, float]]  # micro-batches and tokens of the global batch -> loss, norm
+Step = Callable[
+    [list[Any], int], tuple[float, float]
+]  # micro-batches and tokens of the global batch -> loss, norm
 
 
 def figures() -> list[Figure]:
@@ -207,7 +213,10 @@ def _adamw(module: Any) -> Any:
 
     betas = (TRAINING.beta1, TRAINING.beta2)
     return torch.optim.AdamW(
-        module.parameters(), lr=TRAINING.learning_rate, betas=betas, weight_decay=TRAINING.weight_decay
+        module.parameters(),
+        lr=TRAINING.learning_rate,
+        betas=betas,
+        weight_decay=TRAINING.weight_decay,
     )
 
 

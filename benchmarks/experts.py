@@ -37,7 +37,8 @@ class Row(NamedTuple):
     """One published configuration."""
 
     source: str
-    looked_at: bool  # whether its step times were read before the models of time and memory were last changed
+    # whether its step times were read before the models of time and memory were last changed
+    looked_at: bool
     name: str
     spec: JobSpec
     nodes: Sequence[Node]
@@ -90,11 +91,21 @@ def figures() -> list[Figure]:
         at_least("published configurations", len(found), "", ROWS_MIN),
         informs("those that no plan can stand for", sum(one.theirs is None for one in found), ""),
         informs("those that do not fit by our estimate", sum(one.is_refused for one in found), ""),
-        at_most("our predicted step over theirs, worst of those that fit", max(comparable), "", 1.0),
+        at_most(
+            "our predicted step over theirs, worst of those that fit", max(comparable), "", 1.0
+        ),
         informs("our predicted step over theirs, worst of all", max(ratios), ""),
         informs("our predicted step over theirs, median", statistics.median(ratios), ""),
-        informs(f"error of {len(errors)} published steps, median", 100 * statistics.median(errors.values()), "%"),
-        informs(f"- of {len(new)} from sources not looked at before, median", 100 * statistics.median(new), "%"),
+        informs(
+            f"error of {len(errors)} published steps, median",
+            100 * statistics.median(errors.values()),
+            "%",
+        ),
+        informs(
+            f"- of {len(new)} from sources not looked at before, median",
+            100 * statistics.median(new),
+            "%",
+        ),
     ]
 
 
@@ -111,7 +122,9 @@ def answered(row: Row) -> Answered:
 def read_rows(file: Path = FILE) -> list[Row]:
     """The rows of the file. Raises ValueError where a row lacks a key or has an unknown one."""
     data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return [_row(source, said, data["devices"]) for source in data["sources"] for said in source["rows"]]
+    return [
+        _row(source, said, data["devices"]) for source in data["sources"] for said in source["rows"]
+    ]
 
 
 def _row(source: Mapping[str, Any], said: Mapping[str, Any], devices: Mapping[str, Any]) -> Row:
@@ -138,7 +151,9 @@ def _row(source: Mapping[str, Any], said: Mapping[str, Any], devices: Mapping[st
         "device": devices.get(said["device"], said["device"]),
         "host_memory": "2TiB",
     }
-    cluster = ClusterSpec.model_validate({"name": said["id"], "nodes": [node], "network_bandwidth": said["network"]})
+    cluster = ClusterSpec.model_validate(
+        {"name": said["id"], "nodes": [node], "network_bandwidth": said["network"]}
+    )
     return Row(
         source=source["source"],
         looked_at=source["looked_at"],
@@ -163,7 +178,9 @@ def _measured_s(said: Mapping[str, Any], count: int) -> float | None:
         return None
     model = said["model"]
     layers, hidden = model["num_hidden_layers"], model["hidden_size"]
-    if "num_key_value_heads" in model:  # Llama 3: 6 operations per parameter and token, no recomputation counted
+    if (
+        "num_key_value_heads" in model
+    ):  # Llama 3: 6 operations per parameter and token, no recomputation counted
         return None
     # arXiv:2104.04473, equation 3: of a step in which every layer is recomputed
     beside = 1 + said["tokens"] / (6 * hidden) + model["vocab_size"] / (16 * layers * hidden)
@@ -172,7 +189,9 @@ def _measured_s(said: Mapping[str, Any], count: int) -> float | None:
 
 def table(found: Sequence[Answered]) -> Table:
     """A line for each row: both plans, their predicted and measured steps."""
-    shown = Table(title="published configurations", title_justify="left", box=None, header_style="bold")
+    shown = Table(
+        title="published configurations", title_justify="left", box=None, header_style="bold"
+    )
     for column in ("ROW", "THEIRS", "OURS"):
         shown.add_column(column, no_wrap=True)
     for column in ("THEIRS S", "MEASURED S", "OURS S", "OURS/THEIRS"):
@@ -191,8 +210,12 @@ def notes_of(found: Sequence[Answered]) -> dict[str, list[str]]:
         if one.row.differs:
             notes[one.row.differs].append(one.row.name)
         if one.theirs is not None and one.is_refused:
-            needed, capacity = (format_bytes(one.theirs[key]) for key in ("needed_bytes", "capacity_bytes"))
-            notes["theirs does not fit by our estimate"].append(f"{one.row.name} ({needed} of {capacity})")
+            needed, capacity = (
+                format_bytes(one.theirs[key]) for key in ("needed_bytes", "capacity_bytes")
+            )
+            notes["theirs does not fit by our estimate"].append(
+                f"{one.row.name} ({needed} of {capacity})"
+            )
         if one.ours is None:
             notes["nothing of ours fits"].append(one.row.name)
     return notes
@@ -212,4 +235,6 @@ def _short(plan: str) -> str:
     """The plan without its devices and precision, in fewer words."""
     said = " · ".join(plan.split(" · ")[1:-1])
     said = said.replace("FSDP2 · reduced once a step", "ZeRO-1 by FSDP2")
-    return said.replace("FSDP2 · weights kept gathered", "ZeRO-2 by FSDP2").replace("checkpointing", "ckpt")
+    return said.replace("FSDP2 · weights kept gathered", "ZeRO-2 by FSDP2").replace(
+        "checkpointing", "ckpt"
+    )

@@ -34,7 +34,9 @@ QUIET = 100  # jobs, one after another: a tenth of the cluster
 EVERY_S = 660.0  # between them, on average
 ALIKE = PolicySpec(teams=[{"name": "lab", "users": ["flood", "quiet"]}])
 FIFO = PolicySpec(order=Order.FIFO)
-TWO_TO_ONE = PolicySpec(teams=[{"name": "large", "shares": 2, "users": ["ada"]}, {"name": "small", "users": ["bob"]}])
+TWO_TO_ONE = PolicySpec(
+    teams=[{"name": "large", "shares": 2, "users": ["ada"]}, {"name": "small", "users": ["bob"]}]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +50,37 @@ class Waited:
 def figures() -> list[Figure]:
     say(f"{SEEDS} nights of {FLOOD} jobs at once, under three queues")
     nights = [night(seed) for seed in range(SEEDS)]
-    fair = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, ALIKE, seed))]
-    alone = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, UNSHARED, seed))]
-    fifo = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, FIFO, seed))]
+    fair = [
+        one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, ALIKE, seed))
+    ]
+    alone = [
+        one
+        for seed, trace in enumerate(nights)
+        for one in waits(trace, ours(trace, UNSHARED, seed))
+    ]
+    fifo = [
+        one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, FIFO, seed))
+    ]
     say(f"{SEEDS} nights of two teams with shares 2 : 1")
     large = [share_of(seed) for seed in range(SEEDS)]
     return [
         at_most(
-            f"fair tree: worst wait / promise of {len(fair)} jobs beside a flood of {FLOOD}", worst(fair), "x", 1.0
+            f"fair tree: worst wait / promise of {len(fair)} jobs beside a flood of {FLOOD}",
+            worst(fair),
+            "x",
+            1.0,
         ),
         informs("fair tree: mean wait", fmean(one.wait_s for one in fair), "s"),
         informs("fair tree: worst wait", max(one.wait_s for one in fair), "s"),
-        at_least("the same queue without a policy: worst wait / promise (must not hold)", worst(alone), "x", 1.0),
-        informs("the same queue without a policy: mean wait", fmean(one.wait_s for one in alone), "s"),
+        at_least(
+            "the same queue without a policy: worst wait / promise (must not hold)",
+            worst(alone),
+            "x",
+            1.0,
+        ),
+        informs(
+            "the same queue without a policy: mean wait", fmean(one.wait_s for one in alone), "s"
+        ),
         at_least("FIFO: worst wait / promise (must not hold)", worst(fifo), "x", 1.0),
         informs("FIFO: mean wait", fmean(one.wait_s for one in fifo), "s"),
         at_most(
@@ -96,13 +116,23 @@ def ours(trace: Trace, policy: PolicySpec, seed: int) -> tuple[Outcome, ...]:
 def waits(trace: Trace, outcomes: Sequence[Outcome]) -> list[Waited]:
     """Of every job of the quiet user. Its user's own waiting jobs may be ahead of it."""
     longest_s = LAUNCH_S + LONGEST_S
-    mine = [one for given, one in zip(trace.arrivals, outcomes, strict=True) if given.spec.user == "quiet"]
+    mine = [
+        one
+        for given, one in zip(trace.arrivals, outcomes, strict=True)
+        if given.spec.user == "quiet"
+    ]
     found = []
     for one in mine:
         assert one.started_at_s is not None
         begins_s, starts_s = one.submitted_at_s, one.started_at_s
-        ahead = sum(begins_s <= (other.started_at_s or 0.0) <= starts_s for other in mine if other is not one)
-        found.append(Waited(wait_s=starts_s - begins_s, promise_s=(ahead // DEVICES + 1) * longest_s))
+        ahead = sum(
+            begins_s <= (other.started_at_s or 0.0) <= starts_s
+            for other in mine
+            if other is not one
+        )
+        found.append(
+            Waited(wait_s=starts_s - begins_s, promise_s=(ahead // DEVICES + 1) * longest_s)
+        )
     return found
 
 
@@ -113,11 +143,18 @@ def worst(waited: Sequence[Waited]) -> float:
 def share_of(seed: int) -> float:
     """Of the device-seconds that were used while both teams had jobs left, the larger team's."""
     draw = random.Random(f"shares {seed}")
-    trace = Trace(name="two floods", arrivals=tuple(arrival(0.0, user, draw) for user in ("ada", "bob") * 1000))
+    trace = Trace(
+        name="two floods",
+        arrivals=tuple(arrival(0.0, user, draw) for user in ("ada", "bob") * 1000),
+    )
     outcomes = ours(trace, TWO_TO_ONE, seed)
     users = [given.spec.user for given in trace.arrivals]
     until_s = min(
-        max(one.started_at_s or 0.0 for one, user in zip(outcomes, users, strict=True) if user == name)
+        max(
+            one.started_at_s or 0.0
+            for one, user in zip(outcomes, users, strict=True)
+            if user == name
+        )
         for name in ("ada", "bob")
     )
     held = {"ada": 0.0, "bob": 0.0}

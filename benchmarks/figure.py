@@ -21,12 +21,16 @@ class Figure(TypedDict):
 
 def at_most(figure: str, value: float, unit: str, limit: float) -> Figure:
     """The figure with its bar `limit`, which it may reach but not pass."""
-    return Figure(figure=figure, value=value, unit=unit, bar=f"at most {limit:g}", holds=value <= limit)
+    return Figure(
+        figure=figure, value=value, unit=unit, bar=f"at most {limit:g}", holds=value <= limit
+    )
 
 
 def at_least(figure: str, value: float, unit: str, limit: float) -> Figure:
     """The figure with its bar `limit`, which it must reach."""
-    return Figure(figure=figure, value=value, unit=unit, bar=f"at least {limit:g}", holds=value >= limit)
+    return Figure(
+        figure=figure, value=value, unit=unit, bar=f"at least {limit:g}", holds=value >= limit
+    )
 
 
 def informs(figure: str, value: float, unit: str) -> Figure:

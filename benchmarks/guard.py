@@ -60,10 +60,14 @@ def figures() -> list[Figure]:
     plain_s = statistics.median(bare.wall_s for bare, _ in pairs)
     wall_ratio = statistics.median(under.wall_s / bare.wall_s for bare, under in pairs)
     cpu_ratio = statistics.median(under.cpu_s / bare.cpu_s for bare, under in pairs)
-    assert plain_s >= STEP_S_MIN / 2, f"a step of {plain_s:.3f} s says nothing about one of {STEP_S_MIN} s"
+    assert plain_s >= STEP_S_MIN / 2, (
+        f"a step of {plain_s:.3f} s says nothing about one of {STEP_S_MIN} s"
+    )
     return [
         informs("training step without the guard, median", plain_s, "s"),
-        at_most("training step under the guard / without, virtual device", wall_ratio, "ratio", 1.10),
+        at_most(
+            "training step under the guard / without, virtual device", wall_ratio, "ratio", 1.10
+        ),
         informs("the same in processor time", cpu_ratio, "ratio"),
     ]
 
@@ -76,7 +80,9 @@ class Step(NamedTuple):
 def _start(command: list[str]) -> subprocess.Popen[str]:
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def _step(process: subprocess.Popen[str]) -> Step:

@@ -46,7 +46,11 @@ class Instant:
     def adopt(self, job: Job, attempt: Attempt) -> None:
         ranks = tuple(RankEnd(rank=rank, exit_code=0) for rank in range(attempt.plan.world_size))
         which = {"job_id": job.id, "number": attempt.number, "at_s": time.time()}
-        self._told += (Started(**which), Finished(evidence=Evidence(ranks=ranks), **which), Released(**which))
+        self._told += (
+            Started(**which),
+            Finished(evidence=Evidence(ranks=ranks), **which),
+            Released(**which),
+        )
 
     def stop(self, action: Stop) -> None:
         raise AssertionError(action)
@@ -111,10 +115,20 @@ def _admissions(folder: Path) -> list[Figure]:
         assert len(journal.ended(1, None)) == 1
         assert not controller.state.jobs
     return [
-        at_least(f"admission of {ADMITTED:,} jobs through controller and SQLite", ADMITTED / took_s, "1/s", 500),
+        at_least(
+            f"admission of {ADMITTED:,} jobs through controller and SQLite",
+            ADMITTED / took_s,
+            "1/s",
+            500,
+        ),
         informs("processor time of one job's admission and end", 1e3 * cpu_s / ADMITTED, "ms"),
         informs(f"memory of the service after {ENDED:,} ended jobs", last / 2**20, "MiB"),
-        at_most(f"memory gained over the last {ENDED - ADMITTED:,} of them", (last - first) / 2**20, "MiB", 32),
+        at_most(
+            f"memory gained over the last {ENDED - ADMITTED:,} of them",
+            (last - first) / 2**20,
+            "MiB",
+            32,
+        ),
     ]
 
 

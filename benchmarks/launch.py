@@ -57,10 +57,19 @@ def _measure(reader: Reader, home: Path) -> tuple[list[float], list[float]]:
 
 
 def _torchrun_s(mark: Path) -> float:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={RANKS}",
+        "--standalone",
+    ]
     began_s = time.time()
     subprocess.run(
-        [*command, str(SCRIPT), "--mark", str(mark)], check=True, timeout=RUN_TIMEOUT_S, stderr=subprocess.DEVNULL
+        [*command, str(SCRIPT), "--mark", str(mark)],
+        check=True,
+        timeout=RUN_TIMEOUT_S,
+        stderr=subprocess.DEVNULL,
     )
     return float(mark.read_text()) - began_s
 
@@ -68,7 +77,9 @@ def _torchrun_s(mark: Path) -> float:
 def _launch_s(reader: Reader, run: int, mark: Path) -> float:
     command = ("python", str(SCRIPT), "--mark", str(mark))
     spec = JobSpec(name="first-step", command=command, global_batch_size=16)
-    launch = launch_of(f"first-step-{run}", spec, (NodeDevices(node="local", devices=tuple(range(RANKS))),))
+    launch = launch_of(
+        f"first-step-{run}", spec, (NodeDevices(node="local", devices=tuple(range(RANKS))),)
+    )
     began_s = time.time()
     reader.backend.launch(launch)
     ends = reader.await_end(launch).evidence

@@ -32,14 +32,23 @@ def figures() -> list[Figure]:
         say("the trace over its matrix")
         traced = test_traced.full(Path(folder) / "traced")
         found = _errors("closed form", closed, 100 * MEAN_ERROR_MAX, None)
-        found += _errors("trace", traced, 100 * test_traced.MEAN_ERROR_MAX, 100 * test_traced.WORST_ERROR_MAX)
+        found += _errors(
+            "trace", traced, 100 * test_traced.MEAN_ERROR_MAX, 100 * test_traced.WORST_ERROR_MAX
+        )
         return found + _promises(Path(folder))
 
 
-def _errors(how: str, rows: Mapping[str, Sequence[Row]], mean_max: float, worst_max: float | None) -> list[Figure]:
+def _errors(
+    how: str, rows: Mapping[str, Sequence[Row]], mean_max: float, worst_max: float | None
+) -> list[Figure]:
     errors = [100 * row.error for each in rows.values() for row in each]
     worst = max(map(abs, errors))
-    short = [row for each in rows.values() for row in each if row.measured_bytes > row.predicted_bytes * MARGIN]
+    short = [
+        row
+        for each in rows.values()
+        for row in each
+        if row.measured_bytes > row.predicted_bytes * MARGIN
+    ]
     if short:
         print(matrix.table(short))
     engines: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -48,13 +57,20 @@ def _errors(how: str, rows: Mapping[str, Sequence[Row]], mean_max: float, worst_
             engines[family, _engine(row.plan)].append(100 * row.error)
     Console().print(_table(how, engines))
     return [
-        at_most(f"{how}: mean error of the allocated peak, either way", _mean(errors), "%", mean_max),
+        at_most(
+            f"{how}: mean error of the allocated peak, either way", _mean(errors), "%", mean_max
+        ),
         informs(f"{how}: worst error", worst, "%")
         if worst_max is None
         else at_most(f"{how}: worst error", worst, "%", worst_max),
         informs(f"{how}: largest overestimate", max(errors), "%"),
         informs(f"{how}: largest underestimate", max(0.0, -min(errors)), "%"),
-        at_most(f"{how}: plans called fitting that did not fit, of {len(errors)}", len(short), "plans", 0),
+        at_most(
+            f"{how}: plans called fitting that did not fit, of {len(errors)}",
+            len(short),
+            "plans",
+            0,
+        ),
         *(
             informs(f"{how}: mean error, {family}, {engine}", _mean(each), "%")
             for (family, engine), each in engines.items()
@@ -74,7 +90,9 @@ def _promises(folder: Path) -> list[Figure]:
         else:
             refusals, fitting = refusals + in_vain, fitting + would_fit
     share = 100 * refusals / max(1, fitting)
-    launches = f"launches of {DRAWS} draws, of {PIECES}, in which a plan called fitting ran out of memory"
+    launches = (
+        f"launches of {DRAWS} draws, of {PIECES}, in which a plan called fitting ran out of memory"
+    )
     return [
         at_most(launches, broken, "launches", 0),
         at_most(f"plans refused in vain, of {fitting} that fit", share, "%", 100 * REFUSED_MAX),

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.service.commands.plan import JobPlans, plan_job
-from orchestrator.service.server.profiling import TraceScope, trace_model
+from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
@@ -34,7 +34,11 @@ ROOT = Path(__file__).parents[1]
 RUNS, TRACES = 5, 3
 # The shape of Llama-2-7B (meta-llama/Llama-2-7b-hf config.json).
 SEVEN_B = DecoderSpec(
-    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
 )
 # The shape of Llama-3-70B (meta-llama/Meta-Llama-3-70B config.json).
 SEVENTY_B: dict[str, int] = {
@@ -56,8 +60,18 @@ def figures() -> list[Figure]:
     return [
         *_two("orc plan, 70B on 64 x 8", _orc_plan_s("70b", "64x8-h100-80gb"), "s", 1.0),
         *_two("orc plan, 405B on 512 x 8", _orc_plan_s("405b", "512x8-h100-80gb"), "s", 2.0),
-        *_two("7B on 1 x 8, nothing remembered", [(1e3 * wall, 1e3 * busy) for wall, busy in small], "ms", 50),
-        at_most("70B on 64 x 8: step over that of layers all checkpointed alike", _step_ratio(), "", 0.90),
+        *_two(
+            "7B on 1 x 8, nothing remembered",
+            [(1e3 * wall, 1e3 * busy) for wall, busy in small],
+            "ms",
+            50,
+        ),
+        at_most(
+            "70B on 64 x 8: step over that of layers all checkpointed alike",
+            _step_ratio(),
+            "",
+            0.90,
+        ),
         *(figure for name in MODELS for figure in _traces(name)),
     ]
 
@@ -81,7 +95,12 @@ def _traces(name: str) -> list[Figure]:
     traces, again = zip(*(_of_a_process("trace", name) for _ in range(TRACES)), strict=True)
     return [
         *_two(f"70B traced on one core, {name}", traces, "s", 20),
-        *_two(f"70B traced before, {name}", [(1e3 * wall, 1e3 * busy) for wall, busy in again], "ms", 50),
+        *_two(
+            f"70B traced before, {name}",
+            [(1e3 * wall, 1e3 * busy) for wall, busy in again],
+            "ms",
+            50,
+        ),
     ]
 
 
@@ -90,7 +109,9 @@ def _of_a_process(*what: str) -> Any:
     return json.loads(_run(sys.executable, "-m", "benchmarks.plan", *what))
 
 
-def _two(figure: str, taken: Sequence[tuple[float, float]], unit: str, limit: float) -> list[Figure]:
+def _two(
+    figure: str, taken: Sequence[tuple[float, float]], unit: str, limit: float
+) -> list[Figure]:
     """Medians of the time on the clock, with its bar, and of processor time."""
     wall, busy = (statistics.median(one) for one in zip(*taken, strict=True))
     return [
@@ -138,7 +159,9 @@ def trace(name: str) -> list[tuple[float, float]]:
         for _ in range(2):
             began_s, busy_s = time.perf_counter(), time.process_time() + _children_s()
             trace_model(spec, Path(home), "job.yaml", TraceScope())
-            taken.append((time.perf_counter() - began_s, time.process_time() + _children_s() - busy_s))
+            taken.append(
+                (time.perf_counter() - began_s, time.process_time() + _children_s() - busy_s)
+            )
     return taken
 
 

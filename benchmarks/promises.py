@@ -20,22 +20,30 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.order import Order
 
 GUARANTEED = 194  # jobs of mt (reference/scheduling.md, section 2)
-RUBICK_MT_S = 4017.30  # mean completion of Rubick's SLA variant in its own simulator (the same section)
+# mean completion of Rubick's SLA variant in its own simulator (the same section)
+RUBICK_MT_S = 4017.30
 KEPT = 0.99  # of the promises that were given
 REFUSED = 0.02  # of the jobs that ask for one
 Shaken = Callable[[Trace], Sequence[Trace]]
 
 
-def promise_figures(folder: Path, cluster: ClusterSpec, shake: Shaken, shown: SideBySide) -> list[Figure]:
+def promise_figures(
+    folder: Path, cluster: ClusterSpec, shake: Shaken, shown: SideBySide
+) -> list[Figure]:
     """What becomes of guaranteed and other jobs of mt, and of bp's jobs as they were submitted."""
     base = read_trace(folder / "base.csv")
-    return [*_multi_tenant(folder, base, cluster, shake, shown), *_best_plan(folder, base, cluster, shake, shown)]
+    return [
+        *_multi_tenant(folder, base, cluster, shake, shown),
+        *_best_plan(folder, base, cluster, shake, shown),
+    ]
 
 
 def guaranteed(trace: Trace, count: int, seed: int) -> Trace:
     """The trace with so many of its jobs, drawn by `seed`, promised the speed of what they were submitted with."""
     chosen = {*random.Random(seed).sample(range(len(trace.arrivals)), count)}
-    arrivals = (_promised(one) if number in chosen else one for number, one in enumerate(trace.arrivals))
+    arrivals = (
+        _promised(one) if number in chosen else one for number, one in enumerate(trace.arrivals)
+    )
     return replace(trace, arrivals=tuple(arrivals))
 
 
@@ -65,16 +73,23 @@ def _all(trace: Trace, change: Callable[[Arrival], Arrival]) -> Trace:
     return replace(trace, arrivals=tuple(map(change, trace.arrivals)))
 
 
-def _multi_tenant(folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken, shown: SideBySide) -> list[Figure]:
+def _multi_tenant(
+    folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken, shown: SideBySide
+) -> list[Figure]:
     if (folder / "mt.csv").exists():
         where, inputs = "mt", shake(read_trace(folder / "mt.csv"))
     else:
-        where = f"mt, of base.csv with {GUARANTEED} guaranteed jobs as mt.csv is not in shared/traces"
+        where = (
+            f"mt, of base.csv with {GUARANTEED} guaranteed jobs as mt.csv is not in shared/traces"
+        )
         inputs = [guaranteed(one, GUARANTEED, seed) for seed, one in enumerate(shake(base))]
     found = []
     for sigma, told in ((0.0, ""), (0.5, ", told lognormal(0.5)")):
         say(f"{where}, {len(inputs)} shaken inputs{told}")
-        runs = [simulate(misjudge(trace, sigma, seed), cluster, seed=seed) for seed, trace in enumerate(inputs)]
+        runs = [
+            simulate(misjudge(trace, sigma, seed), cluster, seed=seed)
+            for seed, trace in enumerate(inputs)
+        ]
         shown.add("mt on 8x8", f"ours{told}", [measured(run) for run in runs])
         found += _of_runs(f"{where}{told}", runs, is_told=not sigma)
     alike = [_all(one, _without_promise) for one in inputs]
@@ -94,7 +109,9 @@ def _of_runs(where: str, runs: Sequence[Simulated], *, is_told: bool) -> list[Fi
     refused = [1 - one["promised"] / max(1, one["guaranteed"]) for one in reports]
     means = {name: [_mean_s(run, of) for run in runs] for name, of in KINDS.items()}
     every_s = [one["mean_completion_s"] for one in reports]
-    lost = fmean(one["jobs"] - one["finished"] - one["guaranteed"] + one["promised"] for one in reports)
+    lost = fmean(
+        one["jobs"] - one["finished"] - one["guaranteed"] + one["promised"] for one in reports
+    )
     names = [ranged(f"{where}: {what}", values) for what, values in (
         ("share of promises kept", kept),
         ("share of guaranteed jobs refused", refused),
@@ -105,7 +122,11 @@ def _of_runs(where: str, runs: Sequence[Simulated], *, is_told: bool) -> list[Fi
         for name, values in means.items()
     ]
     if not is_told:
-        return [informs(names[0], fmean(kept), ""), informs(names[2], fmean(every_s), "s"), *by_kind]
+        return [
+            informs(names[0], fmean(kept), ""),
+            informs(names[2], fmean(every_s), "s"),
+            *by_kind,
+        ]
     return [
         at_least(names[0], fmean(kept), "", KEPT),
         at_most(names[1], fmean(refused), "", REFUSED),
@@ -125,7 +146,9 @@ def _mean_s(run: Simulated, of: Callable[[Outcome], bool]) -> float:
     return fmean(one.completion_s for one in run.outcomes if of(one) and one.ended_at_s is not None)
 
 
-def _best_plan(folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken, shown: SideBySide) -> list[Figure]:
+def _best_plan(
+    folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken, shown: SideBySide
+) -> list[Figure]:
     is_here = (folder / "bp.csv").exists()
     where = "bp" if is_here else "bp, of base.csv as bp.csv is not in shared/traces"
     best = read_trace(folder / "bp.csv") if is_here else _all(base, with_best_plan)
@@ -138,7 +161,9 @@ def _best_plan(folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken, s
                     continue
                 say(f"{name}, {len(inputs)} shaken inputs {how}: {queue}")
                 played = inputs if change is None else [_all(one, change) for one in inputs]
-                runs = [measured(simulate(one, hardware, seed=seed)) for seed, one in enumerate(played)]
+                runs = [
+                    measured(simulate(one, hardware, seed=seed)) for seed, one in enumerate(played)
+                ]
                 shown.add(f"{name.partition(',')[0]} on 8x8, {how}", queue, runs)
                 completions = [one["mean completion"] for one in runs]
                 title = ranged(f"{name}, jobs {how}, {queue}: mean completion", completions)
@@ -150,4 +175,7 @@ OURS = "ours"
 
 
 def _queues(cluster: ClusterSpec) -> Mapping[str, ClusterSpec]:
-    return {OURS: cluster, **{order.value: cluster.with_order(order) for order in (Order.EASY, Order.SJF)}}
+    return {
+        OURS: cluster,
+        **{order.value: cluster.with_order(order) for order in (Order.EASY, Order.SJF)},
+    }

@@ -48,13 +48,17 @@ def figures() -> list[Figure]:
     return [
         *_figures("all published rows", found),
         *(_figures("rows of sources not looked at before", held_out) if held_out else ()),
-        informs("sources not looked at before", len({one.row.source for one in held_out}), "sources"),
+        informs(
+            "sources not looked at before", len({one.row.source for one in held_out}), "sources"
+        ),
     ]
 
 
 def table(found: Sequence[Answered]) -> Table:
     """A line for each source and kind of memory: rows, errors and wrong verdicts."""
-    shown = Table(title="published memory, by source", title_justify="left", box=None, header_style="bold")
+    shown = Table(
+        title="published memory, by source", title_justify="left", box=None, header_style="bold"
+    )
     for column in ("SOURCE", "LOOKED AT BEFORE", "KIND"):
         shown.add_column(column, no_wrap=True, max_width=44)
     for column in ("ROWS", "MEAN", "MEDIAN", "WORST", "BELOW", "FALSE FITS", "REFUSED, BUT RAN"):
@@ -64,7 +68,9 @@ def table(found: Sequence[Answered]) -> Table:
         groups[one.row.source, one.row.looked_at, one.row.kind or "outcome only"].append(one)
     for (source, looked_at, kind), ones in sorted(groups.items()):
         errors = [one.error for one in ones if one.row.kind]
-        ran_out, ran = ([one for one in ones if one.row.ran is outcome] for outcome in (False, True))
+        ran_out, ran = (
+            [one for one in ones if one.row.ran is outcome] for outcome in (False, True)
+        )
         shown.add_row(
             source,
             "yes" if looked_at else "no",
@@ -93,10 +99,22 @@ def _figures(what: str, found: Sequence[Answered]) -> list[Figure]:
     sizes = [abs(error) for error in measured]
     ran_out, ran = ([one for one in found if one.row.ran is outcome] for outcome in (False, True))
     return [
-        informs(f"mean error, {what} ({len(measured)} measured)", 100 * statistics.mean(sizes), "%"),
+        informs(
+            f"mean error, {what} ({len(measured)} measured)", 100 * statistics.mean(sizes), "%"
+        ),
         informs(f"median error, {what}", 100 * statistics.median(sizes), "%"),
         informs(f"worst error, {what}", 100 * max(measured, key=abs), "%"),
-        informs(f"predicted below what was measured, {what}", 100 * sum(e < 0 for e in measured) / len(measured), "%"),
-        informs(f"false fits, {what}, of {len(ran_out)} that ran out", sum(one.fits for one in ran_out), "rows"),
-        informs(f"refused, but ran, {what}, of {len(ran)}", sum(not one.fits for one in ran), "rows"),
+        informs(
+            f"predicted below what was measured, {what}",
+            100 * sum(e < 0 for e in measured) / len(measured),
+            "%",
+        ),
+        informs(
+            f"false fits, {what}, of {len(ran_out)} that ran out",
+            sum(one.fits for one in ran_out),
+            "rows",
+        ),
+        informs(
+            f"refused, but ran, {what}, of {len(ran)}", sum(not one.fits for one in ran), "rows"
+        ),
     ]

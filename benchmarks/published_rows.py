@@ -60,7 +60,9 @@ def _rows(path: Path) -> Iterator[Row]:
         measured = said.get("measured", {})
         only(measured, set(KINDS), where)
         if said["outcome"] not in OUTCOMES:
-            raise ValueError(f"{where}: outcome {said['outcome']!r} is none of {', '.join(OUTCOMES)}")
+            raise ValueError(
+                f"{where}: outcome {said['outcome']!r} is none of {', '.join(OUTCOMES)}"
+            )
         kind = next((each for each in KINDS if each in measured), None)
         yield Row(
             source=data["source"],
@@ -75,17 +77,27 @@ def _rows(path: Path) -> Iterator[Row]:
         )
 
 
-def cluster_of(name: str, devices: Mapping[str, Any], where: str, network: str = "100GB/s") -> ClusterSpec:
+def cluster_of(
+    name: str, devices: Mapping[str, Any], where: str, network: str = "100GB/s"
+) -> ClusterSpec:
     """`2x8-a100-80gb`: nodes, devices of each, and a device of the catalogue or of the file."""
     found = re.fullmatch(r"(\d+)x(\d+)-([a-z0-9-]+)", name)
     if found is None:
         raise ValueError(f"{where}: cluster {name!r} is not NODESxDEVICES-DEVICE")
     nodes, count, device = int(found[1]), int(found[2]), devices.get(found[3], found[3])
-    node = {"name": "node", "count": nodes, "devices": count, "device": device, "host_memory": "1TiB"}
+    node = {
+        "name": "node",
+        "count": nodes,
+        "devices": count,
+        "device": device,
+        "host_memory": "1TiB",
+    }
     return ClusterSpec.model_validate({"name": name, "nodes": [node], "network_bandwidth": network})
 
 
 def only(said: Mapping[str, Any], known: set[str], where: str) -> None:
     """Raises ValueError where a key is not known."""
     if unknown := sorted(set(said) - known):
-        raise ValueError(f"{where}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{where}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )

@@ -29,7 +29,10 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder
 from tests.trainers.driver import Drive, cluster, log, story
 
-JOBS, SEED = 60, 20261124  # its first jobs were seen while this file was mended; the estimator was not changed since
+JOBS, SEED = (
+    60,
+    20261124,
+)  # its first jobs were seen while this file was mended; the estimator was not changed since
 DRAWS_MAX = 3  # times the jobs that are asked for: some do not run out of memory
 WHOLE = "16GiB"  # of the device that holds whatever a job asks for
 STATE_BYTES = 16  # of a parameter: weight, gradient and AdamW's two states in fp32
@@ -69,14 +72,20 @@ class Recovery:
     kind: str
     bursts: int
     ended: bool
-    micro_share: float  # of the largest micro-batch that the device holds, what its last attempt trained with
-    apart: float | None  # the largest difference of a loss from that of the whole device; None: it has not ended
+    # of the largest micro-batch that the device holds, what its last attempt trained with
+    micro_share: float
+    # the largest difference of a loss from that of the whole device; None: it has not ended
+    apart: float | None
 
 
 def drawn(draw: random.Random, folder: Path) -> Drawn:
     """A model of ours on one or two ranks, or a script on one, with a profile or without."""
     kind = draw.choice(("model", "script", "unknown"))
-    hidden, layers, batch = draw.choice((64, 96, 128)), draw.choice((2, 4, 8)), draw.choice((16, 32, 64))
+    hidden, layers, batch = (
+        draw.choice((64, 96, 128)),
+        draw.choice((2, 4, 8)),
+        draw.choice((16, 32, 64)),
+    )
     length, seed = draw.choice((64, 128, 256)), draw.randrange(1000)
     wrong, share = math.exp(draw.uniform(math.log(1.5), math.log(30))), draw.uniform(0.3, 0.85)
     said: dict[str, Any] = {"name": "drawn", "global_batch_size": batch, "gpus": 1}
@@ -135,7 +144,10 @@ def recovered(draw: random.Random, folder: Path) -> Recovery | None:
     job = Drive(folder / "part", cluster(f"{room_bytes}B")).run(one.spec(sample_bytes / one.wrong))
     bursts = story(job).count("device_oom")
     ended = job.status is JobStatus.SUCCEEDED
-    print(f"{one.kind}, {one.wrong:.1f} times: {story(job)} {_sizes(job)} {'' if ended else job.reason}", flush=True)
+    print(
+        f"{one.kind}, {one.wrong:.1f} times: {story(job)} {_sizes(job)} {'' if ended else job.reason}",
+        flush=True,
+    )
     if ended and not bursts:
         return None
     expected, found = _losses(folder / "whole", whole), _losses(folder / "part", job)
@@ -164,10 +176,16 @@ def _losses(home: Path, job: Job) -> dict[int, float]:
     found: dict[int, float] = {}
     for attempt in job.attempts:
         if job.spec.is_script:
-            found |= {int(step): float(loss) for step, loss in LOSS.findall(log(home, attempt.number))}
+            found |= {
+                int(step): float(loss) for step, loss in LOSS.findall(log(home, attempt.number))
+            }
             continue
         metrics = JobFolder(home, job.id).attempt(attempt.number).metrics
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        lines = (
+            [json.loads(line) for line in metrics.read_text().splitlines()]
+            if metrics.exists()
+            else []
+        )
         found |= {int(line["step"]): line["loss"] for line in lines}
     return found
 
@@ -194,12 +212,34 @@ def figures(seed: int = SEED, jobs: int = JOBS) -> list[Figure]:
     bursts = sorted(one.bursts for one in found if one.ended)
     apart = [one.apart for one in found if one.apart is not None]
     return [
-        at_least("real ranks: jobs that ran out of memory or were given up", len(found), "jobs", jobs),
-        informs("real ranks: of them without a profile", sum(one.kind == "unknown" for one in found), "jobs"),
-        at_most("real ranks: out of memory of a recovered job, mean", statistics.mean(bursts), "failures", 1.3),
-        at_most("real ranks: out of memory of a recovered job, p95", bursts[int(0.95 * len(bursts))], "failures", 2),
-        at_most("real ranks: given up that had a fitting plan", len(found) - len(bursts), "jobs", 0),
-        informs("real ranks: micro-batch beside the largest that fits, median", _median_share(found), "ratio"),
+        at_least(
+            "real ranks: jobs that ran out of memory or were given up", len(found), "jobs", jobs
+        ),
+        informs(
+            "real ranks: of them without a profile",
+            sum(one.kind == "unknown" for one in found),
+            "jobs",
+        ),
+        at_most(
+            "real ranks: out of memory of a recovered job, mean",
+            statistics.mean(bursts),
+            "failures",
+            1.3,
+        ),
+        at_most(
+            "real ranks: out of memory of a recovered job, p95",
+            bursts[int(0.95 * len(bursts))],
+            "failures",
+            2,
+        ),
+        at_most(
+            "real ranks: given up that had a fitting plan", len(found) - len(bursts), "jobs", 0
+        ),
+        informs(
+            "real ranks: micro-batch beside the largest that fits, median",
+            _median_share(found),
+            "ratio",
+        ),
         at_most("real ranks: largest difference of a loss", max(apart), "loss", 2e-6),
     ]
 
@@ -210,4 +250,6 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=JOBS)
     said = parser.parse_args()
     for figure in figures(said.seed, said.jobs):
-        print(f"{figure['figure']}: {figure['value']:.3g} {figure['unit']} ({figure['bar']}, {figure['holds']})")
+        print(
+            f"{figure['figure']}: {figure['value']:.3g} {figure['unit']} ({figure['bar']}, {figure['holds']})"
+        )

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks import drawn_recoveries, real_recoveries
 from benchmarks.figure import Figure, at_most, informs
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.run import AttemptFolder, JobFolder, training_run_from_json
 
 ROUNDS = 5
@@ -51,7 +51,9 @@ def figures() -> list[Figure]:
             rounds = [_round(home, job_file) for _ in range(ROUNDS)]
         finally:
             lifecycle.stop(home, force=True)
-    submit_s, bare_s, recover_s, bare_again_s = (statistics.median(times) for times in zip(*rounds, strict=True))
+    submit_s, bare_s, recover_s, bare_again_s = (
+        statistics.median(times) for times in zip(*rounds, strict=True)
+    )
     return [
         informs("submit to the first step, median", submit_s, "s"),
         informs("torchrun to the first step, median", bare_s, "s"),
@@ -82,7 +84,9 @@ def _bare_start_s(attempt: AttemptFolder) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run = training_run_from_json(json.loads(attempt.run.read_text()))
         bare = AttemptFolder(folder)
-        bare.run.write_text(json.dumps(dataclasses.asdict(run) | {"job_folder": folder, "attempt_folder": folder}))
+        bare.run.write_text(
+            json.dumps(dataclasses.asdict(run) | {"job_folder": folder, "attempt_folder": folder})
+        )
         torchrun = (
             sys.executable,
             "-m",
@@ -92,7 +96,8 @@ def _bare_start_s(attempt: AttemptFolder) -> float:
         )
         began_s = time.time()
         process = subprocess.Popen(
-            (*torchrun, "-m", "orchestrator.training.main", str(bare.run)), stderr=subprocess.DEVNULL
+            (*torchrun, "-m", "orchestrator.training.main", str(bare.run)),
+            stderr=subprocess.DEVNULL,
         )
         first_s = _when(partial(_trains, bare)) - began_s
         process.wait(PATIENCE_S)

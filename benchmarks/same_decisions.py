@@ -12,7 +12,14 @@ import hashlib
 import random
 from collections.abc import Sequence
 
-from benchmarks.scheduler import DEADLINES, PHILLY_NODES, PLANS_LAUNCH_S, TRACES, cluster_of, published
+from benchmarks.scheduler import (
+    DEADLINES,
+    PHILLY_NODES,
+    PLANS_LAUNCH_S,
+    TRACES,
+    cluster_of,
+    published,
+)
 from orchestrator.service.commands.simulate import Outcome, simulate
 from tests.scheduling.world import MemoryJournal, backend_of, play, random_crowd, random_scenario
 
@@ -45,7 +52,9 @@ def digest(lines: Sequence[str]) -> str:
 def main() -> None:
     for is_shared in (False, True):
         for seed in range(NIGHTS):
-            print(f"night {'shared' if is_shared else 'alone'} {seed} {night(seed, is_shared=is_shared)}")
+            print(
+                f"night {'shared' if is_shared else 'alone'} {seed} {night(seed, is_shared=is_shared)}"
+            )
     if not TRACES.exists():
         return
     nodes = DEADLINES["05"][0]
@@ -54,7 +63,9 @@ def main() -> None:
         ("deadlines 05", ("deadlines", "cluster05.csv"), nodes, 30.0),
         ("philly", ("philly", "philly.csv"), PHILLY_NODES, 30.0),
     ):
-        print(f"trace {name} {trace(simulate(published(*parts), cluster_of(count, launch_s), seed=0).outcomes)}")
+        print(
+            f"trace {name} {trace(simulate(published(*parts), cluster_of(count, launch_s), seed=0).outcomes)}"
+        )
 
 
 if __name__ == "__main__":

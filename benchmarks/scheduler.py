@@ -31,16 +31,24 @@ from orchestrator.specs.policy import Objective
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 SHAKES = 10
 LARGE, SHAKES_LARGE = 10_000, 3  # of a trace of so many jobs, which takes a minute for each queue
-ARRIVAL_S, LENGTH = 60.0, 0.05  # arrivals by up to a minute, lengths by up to 5 % (reference/scheduling.md, 6.3)
-PLANS_LAUNCH_S = 260.0  # what AlibabaPAI/reconfigurable-dl-scheduler charges for a launch or a new plan
-# Nodes for each cluster's trace: a quarter, and a twentieth, of its jobs come when the devices that were asked for by
+ARRIVAL_S, LENGTH = (
+    60.0,
+    0.05,
+)  # arrivals by up to a minute, lengths by up to 5 % (reference/scheduling.md, 6.3)
+# what AlibabaPAI/reconfigurable-dl-scheduler charges for a launch or a new plan
+PLANS_LAUNCH_S = 260.0
+# Nodes for each cluster's trace: a quarter, and a twentieth, of its jobs come when the devices that
+# were asked for by
 # then are more than there are.
 DEADLINES = {"01": (22, 33), "05": (12, 20), "06": (21, 36), "07": (42, 64)}
-# pkusys/ElasticFlow, figure 8a: 195 jobs on 16 nodes with four T4, of which it meets 72.8 %. Its simulator charges who
-# starts, or changes its devices, 2 s, as much once more, and for each time that these double (scheduler/utils.py).
+# pkusys/ElasticFlow, figure 8a: 195 jobs on 16 nodes with four T4, of which it meets 72.8 %. Its
+# simulator charges who
+# starts, or changes its devices, 2 s, as much once more, and for each time that these double
+# (scheduler/utils.py).
 ELASTICFLOW = ("elasticflow", "traces_for_ElasticFlow", "elasticVpollux_e.csv")
 ELASTICFLOW_LAUNCH_S = 16.0  # of all 64 devices
-BUSY = 0.1  # of the jobs come when more devices are asked for than there are: a queue decides who is late
+# of the jobs come when more devices are asked for than there are: a queue decides who is late
+BUSY = 0.1
 PHILLY_NODES = 64
 PENDING = (1000, 2000, 5000, 10_000)
 DECISIONS = 2000  # measured at each depth
@@ -87,7 +95,11 @@ def cluster_of(nodes: int, launch_s: float, devices: int = 8) -> ClusterSpec:
     """Nodes of eight A800, as the plans were measured on."""
     return ClusterSpec(
         name=f"{nodes}x{devices}-a800",
-        nodes=(NodeSpec(name="node", count=nodes, devices=devices, device="a800-80gb", host_memory="1TiB"),),
+        nodes=(
+            NodeSpec(
+                name="node", count=nodes, devices=devices, device="a800-80gb", host_memory="1TiB"
+            ),
+        ),
         launch_cost=f"{launch_s}s",
     )
 
@@ -123,7 +135,11 @@ def theirs(order: Order, cluster: ClusterSpec) -> Play:
             replace(one, alone_s=cluster.launch_cost + alone_s(arrival, devices))
             for arrival, one in zip(trace.arrivals, run.outcomes, strict=True)
         )
-        return replace(run, report=report_on(trace, cluster.with_order(order), seed, outcomes), outcomes=outcomes)
+        return replace(
+            run,
+            report=report_on(trace, cluster.with_order(order), seed, outcomes),
+            outcomes=outcomes,
+        )
 
     return play
 
@@ -151,7 +167,12 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
     shown.add("base on 8x8", BOUND, [bounds(one, cluster) for one in alike])
     for name, play, completion_s, makespan_s in (
         (OURS, ours(cluster), 1100.0, 61_500.0),
-        ("ours, for the makespan", ours(cluster.with_objective(Objective.MAKESPAN)), 1850.0, 58_680.0),
+        (
+            "ours, for the makespan",
+            ours(cluster.with_objective(Objective.MAKESPAN)),
+            1850.0,
+            58_680.0,
+        ),
         ("ours, told lognormal(0.5)", ours(cluster, 0.5), 1800.0, None),
         *((order.value, theirs(order, cluster), None, None) for order in PEERS),
     ):
@@ -165,14 +186,20 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
         for measure, limit_s in (("mean completion", completion_s), ("makespan", makespan_s)):
             values = [one[measure] for one in runs]
             if limit_s is not None:
-                found.append(at_most(ranged(f"base, {name}: {measure}", values), fmean(values), "s", limit_s))
-        found.append(at_most(f"base, {name}: jobs not finished", mean_of("jobs not finished", runs), "", 0))
+                found.append(
+                    at_most(ranged(f"base, {name}: {measure}", values), fmean(values), "s", limit_s)
+                )
+        found.append(
+            at_most(f"base, {name}: jobs not finished", mean_of("jobs not finished", runs), "", 0)
+        )
     say(f"base.csv, {count} shaken inputs: other costs of a launch, and no choice of devices")
     for launch_s in (20.0, 60.0):
         hardware = cluster_of(8, launch_s)
         for name, play in ((OURS, ours(hardware)), (Order.SJF.value, theirs(Order.SJF, hardware))):
             completions = [one["mean completion"] for one in over(alike, play)]
-            title = ranged(f"base, {name}: mean completion with {launch_s:.0f} s to launch", completions)
+            title = ranged(
+                f"base, {name}: mean completion with {launch_s:.0f} s to launch", completions
+            )
             found.append(informs(title, fmean(completions), "s"))
     say(f"base.csv, {count} shaken inputs: jobs that cannot be moved")
     held = [replace(one, arrivals=tuple(map(immovable, one.arrivals))) for one in alike]
@@ -206,7 +233,9 @@ def bounds(trace: Trace, cluster: ClusterSpec) -> Measured:
 def least_device_s(arrival: Arrival, launch_s: float) -> float:
     """Device-seconds of a job on the number of devices that wastes least."""
     assert arrival.spec.steps is not None, arrival.spec.name
-    return min(count * (launch_s + arrival.spec.steps * step_s) for count, step_s in arrival.spec.speeds)
+    return min(
+        count * (launch_s + arrival.spec.steps * step_s) for count, step_s in arrival.spec.speeds
+    )
 
 
 def without_gaps(work: Sequence[tuple[float, float]]) -> tuple[list[float], float]:
@@ -243,14 +272,18 @@ def as_asked(arrival: Arrival) -> Arrival:
         return arrival
     speeds = tuple(one for one in arrival.spec.speeds if one[0] == arrival.rigid_devices)
     assert speeds, arrival.spec.name
-    gpus = arrival.spec.gpus.model_copy(update={"min": arrival.rigid_devices, "max": arrival.rigid_devices})
+    gpus = arrival.spec.gpus.model_copy(
+        update={"min": arrival.rigid_devices, "max": arrival.rigid_devices}
+    )
     return replace(arrival, spec=arrival.spec.model_copy(update={"speeds": speeds, "gpus": gpus}))
 
 
 # ----------------------------------------------------------------------------------------------------------- deadlines
 
 
-def deadline_figures(nodes: Mapping[str, tuple[int, int]], count: int, shown: SideBySide) -> list[Figure]:
+def deadline_figures(
+    nodes: Mapping[str, tuple[int, int]], count: int, shown: SideBySide
+) -> list[Figure]:
     """Production traces with deadlines, on a busy and on a large cluster: against `edf`, and against each job alone.
 
     Twice that of `edf` is asked for where the cluster is busy. Elsewhere `edf` alone meets too many for that, and what
@@ -264,13 +297,26 @@ def deadline_figures(nodes: Mapping[str, tuple[int, int]], count: int, shown: Si
             cluster, where = cluster_of(size, 0.0), f"cluster{number} on {size}x8"
             met, edf, alone, slower = _deadlines_met(where, alike, cluster, shown)
             crowd = share(comes_to_a_crowd(trace, 8 * size))
-            over_edf, of_bound = f"{where}: deadlines met over those of edf", f"{where}: deadlines met over the bound"
+            over_edf, of_bound = (
+                f"{where}: deadlines met over those of edf",
+                f"{where}: deadlines met over the bound",
+            )
             is_busy = crowd >= BUSY
             found += [
-                informs(f"{where}: jobs that come when more devices are asked for than there are", crowd, ""),
-                informs(ranged(f"{where}: deadlines that each job alone can meet", alone), fmean(alone), ""),
+                informs(
+                    f"{where}: jobs that come when more devices are asked for than there are",
+                    crowd,
+                    "",
+                ),
+                informs(
+                    ranged(f"{where}: deadlines that each job alone can meet", alone),
+                    fmean(alone),
+                    "",
+                ),
                 at_most(f"{where}: mean completion over that of edf", slower, "x", 1.0),
-                at_least(over_edf, met / edf, "x", 2.0) if is_busy else informs(over_edf, met / edf, "x"),
+                at_least(over_edf, met / edf, "x", 2.0)
+                if is_busy
+                else informs(over_edf, met / edf, "x"),
                 informs(of_bound, met / fmean(alone), "")
                 if is_busy
                 else at_least(of_bound, met / fmean(alone), "", 0.9),
@@ -293,13 +339,17 @@ def elasticflow_figures(count: int, shown: SideBySide) -> list[Figure]:
     ):
         say(f"{where}, {len(alike)} shaken inputs: {title}")
         shares = [one["deadlines met"] for one in over(alike, play)]
-        harder.append(at_least(ranged(f"{where}, {title}: deadlines met", shares), fmean(shares), "", least))
+        harder.append(
+            at_least(ranged(f"{where}, {title}: deadlines met", shares), fmean(shares), "", least)
+        )
     return [
         at_least(f"{where}: deadlines met (ElasticFlow's own: 0.728)", met, "", 0.82),
         *harder,
         at_most(f"{where}: mean completion over that of edf", slower, "x", 1.0),
         informs(f"{where}: deadlines met over those of edf", met / edf, "x"),
-        informs(ranged(f"{where}: deadlines that each job alone can meet", alone), fmean(alone), ""),
+        informs(
+            ranged(f"{where}: deadlines that each job alone can meet", alone), fmean(alone), ""
+        ),
     ]
 
 
@@ -308,7 +358,10 @@ def _deadlines_met(
 ) -> tuple[float, float, list[float], float]:
     """Shares of deadlines met by our queue, by `edf` and by each job alone; our mean completion over that of `edf`."""
     runs = {}
-    for name, play in ((OURS, ours(cluster)), *((order.value, theirs(order, cluster)) for order in PEERS)):
+    for name, play in (
+        (OURS, ours(cluster)),
+        *((order.value, theirs(order, cluster)) for order in PEERS),
+    ):
         say(f"{where}, {len(alike)} shaken inputs: {name}")
         runs[name] = over(alike, play)
         shown.add(where, name, runs[name])
@@ -367,7 +420,9 @@ def philly_figures(shown: SideBySide) -> list[Figure]:
     shown.add(name, Order.EASY.value, [backfilled])
     ratio = mine["mean completion"] / backfilled["mean completion"]
     return [
-        at_most(f"{name}: replay of {len(trace.arrivals)} jobs on one core", replay_s, "CPU s", 120.0),
+        at_most(
+            f"{name}: replay of {len(trace.arrivals)} jobs on one core", replay_s, "CPU s", 120.0
+        ),
         informs(f"{name}: of it in decisions", decided_s, "s"),
         informs(f"{name}: that loop of {YARDSTICK:,} right after it", yard_s, "CPU s"),
         at_most(f"{name}: mean completion over that of {Order.EASY}", ratio, "x", 0.5),

@@ -20,11 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.figure import Figure, at_least, at_most, informs
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.endpoint import make_endpoint
-from orchestrator.service.server.logins import Login
-from orchestrator.service.server.sending import read_jobs_for
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.endpoint import make_endpoint
+from orchestrator.service.client.logins import Login
+from orchestrator.service.client.sending import read_jobs_for
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
@@ -42,7 +42,9 @@ global_batch_size: 64
 array:
   rate: {[round(1e-4 * (number + 1), 6) for number in range(BATCH)]}
 """
-HOLDER = "import time\nfor second in range(86400):\n print('second', second, flush=True)\n time.sleep(1)"
+HOLDER = (
+    "import time\nfor second in range(86400):\n print('second', second, flush=True)\n time.sleep(1)"
+)
 
 
 def figures() -> list[Figure]:
@@ -75,7 +77,10 @@ def _service(folder: Path) -> Iterator[tuple[Path, Login]]:
         with closing(Client(home)) as owner:
             owner.set_user("ada", "member")
             token, _ = owner.create_token("ada", None)
-        url, certificate = f"https://127.0.0.1:{endpoint.port}", Path(endpoint.certificate).read_text()
+        url, certificate = (
+            f"https://127.0.0.1:{endpoint.port}",
+            Path(endpoint.certificate).read_text(),
+        )
         yield home, Login(url=url, token=token, certificate=certificate)
     finally:
         lifecycle.stop(home, force=True)
@@ -83,7 +88,13 @@ def _service(folder: Path) -> Iterator[tuple[Path, Login]]:
 
 def _holder(client: Client) -> str:
     """The job that holds both devices, once it has printed a line."""
-    spec = JobSpec(name="holder", command=("python", "-c", HOLDER), workdir="/tmp", global_batch_size=2, launch="self")
+    spec = JobSpec(
+        name="holder",
+        command=("python", "-c", HOLDER),
+        workdir="/tmp",
+        global_batch_size=2,
+        launch="self",
+    )
     job_id = client.submit({**spec.model_dump(mode="json"), "gpus": {"min": 2, "max": 2}})
     until_s = time.monotonic() + PATIENCE_S
     while not client.job(job_id)[0]["attempts"] or not client.log(job_id, 1, 0, 0)[0]:
@@ -118,11 +129,19 @@ def _submits(client: Client, login: Login, holder: str, jobs: list[JobSpec]) -> 
         single_s = (time.perf_counter() - began_s) / BATCH
     return [
         at_least(
-            f"submits over TLS in batches of {BATCH}, median batch", BATCH / statistics.median(took_s), "1/s", 500
+            f"submits over TLS in batches of {BATCH}, median batch",
+            BATCH / statistics.median(took_s),
+            "1/s",
+            500,
         ),
         at_most("GET /jobs/ID beside them, 99th percentile", _ms(sorted(read_s)), "ms", 100),
         at_least("submits over TLS, one by one", 1 / single_s, "1/s", 60),
-        at_most("GET /jobs/ID beside those, 99th percentile", _ms(sorted(read_beside_single_s)), "ms", 100),
+        at_most(
+            "GET /jobs/ID beside those, 99th percentile",
+            _ms(sorted(read_beside_single_s)),
+            "ms",
+            100,
+        ),
         informs("load average beside them", os.getloadavg()[0], ""),
     ]
 
@@ -162,7 +181,9 @@ def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figu
     file = folder / "login.json"
     file.write_text(json.dumps(asdict(login)))
     followers = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.service", str(file), holder], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "benchmarks.service", str(file), holder],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert followers.stdout is not None
@@ -179,10 +200,19 @@ def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figu
     all_s = sorted(one for times in took_s.values() for one in times)
     return [
         at_most(
-            f"reads beside {FOLLOWERS} followers and {QUEUED:,} queued jobs, 99th percentile", _ms(all_s), "ms", 100
+            f"reads beside {FOLLOWERS} followers and {QUEUED:,} queued jobs, 99th percentile",
+            _ms(all_s),
+            "ms",
+            100,
         ),
-        *(informs(f"{name}, 99th percentile", _ms(sorted(times)), "ms") for name, times in took_s.items()),
-        *(informs(f"{name}, median", 1e3 * statistics.median(times), "ms") for name, times in took_s.items()),
+        *(
+            informs(f"{name}, 99th percentile", _ms(sorted(times)), "ms")
+            for name, times in took_s.items()
+        ),
+        *(
+            informs(f"{name}, median", 1e3 * statistics.median(times), "ms")
+            for name, times in took_s.items()
+        ),
         informs("load average beside them", os.getloadavg()[0], ""),
     ]
 
@@ -205,7 +235,10 @@ def _ends(client: Client, jobs: list[JobSpec]) -> None:
 
 def _resident_mib(home: Path) -> float:
     status = Path(f"/proc/{service_file(home)['pid']}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 2**10
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+        / 2**10
+    )
 
 
 def _follow(file: Path, job_id: str) -> None:

@@ -63,7 +63,13 @@ class SideBySide:
 
     def table(self) -> Table:
         """For people: each cell the mean, and the range below it where there are several inputs."""
-        shown = Table(title="side by side", title_justify="left", box=None, pad_edge=False, header_style="bold")
+        shown = Table(
+            title="side by side",
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            header_style="bold",
+        )
         shown.add_column("CLUSTER")
         shown.add_column("QUEUE")
         for measure, unit in UNITS.items():

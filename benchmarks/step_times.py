@@ -16,18 +16,28 @@ from functools import lru_cache
 from pathlib import Path
 
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 DATA = Path(__file__).parents[2] / "shared" / "ground_truth"
-LOSS_BYTES_PER_LOGIT = 12  # logits in 16 bits, their fp32 copy, its gradient, and the gradient in 16 bits
+# logits in 16 bits, their fp32 copy, its gradient, and the gradient in 16 bits
+LOSS_BYTES_PER_LOGIT = 12
 RECOMPUTED = {"True": ActivationCheckpointing.FULL, "False": ActivationCheckpointing.NONE}
 SHARDED = {"FULL_SHARD": ZeroStage.PARAMETERS, "SHARD_GRAD_OP": ZeroStage.GRADIENTS}
-# Of the A100 nodes of Jean Zay, with four links of 100 Gbit/s: all 32 devices of four of them reduced 4 GB in 1.53 s, a
-# bus bandwidth of 40.5 Gbit/s (bigscience-workshop/bigscience experiments/bandwidth/all_reduce_bench-a100-n4.txt,
-# 2022-01; its README: NCCL does not use all that Omni-Path has). Said as the nominal bandwidth of which LINK_EFFICIENCY
+# Of the A100 nodes of Jean Zay, with four links of 100 Gbit/s: all 32 devices of four of them
+# reduced 4 GB in 1.53 s, a
+# bus bandwidth of 40.5 Gbit/s (bigscience-workshop/bigscience
+# experiments/bandwidth/all_reduce_bench-a100-n4.txt,
+# 2022-01; its README: NCCL does not use all that Omni-Path has). Said as the nominal bandwidth of
+# which LINK_EFFICIENCY
 # is that.
 JEAN_ZAY_NETWORK = "6.5GB/s"
 
@@ -98,14 +108,18 @@ def vtrain(path: Path) -> Iterator[Measured]:
         )
         plan = ForeignPlan(
             engine=Engine.DEEPSPEED,
-            layout=ParallelLayout(dp=dp, tp=number["tensor parallelism"], pp=number["pipeline parallelism"]),
+            layout=ParallelLayout(
+                dp=dp, tp=number["tensor parallelism"], pp=number["pipeline parallelism"]
+            ),
             micro_batch_size=micro,
             gradient_accumulation_steps=batch // (dp * micro),
             activation_checkpointing=ActivationCheckpointing.FULL,
             precision=Precision.FP16,
         )
         measured_s = float(row["iteration time (ms)"]) / 1e3
-        yield measured((batch,), shape, plan, machine("a100-80gb", number["# GPUs"], "100GB/s"), measured_s)
+        yield measured(
+            (batch,), shape, plan, machine("a100-80gb", number["# GPUs"], "100GB/s"), measured_s
+        )
 
 
 def bigscience(path: Path) -> Iterator[Measured]:
@@ -119,11 +133,18 @@ def bigscience(path: Path) -> Iterator[Measured]:
     published time would exceed the peak of eight A100.
     """
     for row in csv.DictReader(path.open()):
-        if row["source_path"] != "train/tr11-176B-ml/chronicles-prequel.md" or not row["tput"] or row["quality"] == "C":
+        if (
+            row["source_path"] != "train/tr11-176B-ml/chronicles-prequel.md"
+            or not row["tput"]
+            or row["quality"] == "C"
+        ):
             continue
         if row["n_gpus"] == "8":
             continue
-        day, sizes = re.search(r"02-\d\d", row["note"]), re.match(r"h(\d+) L(\d+) a(\d+)", row["arch"])
+        day, sizes = (
+            re.search(r"02-\d\d", row["note"]),
+            re.match(r"h(\d+) L(\d+) a(\d+)", row["arch"]),
+        )
         assert day is not None, row
         assert sizes is not None, row
         hidden, layers, heads = map(int, sizes.groups())
@@ -137,8 +158,12 @@ def bigscience(path: Path) -> Iterator[Measured]:
             activation_checkpointing=ActivationCheckpointing.FULL,
             precision=Precision.FP16,
         )
-        shape = Shape(hidden=hidden, layers=layers, heads=heads, tokens=2048, vocabulary=250_680, flash=False)
-        hardware = replace(machine("a100-80gb", int(row["n_gpus"]), JEAN_ZAY_NETWORK), launches_block=True)
+        shape = Shape(
+            hidden=hidden, layers=layers, heads=heads, tokens=2048, vocabulary=250_680, flash=False
+        )
+        hardware = replace(
+            machine("a100-80gb", int(row["n_gpus"]), JEAN_ZAY_NETWORK), launches_block=True
+        )
         yield measured((day[0], batch), shape, plan, hardware, float(row["tput"]))
 
 
@@ -157,7 +182,11 @@ def llm_foundry(path: Path) -> Iterator[Measured]:
     12 % on A100 depend on no length or width, and nothing in the source explains them.
     """
     for row in csv.DictReader(path.open()):
-        if row["source_repo"] != "mosaicml/llm-foundry" or not row["tput"] or "fp8" in row["precision"]:
+        if (
+            row["source_repo"] != "mosaicml/llm-foundry"
+            or not row["tput"]
+            or "fp8" in row["precision"]
+        ):
             continue
         sizes = re.match(r"L(\d+) h(\d+) a(\d+) ffn4x V(\d+) flash", row["arch"])
         assert sizes is not None, row
@@ -172,16 +201,32 @@ def llm_foundry(path: Path) -> Iterator[Measured]:
             activation_checkpointing=RECOMPUTED[row["act_ckpt"]],
             precision=Precision.BF16,
         )
-        shape = Shape(hidden=hidden, layers=layers, heads=heads, tokens=tokens, vocabulary=vocabulary, flash=True)
+        shape = Shape(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            tokens=tokens,
+            vocabulary=vocabulary,
+            flash=True,
+        )
         device = row["gpu"].replace("_", "-")
         hardware = machine(device, dp, "400GB/s" if device.startswith("h100") else "200GB/s")
-        yield measured((row["id"],), shape, plan, hardware, batch * tokens / (float(row["tput"]) * dp))
+        yield measured(
+            (row["id"],), shape, plan, hardware, batch * tokens / (float(row["tput"]) * dp)
+        )
 
 
-def measured(group: tuple[object, ...], shape: Shape, plan: Plan, hardware: Hardware, measured_s: float) -> Measured:
+def measured(
+    group: tuple[object, ...], shape: Shape, plan: Plan, hardware: Hardware, measured_s: float
+) -> Measured:
     profile = gpt(shape, plan.layout.tp, plan.precision)
     predicted_s = step_s(profile, plan, hardware)
-    return Measured(group=(*group, shape, plan.world_size), plan=plan, predicted_s=predicted_s, measured_s=measured_s)
+    return Measured(
+        group=(*group, shape, plan.world_size),
+        plan=plan,
+        predicted_s=predicted_s,
+        measured_s=measured_s,
+    )
 
 
 def averaged(rows: Iterable[Measured]) -> list[Measured]:
@@ -189,7 +234,10 @@ def averaged(rows: Iterable[Measured]) -> list[Measured]:
     found: dict[tuple[object, Plan], list[Measured]] = defaultdict(list)
     for row in rows:
         found[row.group, row.plan].append(row)
-    return [replace(same[0], measured_s=statistics.mean(row.measured_s for row in same)) for same in found.values()]
+    return [
+        replace(same[0], measured_s=statistics.mean(row.measured_s for row in same))
+        for same in found.values()
+    ]
 
 
 @lru_cache(maxsize=4096)
@@ -212,7 +260,8 @@ def gpt(shape: Shape, tp: int, precision: Precision) -> ModelProfile:
             saved_bytes=s * h * (10 * tp + 24) // tp + scores,
             checkpointed_bytes=2 * s * h,
             transient_bytes=0,
-            forward_flops=sum(2.0 * rows * inner * columns for rows, inner, columns in products) + attention_flops,
+            forward_flops=sum(2.0 * rows * inner * columns for rows, inner, columns in products)
+            + attention_flops,
             matmuls=products,
         ),
         _part("head", h, kept=kept, checkpointed=kept, product=(s, h, v)),
@@ -228,7 +277,12 @@ def gpt(shape: Shape, tp: int, precision: Precision) -> ModelProfile:
 
 
 def _part(
-    name: str, parameters: int, *, kept: int, checkpointed: int, product: tuple[int, int, int] | None = None
+    name: str,
+    parameters: int,
+    *,
+    kept: int,
+    checkpointed: int,
+    product: tuple[int, int, int] | None = None,
 ) -> Segment:
     return Segment(
         name=name,
@@ -246,7 +300,9 @@ def _part(
 def machine(device: str, devices: int, network: str) -> Hardware:
     """Nodes of eight of the catalogue's device, as many as `devices` need."""
     node = {"name": "node", "devices": min(8, devices), "device": device, "host_memory": "1TiB"}
-    spec = ClusterSpec.model_validate({"name": "published", "nodes": [node], "network_bandwidth": network})
+    spec = ClusterSpec.model_validate(
+        {"name": "published", "nodes": [node], "network_bandwidth": network}
+    )
     return Hardware(
         device=spec.nodes[0].device,
         devices_per_node=spec.nodes[0].devices,

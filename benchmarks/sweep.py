@@ -30,7 +30,10 @@ def figures() -> list[Figure]:
     """The table; none where the published traces are not here."""
     if not TRACES.exists():
         return []
-    cluster, movable = cluster_of(8, PLANS_LAUNCH_S), shakes(published("plans", "workloads", "base.csv"), SHAKES)
+    cluster, movable = (
+        cluster_of(8, PLANS_LAUNCH_S),
+        shakes(published("plans", "workloads", "base.csv"), SHAKES),
+    )
     held = [replace(one, arrivals=tuple(map(immovable, one.arrivals))) for one in movable]
     found, usual = [], tuned.TUNING
     try:
@@ -42,7 +45,11 @@ def figures() -> list[Figure]:
                 for title, traces in (("movable", movable), ("immovable", held)):
                     runs = over(traces, ours(cluster))
                     found += [
-                        informs(f"{field.name} = {value:g}, {title}: {measure}", mean_of(measure, runs), "s")
+                        informs(
+                            f"{field.name} = {value:g}, {title}: {measure}",
+                            mean_of(measure, runs),
+                            "s",
+                        )
                         for measure in ("mean completion", "makespan")
                     ]
     finally:

@@ -46,7 +46,11 @@ def figures() -> list[Figure]:
         sources[one.row.source].append(one)
     return [
         at_least(f"tuned steps, of {len(sources)} sources", len(found), "", ROWS_MIN),
-        *(figure for half in HALVES for figure in half_figures(half, [one for one in found if one.row.half == half])),
+        *(
+            figure
+            for half in HALVES
+            for figure in half_figures(half, [one for one in found if one.row.half == half])
+        ),
         *(figure for name, ones in sources.items() for figure in source_figures(name, ones)),
     ]
 
@@ -57,10 +61,16 @@ def half_figures(half: str, found: Sequence[Answered]) -> list[Figure]:
     median, error = f"{name}: error, median", statistics.median(sizes)
     return [
         informs(f"{name}: rows", len(found), ""),
-        informs(median, error, "%") if half == HALVES[0] else at_most(median, error, "%", MEDIAN_MAX_PERCENT),
+        informs(median, error, "%")
+        if half == HALVES[0]
+        else at_most(median, error, "%", MEDIAN_MAX_PERCENT),
         informs(f"{name}: bias, median", _bias_percent(found), "%"),
         informs(f"{name}: error, worst", max(sizes), "%"),
-        informs(f"{name}: predicted below what was measured", 100 * sum(e.error < 0 for e in found) / len(found), "%"),
+        informs(
+            f"{name}: predicted below what was measured",
+            100 * sum(e.error < 0 for e in found) / len(found),
+            "%",
+        ),
     ]
 
 
@@ -72,7 +82,11 @@ def source_figures(name: str, found: Sequence[Answered]) -> list[Figure]:
         figure = f"{name}: rank correlation of {len(found)} tuned steps"
         told.append(at_least(figure, _order(found), "", RANK_CORRELATION_MIN))
     if len(second) >= RANKED_MIN:
-        told.append(informs(f"{name}: rank correlation of {len(second)} in the second half", _order(second), ""))
+        told.append(
+            informs(
+                f"{name}: rank correlation of {len(second)} in the second half", _order(second), ""
+            )
+        )
     return told
 
 

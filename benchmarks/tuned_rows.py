@@ -24,7 +24,18 @@ HALVES = ("first", "second")
 MEASURED = ("seconds", "tokens_per_device_s", "samples_per_s", "mfu_percent")
 FILE_KEYS = {"devices", "models", "sources"}
 SOURCE_KEYS = {"source", "at", "tokens", "network", "rows"}
-ROW_KEYS = {"id", "half", "model", "cluster", "network", "batch", "tokens", "precision", "plan", *MEASURED}
+ROW_KEYS = {
+    "id",
+    "half",
+    "model",
+    "cluster",
+    "network",
+    "batch",
+    "tokens",
+    "precision",
+    "plan",
+    *MEASURED,
+}
 MFU_PEAK_FLOPS = 989e12  # of an H100, data sheet
 
 
@@ -52,7 +63,9 @@ def read_rows(file: Path = FILE) -> list[Row]:
     rows = []
     for source in data["sources"]:
         only(source, SOURCE_KEYS, f"{file.name}: {source.get('source')}")
-        rows += [_row(source, said, data, f"{file.name}: {said.get('id')}") for said in source["rows"]]
+        rows += [
+            _row(source, said, data, f"{file.name}: {said.get('id')}") for said in source["rows"]
+        ]
     return rows
 
 
@@ -61,15 +74,21 @@ def half_of(name: str) -> str:
     return HALVES[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
-def _row(source: Mapping[str, Any], said: Mapping[str, Any], data: Mapping[str, Any], where: str) -> Row:
+def _row(
+    source: Mapping[str, Any], said: Mapping[str, Any], data: Mapping[str, Any], where: str
+) -> Row:
     only(said, ROW_KEYS, where)
     if said["half"] != half_of(said["id"]):
         raise ValueError(f"{where}: half {said['half']!r}; its name says {half_of(said['id'])!r}")
     if said["model"] not in data["models"]:
         raise ValueError(f"{where}: model {said['model']!r} is none of {', '.join(data['models'])}")
     if len(given := [key for key in MEASURED if key in said]) != 1:
-        raise ValueError(f"{where}: measured are {', '.join(given) or 'none'}; one of {', '.join(MEASURED)} is wanted")
-    cluster = cluster_of(said["cluster"], data["devices"], where, said.get("network", source["network"]))
+        raise ValueError(
+            f"{where}: measured are {', '.join(given) or 'none'}; one of {', '.join(MEASURED)} is wanted"
+        )
+    cluster = cluster_of(
+        said["cluster"], data["devices"], where, said.get("network", source["network"])
+    )
     (nodes,) = cluster.nodes
     tokens = said.get("tokens", source["tokens"])
     job = {
@@ -78,7 +97,10 @@ def _row(source: Mapping[str, Any], said: Mapping[str, Any], data: Mapping[str, 
         "global_batch_size": said["batch"],
         "precision": said.get("precision", "bf16"),
         "model": data["models"][said["model"]],
-        "data": {"tokens" if "hf" in data["models"][said["model"]] else "text": [str(FILE)], "sequence_length": tokens},
+        "data": {
+            "tokens" if "hf" in data["models"][said["model"]] else "text": [str(FILE)],
+            "sequence_length": tokens,
+        },
         "training": {"max_steps": 1},
     }
     return Row(
@@ -88,11 +110,15 @@ def _row(source: Mapping[str, Any], said: Mapping[str, Any], data: Mapping[str, 
         spec=job_from_data(job, where),
         plan=said["plan"],
         cluster=cluster,
-        measured_s=_measured_s(said, tokens, nodes.count * nodes.devices, data["models"][said["model"]]),
+        measured_s=_measured_s(
+            said, tokens, nodes.count * nodes.devices, data["models"][said["model"]]
+        ),
     )
 
 
-def _measured_s(said: Mapping[str, Any], tokens: int, devices: int, model: Mapping[str, Any]) -> float:
+def _measured_s(
+    said: Mapping[str, Any], tokens: int, devices: int, model: Mapping[str, Any]
+) -> float:
     """Seconds of a step, as published or from the published rate."""
     batch = said["batch"]
     if "seconds" in said:
@@ -103,7 +129,8 @@ def _measured_s(said: Mapping[str, Any], tokens: int, devices: int, model: Mappi
         return float(batch * tokens / (said["tokens_per_device_s"] * devices))
     shape = model["decoder"]
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    # huggingface/nanotron src/nanotron/models/llama.py, get_flops: as many key heads as heads, no causal half
+    # huggingface/nanotron src/nanotron/models/llama.py, get_flops: as many key heads as heads, no
+    # causal half
     layer = 8 * hidden**2 + 4 * tokens * hidden + 6 * hidden * shape["intermediate_size"]
     flops = 3.0 * batch * tokens * (layers * layer + 2 * hidden * shape["vocab_size"])
     return float(flops / (said["mfu_percent"] / 100 * MFU_PEAK_FLOPS * devices))

@@ -26,8 +26,19 @@ PATTERNS = {
     BANDWIDTH_PATTERN: "bandwidth: B/s, kB/s, MB/s, GB/s, TB/s",
     DURATION_PATTERN: "duration: s, min, h, d",
 }
-LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-TYPES = {"array": "list", "object": "mapping", "string": "text", "boolean": "true or false", "null": "null"}
+LIMITS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+TYPES = {
+    "array": "list",
+    "object": "mapping",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
 COUNTED = {int: "whole number", float: "number", str: "text", Path: "path", bool: "switch"}
 
 
@@ -82,13 +93,17 @@ def _inner(schema: dict[str, Any], key: dict[str, Any]) -> Iterator[dict[str, An
     key = _resolved(schema, key)
     if "properties" in key:
         yield key
-    below = [key[name] for name in ("items", "additionalProperties") if isinstance(key.get(name), dict)]
+    below = [
+        key[name] for name in ("items", "additionalProperties") if isinstance(key.get(name), dict)
+    ]
     for one in (*key.get("anyOf", ()), *below):
         yield from _inner(schema, one)
 
 
 def _resolved(schema: dict[str, Any], key: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = schema["$defs"][key["$ref"].rpartition("/")[2]] if "$ref" in key else key
+    found: dict[str, Any] = (
+        schema["$defs"][key["$ref"].rpartition("/")[2]] if "$ref" in key else key
+    )
     return found
 
 
@@ -135,8 +150,12 @@ def _value(schema: dict[str, Any], key: dict[str, Any], where: dict[str, str]) -
     values = found.get("additionalProperties")
     if isinstance(values, dict) and "$ref" in values:
         return f"mapping of {_value(schema, values, where)}"
-    kind = {"integer": "whole number", "number": "number", **TYPES}.get(str(found.get("type")), "any value")
-    kind = {"regex": "regular expression", "date-time": "date and time"}.get(str(found.get("format")), kind)
+    kind = {"integer": "whole number", "number": "number", **TYPES}.get(
+        str(found.get("type")), "any value"
+    )
+    kind = {"regex": "regular expression", "date-time": "date and time"}.get(
+        str(found.get("format")), kind
+    )
     limits = [f"{words} {found[limit]}" for limit, words in LIMITS.items() if limit in found]
     if "pattern" in found:
         limits.append(f"as `{_escaped(found['pattern'])}`")
@@ -144,7 +163,9 @@ def _value(schema: dict[str, Any], key: dict[str, Any], where: dict[str, str]) -
 
 
 def _code(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True)
+    text = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, width=10**6, allow_unicode=True
+    )
     text = text.removesuffix("\n").removesuffix("\n...")
     if isinstance(value, dict) and len(value) == 1 and text.startswith("{"):
         text = text[1:-1]  # `key: value`
@@ -153,7 +174,11 @@ def _code(value: object) -> str:
 
 def _escaped(text: str) -> str:
     """Text for a cell of a table; what it has in angle brackets is no HTML."""
-    return text.replace("|", r"\|").replace("<", "&lt;") if "`" not in text else text.replace("|", r"\|")
+    return (
+        text.replace("|", r"\|").replace("<", "&lt;")
+        if "`" not in text
+        else text.replace("|", r"\|")
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -186,15 +211,24 @@ def commands(group: typer.Typer, prefix: str = "") -> Iterator[tuple[str, Callab
         yield from commands(inner.typer_instance, f"{prefix}{inner.name} ")
 
 
-def parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, ArgumentInfo | OptionInfo, object]]:
+def parameters(
+    function: Callable[..., Any],
+) -> Iterator[tuple[str, Any, ArgumentInfo | OptionInfo, object]]:
     """Name as a person types it, type, what typer knows of it, and default of each argument and option."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         if hints[name] is typer.Context:
             continue
         kind, info = get_args(hints[name])
-        options = (info.default, *(info.param_decls or ()))  # inside Annotated the first name stands as the default
-        typed = ", ".join(map(str, options)) if isinstance(info, OptionInfo) else (info.metavar or name.upper())
+        options = (
+            info.default,
+            *(info.param_decls or ()),
+        )  # inside Annotated the first name stands as the default
+        typed = (
+            ", ".join(map(str, options))
+            if isinstance(info, OptionInfo)
+            else (info.metavar or name.upper())
+        )
         yield typed.strip("[]"), kind, info, parameter.default
 
 
@@ -215,7 +249,9 @@ def _options_table(function: Callable[..., Any]) -> str:
         help_text = info.help or ""
         if isinstance(info, OptionInfo) and info.envvar:
             help_text += f" Environment: `{info.envvar}`."
-        rows.append(f"| `{name}` | {_escaped(help_text)} | {_words_of(kind, info)} | {_shown_default(default)} |")
+        rows.append(
+            f"| `{name}` | {_escaped(help_text)} | {_words_of(kind, info)} | {_shown_default(default)} |"
+        )
     return "\n".join(rows)
 
 
@@ -223,11 +259,19 @@ def _words_of(kind: Any, info: ArgumentInfo | OptionInfo) -> str:
     choices = [one for one in (kind, *get_args(kind)) if one is not NoneType]
     inner = next((one for one in choices if isinstance(one, type)), str)
     if get_origin(kind) is list or any(get_origin(one) is list for one in get_args(kind)):
-        return "one or more" if isinstance(info, ArgumentInfo) else f"`{info.metavar or 'VALUE'}`, several times"
+        return (
+            "one or more"
+            if isinstance(info, ArgumentInfo)
+            else f"`{info.metavar or 'VALUE'}`, several times"
+        )
     if issubclass(inner, Enum):
         return ", ".join(f"`{one.value}`" for one in inner)
     words = COUNTED[inner]
-    limits = [f"{text} {limit}" for limit, text in ((info.min, "at least"), (info.max, "at most")) if limit is not None]
+    limits = [
+        f"{text} {limit}"
+        for limit, text in ((info.min, "at least"), (info.max, "at most"))
+        if limit is not None
+    ]
     return ", ".join((words, *limits))
 
 
@@ -245,7 +289,9 @@ def main() -> None:
     """Write every page."""
     for path, text in pages().items():
         path.write_text(text)
-        typer.echo(f"{path.relative_to(FOLDER.parents[1])}: {len(re.findall('^## ', text, re.M))} sections")
+        typer.echo(
+            f"{path.relative_to(FOLDER.parents[1])}: {len(re.findall('^## ', text, re.M))} sections"
+        )
 
 
 if __name__ == "__main__":

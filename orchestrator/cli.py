@@ -34,7 +34,14 @@ from orchestrator.service.terminal import (
 from orchestrator.service.terminal.command_group import Commands
 from orchestrator.service.terminal.options import SERVER
 from orchestrator.service.terminal.output import clean_streams
-from orchestrator.specs.errors import GIVEN_MAX, IllegalPlan, OrchestratorError, ServiceError, SpecError, error_view
+from orchestrator.specs.errors import (
+    GIVEN_MAX,
+    IllegalPlan,
+    OrchestratorError,
+    ServiceError,
+    SpecError,
+    error_view,
+)
 from orchestrator.specs.plain_text import why_no_text
 
 app = typer.Typer(
@@ -45,7 +52,18 @@ app = typer.Typer(
 )
 
 # commands about the home folder itself
-ON_THIS_MACHINE = ("demo", "up", "down", "doctor", "replay", "backup", "restore", "cluster", "join", "leave")
+ON_THIS_MACHINE = (
+    "demo",
+    "up",
+    "down",
+    "doctor",
+    "replay",
+    "backup",
+    "restore",
+    "cluster",
+    "join",
+    "leave",
+)
 
 
 def _say_version(shown: bool) -> None:
@@ -62,17 +80,25 @@ def before_a_command(
     server: Annotated[
         str | None,
         typer.Option(
-            "--server", envvar="ORC_SERVER", metavar="URL", help="Service of another machine; see `orc login`."
+            "--server",
+            envvar="ORC_SERVER",
+            metavar="URL",
+            help="Service of another machine; see `orc login`.",
         ),
     ] = None,
     _version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Say the version, and end.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_say_version, help="Say the version, and end."
+        ),
     ] = False,
 ) -> None:
     """What stands before the command."""
     if server and context.invoked_subcommand in ON_THIS_MACHINE:
         raise SpecError(
-            f"`orc {context.invoked_subcommand}` works on this machine alone", source="--server", got=server
+            f"`orc {context.invoked_subcommand}` works on this machine alone",
+            source="--server",
+            got=server,
         )
     SERVER.set(server or None)
 
@@ -88,7 +114,9 @@ def _run(arguments: Sequence[str] | None) -> None:
     try:
         for word in command_line:
             if why := why_no_text(word):
-                raise SpecError(why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8")
+                raise SpecError(
+                    why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8"
+                )
         app(args=arguments)
     except OrchestratorError as error:
         _refuse(error, as_json="--json" in command_line)
@@ -135,7 +163,9 @@ app.command("open")(browse.open_pages)
 app.command()(planning.plan)
 app.command()(planning.estimate)
 app.command()(planning.fit)
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(files.init)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    files.init
+)
 app.command()(comparing.compare)
 app.command()(simulation.simulate)
 app.command()(forecast.forecast)

@@ -19,16 +19,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from orchestrator.service.server.client import LONG_POLL_S
-from orchestrator.service.server.client import Client as Connection
-from orchestrator.service.server.intake import JobSource, with_zone
-from orchestrator.service.server.logins import DEFAULT_HOME, Login, login_of
-from orchestrator.service.server.sending import read_jobs_for
+from orchestrator.service.client.client import LONG_POLL_S
+from orchestrator.service.client.client import Client as Connection
+from orchestrator.service.client.logins import Login, login_of
+from orchestrator.service.client.sending import read_jobs_for
+from orchestrator.service.intake.intake import JobSource, with_zone
 from orchestrator.service.terminal.follow import ENDS, log_lines
 from orchestrator.service.views.records import JobView
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import Override
+from orchestrator.specs.run import DEFAULT_HOME
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job", "JobFailed"]
 
@@ -41,7 +42,12 @@ class JobFailed(OrchestratorError):
     def __init__(self, job: JobView) -> None:
         self.job = job
         excerpt = next(
-            (attempt["failure"]["excerpt"] for attempt in reversed(job["attempts"]) if attempt["failure"]), ""
+            (
+                attempt["failure"]["excerpt"]
+                for attempt in reversed(job["attempts"])
+                if attempt["failure"]
+            ),
+            "",
         )
         super().__init__(f"{job['id']} {job['status']}: {job['reason']}\n{excerpt}".rstrip())
 
@@ -73,7 +79,9 @@ class Client:
         """
         lengths = {name: len(column) for name, column in values.items()}
         if not values or len(set(lengths.values())) != 1 or 0 in lengths.values():
-            raise SpecError("as many values for each name, at least one", source="map_array", got=lengths)
+            raise SpecError(
+                "as many values for each name, at least one", source="map_array", got=lengths
+            )
         rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
         return self._submit_specs(self._read(job, {"array": rows}, only_one=False))
 
@@ -89,7 +97,9 @@ class Client:
         finally:
             self._batch = None
         if collected:
-            for (_, job), job_id in zip(collected, self._send([spec for spec, _ in collected]), strict=True):
+            for (_, job), job_id in zip(
+                collected, self._send([spec for spec, _ in collected]), strict=True
+            ):
                 job._id = job_id
 
     def job(self, job_id: str) -> Job:
@@ -104,10 +114,17 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def _read(self, job: JobInput, overrides: Mapping[str, Any], *, only_one: bool) -> list[JobSpec]:
+    def _read(
+        self, job: JobInput, overrides: Mapping[str, Any], *, only_one: bool
+    ) -> list[JobSpec]:
         file: JobSource = Path(job).expanduser() if isinstance(job, str) else job
         home = self._service if isinstance(self._service, Path) else None
         return read_jobs_for(self._service, [file], _overrides(overrides), home, only_one=only_one)
@@ -200,7 +217,10 @@ class Job:
 
     def logs(self, attempt: int | None = None, rank: int = 0) -> str:
         """Return the log of a rank so far: of one attempt, counted from 1, or of the last one."""
-        return "".join(text for _, text in log_lines(self._connection, self.id, attempt, rank, to_the_end=False))
+        return "".join(
+            text
+            for _, text in log_lines(self._connection, self.id, attempt, rank, to_the_end=False)
+        )
 
     def follow(self, rank: int = 0) -> Iterator[str]:
         """Yield the log of a rank in pieces, over all attempts that come, until the job ends."""
@@ -226,7 +246,10 @@ class AsyncClient:
 
     async def map_array(self, job: JobInput, **values: Sequence[Any]) -> list[AsyncJob]:
         """Submit an array of jobs, as `Client.map_array` does."""
-        return [AsyncJob(new_job) for new_job in await asyncio.to_thread(self._client.map_array, job, **values)]
+        return [
+            AsyncJob(new_job)
+            for new_job in await asyncio.to_thread(self._client.map_array, job, **values)
+        ]
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[None]:
@@ -252,7 +275,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -335,7 +361,11 @@ class AsyncJob:
 def _service(service: str | Path | None) -> Path | Login:
     """A home folder, or the login of a URL."""
     target = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
-    return login_of(target) if isinstance(target, str) and "://" in target else Path(target).expanduser()
+    return (
+        login_of(target)
+        if isinstance(target, str) and "://" in target
+        else Path(target).expanduser()
+    )
 
 
 def _overrides(overrides: Mapping[str, Any]) -> tuple[Override, ...]:

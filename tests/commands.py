@@ -22,7 +22,11 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Never
 
-IMPORTED = ("orchestrator.cli", "orchestrator.service.server.client", "orchestrator.service.terminal.sweep_tables")
+IMPORTED = (
+    "orchestrator.cli",
+    "orchestrator.service.client.client",
+    "orchestrator.service.terminal.sweep_tables",
+)
 READ_AT_START = ("LD_", "PYTHON", "MALLOC_", "LC_", "LANG")
 COMMAND_S = 240.0
 REQUEST_BYTES = 2**17
@@ -31,11 +35,15 @@ REQUEST_BYTES = 2**17
 class CommandServer:
     """A process that forks commands; it ends with the process that started it."""
 
-    def __init__(self, path: Path, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
         """Start it at the socket `path`, which does not exist; `prefix` is as nsenter."""
         self._path, self._env = path, _without_ours(os.environ if env is None else env)
         program = [*prefix, sys.executable, "-P", __file__, str(path)]
-        self._process = subprocess.Popen(program, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            program, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n"
 
@@ -44,7 +52,12 @@ class CommandServer:
         return _read_at_start(env) == _read_at_start(self._env)
 
     def run(
-        self, arguments: Sequence[str], *, env: Mapping[str, str], cwd: Path | None = None, stdin: str = ""
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Return the end of `orc ARGUMENTS` with exactly these variables. After COMMAND_S it is killed."""
         with contextlib.ExitStack() as stack:
@@ -56,7 +69,9 @@ class CommandServer:
             request = json.dumps([list(arguments), dict(env), str(cwd or Path.cwd())]).encode()
             socket.send_fds(connection, [request], [file.fileno() for file in files])
             code = int(connection.recv(64) or -signal.SIGKILL)
-            return subprocess.CompletedProcess(["orc", *arguments], code, _text(files[1]), _text(files[2]))
+            return subprocess.CompletedProcess(
+                ["orc", *arguments], code, _text(files[1]), _text(files[2])
+            )
 
 
 def run_orc(
@@ -67,7 +82,14 @@ def run_orc(
         return _server().run(arguments, env=env, cwd=cwd, stdin=stdin)
     fresh = [sys.executable, "-m", "orchestrator.cli", *arguments]
     return subprocess.run(
-        fresh, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        fresh,
+        env=env,
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_S,
+        check=False,
     )
 
 
@@ -96,7 +118,10 @@ def serve(path: str) -> None:
     gc.collect()
     gc.freeze()  # what is imported is looked through in no collection of a fork
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, selectors.DefaultSelector() as selector:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        selectors.DefaultSelector() as selector,
+    ):
         listener.bind(path)
         listener.listen()
         selector.register(listener, selectors.EVENT_READ)

@@ -11,11 +11,18 @@ from hypothesis import HealthCheck, settings
 SEED = 0
 pytest_plugins = ["tests.budget"]
 
-# `make test` draws the same cases everywhere; `make test-long` draws new ones (--hypothesis-profile=new) and prints
+# `make test` draws the same cases everywhere; `make test-long` draws new ones
+# (--hypothesis-profile=new) and prints
 # what repeats a failing one. No case fails because the machine is slow.
-settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
-    "new", deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "new",
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("same")
 

@@ -28,8 +28,14 @@ from tests.commands import COMMAND_S, CommandServer
 READY_S = 10.0
 DISK = "4G"  # as much as is written of it takes room
 # What a host's own /tmp must not hide, where the clone or its environment lies below /tmp.
-PROGRAMS = (Path(__file__).parents[1].resolve(), Path(sys.prefix).resolve(), Path(sys.executable).parent.absolute())
-INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); signal.sigwait([signal.SIGUSR2])"
+PROGRAMS = (
+    Path(__file__).parents[1].resolve(),
+    Path(sys.prefix).resolve(),
+    Path(sys.executable).parent.absolute(),
+)
+INIT = (
+    "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); signal.sigwait([signal.SIGUSR2])"
+)
 _numbers = itertools.count()
 
 
@@ -40,8 +46,14 @@ def why_not() -> str | None:
         return f"no {missing[0]} on this machine"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True)
-    return None if tried.returncode == 0 else f"namespaces are not permitted: {tried.stderr.decode().strip()}"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True
+    )
+    return (
+        None
+        if tried.returncode == 0
+        else f"namespaces are not permitted: {tried.stderr.decode().strip()}"
+    )
 
 
 @dataclass(slots=True)
@@ -71,7 +83,11 @@ class Host:
         ]
 
     def run(
-        self, *arguments: str, code: int | None = 0, stdin: str = "", env: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        code: int | None = 0,
+        stdin: str = "",
+        env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end. Fails the test where it ends with another exit code; None: with any."""
         ended = subprocess.run(
@@ -82,7 +98,12 @@ class Host:
             text=True,
             timeout=COMMAND_S,
         )
-        assert code is None or ended.returncode == code, (self.name, arguments, ended.stdout, ended.stderr)
+        assert code is None or ended.returncode == code, (
+            self.name,
+            arguments,
+            ended.stdout,
+            ended.stderr,
+        )
         return ended
 
     def orc(self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None) -> Any:
@@ -92,7 +113,9 @@ class Host:
             self.server = CommandServer(path, self.command(), {**_clean(), **self.env})
         variables = {**_clean(), **self.env, **(env or {})}
         if not self.server.can_run(variables):
-            ended = self.run(sys.executable, "-m", "orchestrator.cli", *arguments, "--json", code=code, env=env)
+            ended = self.run(
+                sys.executable, "-m", "orchestrator.cli", *arguments, "--json", code=code, env=env
+            )
             return ended.stderr if code else json.loads(ended.stdout)
         ended = self.server.run([*arguments, "--json"], env=variables)
         assert ended.returncode == code, (self.name, arguments, ended.stdout, ended.stderr)
@@ -144,7 +167,9 @@ def hosts(names: Sequence[str], *, own_disk: bool = False) -> Iterator[dict[str,
         _ip("addr", "add", f"{net}.254/24", "dev", bridge)  # the test reaches every host
         addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
         for number, name in enumerate(names, 1):
-            others = (f"{address} {other}\n" for other, address in addresses.items() if other != name)
+            others = (
+                f"{address} {other}\n" for other, address in addresses.items() if other != name
+            )
             loopback = f"127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian has it
             (shared / f"{name}.hosts").write_text(loopback + "".join(others))
             by_name[name] = _host(name, addresses[name], bridge, f"orc{mark}h{number}", shared)
@@ -184,16 +209,35 @@ def _host(name: str, address: str, bridge: str, interface: str, shared: Path) ->
         _ip("-n", interface, "link", "set", device, "up")
     ready = shared / f"{name}.ready"
     # The first process adopts every orphan; one that ignores SIGCHLD leaves no zombie of it.
-    covered = {Path("/tmp", path.relative_to("/tmp").parts[0]) for path in PROGRAMS if path.is_relative_to("/tmp")}
-    spared = [(folder, shared / f"{name}.spared{number}") for number, folder in enumerate(sorted(covered))]
-    aside = "".join(f"mkdir -p {spare} && mount --bind {folder} {spare} && " for folder, spare in spared)
-    back = "".join(f"mkdir -p {folder} && mount --bind {spare} {folder} && " for folder, spare in spared)
+    covered = {
+        Path("/tmp", path.relative_to("/tmp").parts[0])
+        for path in PROGRAMS
+        if path.is_relative_to("/tmp")
+    }
+    spared = [
+        (folder, shared / f"{name}.spared{number}") for number, folder in enumerate(sorted(covered))
+    ]
+    aside = "".join(
+        f"mkdir -p {spare} && mount --bind {folder} {spare} && " for folder, spare in spared
+    )
+    back = "".join(
+        f"mkdir -p {folder} && mount --bind {spare} {folder} && " for folder, spare in spared
+    )
     script = (
         f"hostname {name} && {aside}mount -t tmpfs tmpfs /tmp && {back}mount -t tmpfs tmpfs /dev/shm && "
         f"mount --bind {shared / f'{name}.hosts'} /etc/hosts && touch {ready} && "
         f"exec {sys.executable} -c '{INIT}'"
     )
-    spaces = ("unshare", "--mount", "--propagation=private", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+    spaces = (
+        "unshare",
+        "--mount",
+        "--propagation=private",
+        "--uts",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    )
     command = ["ip", "netns", "exec", interface, *spaces, "sh", "-c", script]
     init = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     for _ in range(int(READY_S / 0.05)):
@@ -214,7 +258,11 @@ def first_child(pid: int) -> int:
 
 
 def _clean() -> dict[str, str]:
-    return {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "RAY_", "XDG_"))}
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(("ORC_", "RAY_", "XDG_"))
+    }
 
 
 def _ip(*arguments: str, check: bool = True) -> None:

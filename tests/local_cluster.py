@@ -28,7 +28,13 @@ class LocalNodes:
         self.nodes = {
             name: LiveNode(
                 id=name,
-                launch=LaunchNode(name=name, address="127.0.0.1", device=node.device, devices=node.devices, cpus=CPUS),
+                launch=LaunchNode(
+                    name=name,
+                    address="127.0.0.1",
+                    device=node.device,
+                    devices=node.devices,
+                    cpus=CPUS,
+                ),
                 host_memory_bytes=node.host_memory,
                 rack=node.rack,
             )
@@ -64,9 +70,15 @@ class LocalGroup:
         return self._launchers[node].run_before(argv, env, workdir)
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
+        self,
+        ranks: Mapping[str, Sequence[RankStart]],
+        counts: Mapping[str, int],
+        workdir: str,
+        fence: Fence | None,
     ) -> list[LauncherStatus]:
-        return [self._launchers[node].start(ranks[node], workdir, counts[node], fence) for node in ranks]
+        return [
+            self._launchers[node].start(ranks[node], workdir, counts[node], fence) for node in ranks
+        ]
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         names = list(nodes)
@@ -91,7 +103,9 @@ class LocalLaunchers:
     def __init__(self) -> None:
         self._groups: dict[str, dict[str, Launcher]] = {}  # by the attempt's name
 
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LocalGroup | str:
+    def place(
+        self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
+    ) -> LocalGroup | str:
         folder = folders.attempt(attempt.number)
         self._groups[attempt.name] = {
             part.node: Launcher(
@@ -99,7 +113,12 @@ class LocalLaunchers:
                 str(folders.epoch),
                 attempt.number,
                 mark_of(folder, live[part.node].launch.name),
-                Watched(node=part.node, devices=part.devices, is_alone=len(attempt.placement) == 1),
+                Watched(
+                    node=part.node,
+                    devices=part.devices,
+                    is_alone=len(attempt.placement) == 1,
+                    driver=live[part.node].launch.device.kind.traits.driver,
+                ),
             )
             for part in attempt.placement
         }

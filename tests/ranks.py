@@ -17,7 +17,8 @@ from pathlib import Path
 
 IMPORTED = (
     "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # for every engine; it imports torch's compiler: 3 s
+    # for every engine; it imports torch's compiler: 3 s
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.distributed.checkpoint",
     "torch.utils.cpp_extension",
     "orchestrator.training.loop",
@@ -29,9 +30,11 @@ IMPORTED = (
 OF_ALL = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torchao asks for CUDA at its import, which would start it before the fork
+    # torchao asks for CUDA at its import, which would start it before the fork
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "MASTER_ADDR": "127.0.0.1",
-    # as launchers have it: another ninja than the one that compiled an extension would compile it again
+    # as launchers have it: another ninja than the one that compiled an extension would compile it
+    # again
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
 }
 
@@ -76,7 +79,12 @@ def start_ranks(module: str, arguments: Sequence[str], world_size: int) -> list[
     processes = [
         context.Process(
             target=_be,
-            args=(module, arguments, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, _Outputs()),
+            args=(
+                module,
+                arguments,
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                _Outputs(),
+            ),
             name=f"rank {rank} of {module}",
             daemon=True,
         )
@@ -114,7 +122,9 @@ def _server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _be(module: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: _Outputs) -> None:
+def _be(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: _Outputs
+) -> None:
     outputs.take()
     os.environ.clear()
     os.environ.update(environment)

@@ -15,7 +15,14 @@ PACKAGE_NODES_MAX = 545_000  # decided on 2026-11-29, when the package had 529,9
 DECISIONS_MAX = 10  # ruff's default of C901, which counts no expressions
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-STATEMENTS_THAT_DECIDE = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+STATEMENTS_THAT_DECIDE = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.match_case,
+)
 DECISIONS = (*STATEMENTS_THAT_DECIDE, ast.IfExp, ast.BoolOp)
 
 

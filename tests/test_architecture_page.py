@@ -18,7 +18,9 @@ OTHER_PROGRAMS = ("orc ", "py-spy ", "GET ")  # tests/test_docs.py has the comma
 PLACEHOLDER = re.compile(r"<[^>]*>")
 NAME = re.compile(r"\w[\w.-]*\w")
 PATH = re.compile(r"[\w./]+(?:\.py\b|/(?!\w))")
-CODE_IN_A_DRAWING = re.compile(r"\b\w*(?:_|[a-z][A-Z])\w*\b")  # `step_s`, `JobSpec`; else a word may be prose
+CODE_IN_A_DRAWING = re.compile(
+    r"\b\w*(?:_|[a-z][A-Z])\w*\b"
+)  # `step_s`, `JobSpec`; else a word may be prose
 HOME = "## What is on disk"
 
 
@@ -66,7 +68,9 @@ def unknown_names(page: str, names: set[str]) -> list[str]:
     for match in FENCE.finditer(page):
         paths = PATH.findall(match[4])
         unknown += [path for path in paths if not (PACKAGE / path).exists()]
-        unknown += [word for word in CODE_IN_A_DRAWING.findall(PATH.sub("", match[4])) if word not in names]
+        unknown += [
+            word for word in CODE_IN_A_DRAWING.findall(PATH.sub("", match[4])) if word not in names
+        ]
     return unknown
 
 

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from orchestrator.cli import main
-from orchestrator.service.server import lifecycle
+from orchestrator.service.client import lifecycle
 from orchestrator.specs.job.spec import job_json_schema
 from tests.commands import run_orc
 
@@ -122,26 +122,50 @@ REFUSED = {
     "run": (["run", "typo.yaml"], ["typo.yaml:2"]),
     "plan": (["plan", "typo.yaml"], ["typo.yaml:2"]),
     "plan of no script": (
-        ["plan", "lm.yaml", "--set", "model=null", "--set", "data={}", "--set", "command=python nowhere.py"],
+        [
+            "plan",
+            "lm.yaml",
+            "--set",
+            "model=null",
+            "--set",
+            "data={}",
+            "--set",
+            "command=python nowhere.py",
+        ],
         ["the script does not exist", "nowhere.py"],
     ),
     "missing file": (["submit", "nothing.yaml"], ["nothing.yaml: the file does not exist"]),
-    "bad override": (["submit", "lm.yaml", "--set", "training.max_step=3"], ["training.max_step", "max_steps"]),
+    "bad override": (
+        ["submit", "lm.yaml", "--set", "training.max_step=3"],
+        ["training.max_step", "max_steps"],
+    ),
     "bad cluster": (["up", "--cluster", "lm.yaml"], ["lm.yaml", "nodes", "required"]),
     "illegal plan": (
         ["estimate", "lm.yaml", "--set", "zero_stage=1", "--set", "pp=2"],
         ["zero_stage=1 with pp > 1", "reduces gradients once a step"],
     ),
-    "indivisible batch": (["estimate", "lm.yaml", "--set", "dp=2", "--set", "micro_batch=3"], ["divisor of"]),
+    "indivisible batch": (
+        ["estimate", "lm.yaml", "--set", "dp=2", "--set", "micro_batch=3"],
+        ["divisor of"],
+    ),
     "other global batch": (
         ["estimate", "lm.yaml", "--set", "gradient_accumulation_steps=3"],
         ["the global batch would change", "16 = 16 / (1 x 1)"],
     ),
-    "unknown setting": (["estimate", "lm.yaml", "--set", "zero_sage=2"], ["did you mean 'zero_stage'?"]),
-    "unknown word": (["estimate", "lm.yaml", "--set", "offload=cpu"], ["none, optimizer, parameters"]),
+    "unknown setting": (
+        ["estimate", "lm.yaml", "--set", "zero_sage=2"],
+        ["did you mean 'zero_stage'?"],
+    ),
+    "unknown word": (
+        ["estimate", "lm.yaml", "--set", "offload=cpu"],
+        ["none, optimizer, parameters"],
+    ),
     "too many devices": (["estimate", "lm.yaml", "--set", "dp=8"], ["at most 2"]),
     "rank that never is": (["rehearse", "lm.yaml", "--fail", "oom", "--rank", "2"], ["0 to 1"]),
-    "step that never is": (["rehearse", "lm.yaml", "--fail", "oom", "--step", "101"], ["max_steps=100"]),
+    "step that never is": (
+        ["rehearse", "lm.yaml", "--fail", "oom", "--step", "101"],
+        ["max_steps=100"],
+    ),
     "unknown fault": (["rehearse", "lm.yaml", "--fail", "flood"], ["flood", "preempt"]),
     "unknown command": (["sumbit", "lm.yaml"], ["sumbit"]),
 }
@@ -162,7 +186,15 @@ def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["queue"], ["show", "a"], ["explain", "a"], ["logs", "a"], ["cancel", "a"], ["submit", "lm.yaml"], ["down"]),
+        *(
+            ["queue"],
+            ["show", "a"],
+            ["explain", "a"],
+            ["logs", "a"],
+            ["cancel", "a"],
+            ["submit", "lm.yaml"],
+            ["down"],
+        ),
         ["calibrate", "--from-mlflow", "http://127.0.0.1:1"],
     ],
 )
@@ -173,24 +205,44 @@ def test_without_a_service_commands_say_how_to_start_it(shell: Shell, arguments:
 
 
 def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(shell: Shell) -> None:
-    shell.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    shell.write(
+        "wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512")
+    )
     answer = shell.ask("plan", "wide.yaml")
     assert answer.code == 0, answer
-    for phrase in ("→", "memory ends here: 256.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
+    for phrase in (
+        "→",
+        "memory ends here: 256.00 MiB",
+        "predicted",
+        "activations",
+        "█",
+        "Why the faster plans were",
+    ):
         assert phrase in answer.out, answer.out
-    for phrase in ("fits with > 99.9 %", "Bytes by moment", "● chosen", "· too big", "memory ends: 256.00 MiB"):
+    for phrase in (
+        "fits with > 99.9 %",
+        "Bytes by moment",
+        "● chosen",
+        "· too big",
+        "memory ends: 256.00 MiB",
+    ):
         assert phrase in answer.out, answer.out
 
 
-def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(shell: Shell) -> None:
+def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(
+    shell: Shell,
+) -> None:
     (shell.folder / "foreign.py").touch()
-    knobs = (
-        "knobs: {micro_batch_size: {flag: --b}, gradient_accumulation_steps: {flag: --a}, output_dir: {flag: --o}}\n"
-    )
+    flags = "micro_batch_size: {flag: --b}, gradient_accumulation_steps: {flag: --a}"
+    knobs = f"knobs: {{{flags}, output_dir: {{flag: --o}}}}\n"
     shell.write("foreign.yaml", SCRIPT.format(name="foreign").replace("size: 1", "size: 8") + knobs)
     answer = shell.ask("plan", "foreign.yaml")
     assert answer.code == 0, answer
-    for phrase in ("two short attempts", "1 gpu · dp1 · micro 1x8, ended after 2 optimizer steps", "`probe: never`"):
+    for phrase in (
+        "two short attempts",
+        "1 gpu · dp1 · micro 1x8, ended after 2 optimizer steps",
+        "`probe: never`",
+    ):
         assert phrase in answer.out, answer.out
     assert "→" not in answer.out, "nobody knows yet"
     unprobed = shell.ask("plan", "foreign.yaml", "--set", "probe=never").out
@@ -199,23 +251,32 @@ def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trai
 
 
 def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(shell: Shell) -> None:
-    shell.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    shell.write(
+        "wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512")
+    )
     data = shell.ask("plan", "wide.yaml", "--json").data
     faster, chosen = data["frontier"][: data["chosen"]], data["frontier"][data["chosen"]]
     assert faster
     assert all(
-        candidate["rejected"] and candidate["needed_bytes"] > candidate["capacity_bytes"] for candidate in faster
+        candidate["rejected"] and candidate["needed_bytes"] > candidate["capacity_bytes"]
+        for candidate in faster
     )
-    assert all(candidate["fit_probability"] < 0.99 <= chosen["fit_probability"] for candidate in faster)
+    assert all(
+        candidate["fit_probability"] < 0.99 <= chosen["fit_probability"] for candidate in faster
+    )
     assert chosen["rejected"] is None
     assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 256 * 2**20
 
 
-def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(shell: Shell) -> None:
+def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(
+    shell: Shell,
+) -> None:
     shell.write("huge.yaml", LLAMA_70B.replace("64, max: 512", "1, max: 2"))
     answer = shell.ask("plan", "huge.yaml")
     assert answer.code == 1
-    assert [phrase for phrase in ("no plan fits", "closest", "would fit") if phrase not in answer.out] == [], answer.out
+    assert [
+        phrase for phrase in ("no plan fits", "closest", "would fit") if phrase not in answer.out
+    ] == [], answer.out
 
 
 def test_estimate_derives_accumulation_from_the_global_batch(shell: Shell) -> None:
@@ -235,7 +296,12 @@ def test_plan_loads_none_of_the_heavy_packages(shell: Shell) -> None:
     )
     env = {**os.environ, "ORC_HOME": str(shell.home)}
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=shell.folder, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=shell.folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert ended.stderr.strip() == "set()"
 
@@ -246,11 +312,15 @@ def test_help_loads_nothing_that_only_commands_need() -> None:
         "try: main(['--help'])\n"
         "except SystemExit: print({'pydantic', 'yaml', 'httpx'} & set(sys.modules), file=sys.stderr)"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert ended.stderr.strip() == "set()"
 
 
-def test_doctor_leaves_a_home_alone_that_lets_jobs_of_other_users_through(shell: Shell, tmp_path: Path) -> None:
+def test_doctor_leaves_a_home_alone_that_lets_jobs_of_other_users_through(
+    shell: Shell, tmp_path: Path
+) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o711)
 
@@ -273,27 +343,50 @@ def test_schema_prints_json_schema(shell: Shell, noun: str) -> None:
 def test_doctor_answers_without_a_service_and_without_a_gpu(shell: Shell) -> None:
     answer = shell.ask("doctor", "--json")
     findings = {finding["subject"]: finding for finding in answer.data["findings"]}
-    assert {"nvml", "cuda", "ray", "mlflow", "disk", "shm", "service", "torch", "python", "home"} <= set(findings)
+    assert {
+        "nvml",
+        "cuda",
+        "ray",
+        "mlflow",
+        "disk",
+        "shm",
+        "service",
+        "torch",
+        "python",
+        "home",
+    } <= set(findings)
     assert answer.code == any(finding["verdict"] == "bad" for finding in findings.values())
     assert all(finding["to_do"] for finding in findings.values() if finding["verdict"] != "ok")
 
 
 @pytest.mark.parametrize("folder", ["", "missing", None])
-def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(shell: Shell, folder: str | None) -> None:
+def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(
+    shell: Shell, folder: str | None
+) -> None:
     device: dict[str, object] = {"name": "d", "memory": "1GiB", "bf16_tflops": 1, "fp32_tflops": 1}
     device |= {"memory_bandwidth": "1GB/s", "link_bandwidth": "1GB/s"}
     device |= {} if folder is None else {"nvme_folder": str(shell.folder / folder)}
-    cluster = {"name": "c", "nodes": [{"name": "n", "devices": 1, "device": device, "host_memory": "8GiB"}]}
+    cluster = {
+        "name": "c",
+        "nodes": [{"name": "n", "devices": 1, "device": device, "host_memory": "8GiB"}],
+    }
     lifecycle.prepare(shell.home)
     (shell.home / "cluster.yaml").write_text(json.dumps(cluster))
-    findings = [finding for finding in shell.ask("doctor", "--json").data["findings"] if finding["subject"] == "nvme"]
+    findings = [
+        finding
+        for finding in shell.ask("doctor", "--json").data["findings"]
+        if finding["subject"] == "nvme"
+    ]
     text = " ".join(finding["found"] + finding["to_do"] for finding in findings)
     if folder is None:
         assert findings == []
     elif folder == "missing":
         assert f"{shell.folder / folder} cannot be written to" in text
     else:  # the folder is there: tools are missing, or what has to be compiled, into the home's own extensions
-        assert "install" in text or f"TORCH_EXTENSIONS_DIR={shell.home / 'torch_extensions'} {sys.executable}" in text
+        assert (
+            "install" in text
+            or f"TORCH_EXTENSIONS_DIR={shell.home / 'torch_extensions'} {sys.executable}" in text
+        )
 
 
 def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
@@ -372,7 +465,9 @@ def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: Shell) -> Non
     assert answer.code == 1
     assert "ValueError: a bug of the user" in answer.err
     assert "user_error" in answer.out
-    failed = next(job["id"] for job in live.orc("queue", "--json").data["jobs"] if job["status"] == "failed")
+    failed = next(
+        job["id"] for job in live.orc("queue", "--json").data["jobs"] if job["status"] == "failed"
+    )
     (case,) = yaml.safe_load(live.orc("diagnose", failed, "--should-be", "startup").out)
     assert (case["expect"], case["exit"]) == ("startup", 1)
     assert "ValueError: a bug of the user" in case["text"]
@@ -397,10 +492,15 @@ def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(li
     assert live.orc("show", job_id, "--json").data["status"] == "cancelled"
 
 
-def test_cards_stand_for_a_cluster_file_and_two_ways_to_say_the_hardware_are_refused(shell: Shell) -> None:
+def test_cards_stand_for_a_cluster_file_and_two_ways_to_say_the_hardware_are_refused(
+    shell: Shell,
+) -> None:
     there = {
         (answer.data["device"], answer.data["devices"])
-        for answer in (shell.ask("plan", "lm.yaml", "--gpu", text, "--json") for text in ("2xrtx3090", "2 x RTX 3090"))
+        for answer in (
+            shell.ask("plan", "lm.yaml", "--gpu", text, "--json")
+            for text in ("2xrtx3090", "2 x RTX 3090")
+        )
     }
     assert there == {("rtx3090-24gb", 2)}
     refused = shell.ask("plan", "lm.yaml", "--gpu", "a100")
@@ -412,8 +512,15 @@ def test_cards_stand_for_a_cluster_file_and_two_ways_to_say_the_hardware_are_ref
 
 
 @pytest.mark.long
-def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answers(shell: Shell) -> None:
-    heavy = ("--set", "model.decoder.hidden_size=4096", "--set", "model.decoder.num_hidden_layers=64")
+def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answers(
+    shell: Shell,
+) -> None:
+    heavy = (
+        "--set",
+        "model.decoder.hidden_size=4096",
+        "--set",
+        "model.decoder.num_hidden_layers=64",
+    )
     rows = shell.ask("fit", "lm.yaml", *heavy, "--json").data["rows"]
     assert {row["way"] for row in rows} == {"as written"}
     sizes = [row["memory_bytes"] for row in rows]
@@ -430,15 +537,24 @@ def test_fit_names_the_fewest_cards_with_a_plan_and_each_row_is_what_plan_answer
 
 
 @pytest.mark.long
-def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_assumed(shell: Shell) -> None:
-    sizes = {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+def test_fit_of_a_model_shows_all_weights_adapters_and_4_bits_and_says_what_it_assumed(
+    shell: Shell,
+) -> None:
+    sizes = {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+    }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
     folder = shell.folder / "tiny-llama"
     folder.mkdir()
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
     (folder / "config.json").write_text(json.dumps(config))
     rows = shell.ask("fit", f"hf:{folder}", "--json").data["rows"]
-    least = {(row["device"], row["way"]): row["needed_bytes"] for row in rows if row["devices"] == 1}
+    least = {
+        (row["device"], row["way"]): row["needed_bytes"] for row in rows if row["devices"] == 1
+    }
     card = "rtx3070-8gb"
     assert least[card, "adapters"] < least[card, "full"] <= 7.78 * 2**30
     output = shell.ask("fit", f"hf:{folder}", "--set", "data.sequence_length=512").out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.server import lifecycle
+from orchestrator.service.client import lifecycle
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
@@ -46,7 +46,9 @@ def curve(attempt: AttemptFolder) -> dict[int, float]:
 @pytest.mark.long
 @pytest.mark.timeout(900)  # 100 s on two idle cores, 206 s on slower ones, over 280 s on busy ones
 def test_a_degraded_restart_leaves_every_loss_where_it_was(home: Path, tmp_path: Path) -> None:
-    attempts = sorted((home / "jobs").glob("wrong-profile-*/attempts/*"), key=lambda path: int(path.name))
+    attempts = sorted(
+        (home / "jobs").glob("wrong-profile-*/attempts/*"), key=lambda path: int(path.name)
+    )
     curves = [curve(AttemptFolder(path)) for path in attempts]
     assert len(curves) > 1
     assert max(curves[0]) < STEPS, "the first attempt ran out of memory"

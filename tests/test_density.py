@@ -50,8 +50,14 @@ def test_the_package_becomes_no_denser(package: Counts, kind: str) -> None:
     [
         ("x = 1 if y else 2", {"statements": 1, "conditional_expressions": 1}),
         ("x = [y for y in z if y]", {"statements": 1, "comprehensions": 1}),
-        ("x = [y for z in w for y in z]", {"statements": 1, "comprehensions": 1, "nested_comprehensions": 1}),
-        ("x = {y: f(z for z in y) for y in w}", {"statements": 1, "comprehensions": 2, "nested_comprehensions": 1}),
+        (
+            "x = [y for z in w for y in z]",
+            {"statements": 1, "comprehensions": 1, "nested_comprehensions": 1},
+        ),
+        (
+            "x = {y: f(z for z in y) for y in w}",
+            {"statements": 1, "comprehensions": 2, "nested_comprehensions": 1},
+        ),
         ("def f():\n" + "    a and b\n" * 11, {"statements": 12, "complex_functions": 1}),
         ("def f():\n" + "    a and b\n" * 10, {"statements": 11}),
         ("def f():\n" + "    def g():\n        a or b\n" * 11, {"statements": 23}),

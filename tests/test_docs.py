@@ -39,7 +39,13 @@ from orchestrator.specs.settings import settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *(ROOT / "docs").rglob("*.md")])
-DEMO = ("fits", "wrong_profile", "foreign", "bug", "never_fits")  # in this order: the docs name their ids
+DEMO = (
+    "fits",
+    "wrong_profile",
+    "foreign",
+    "bug",
+    "never_fits",
+)  # in this order: the docs name their ids
 ANY_EXIT = ("doctor",)  # 1 where the machine lacks something
 ORC = (sys.executable, "-m", "orchestrator.cli")
 COMMAND_TIMEOUT_S = 280
@@ -124,7 +130,9 @@ def dead_links(page: Path, text: str) -> list[str]:
         elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
             dead.append(f"{link}: there is no such heading")
         elif (ROOT / "docs") in page.parents and (ROOT / "docs") not in target.parents:
-            dead.append(f"{link}: the site has only what is in docs/; name the file in `code` instead")
+            dead.append(
+                f"{link}: the site has only what is in docs/; name the file in `code` instead"
+            )
     return dead
 
 
@@ -141,11 +149,15 @@ def test_a_dead_link_and_a_dead_anchor_are_found() -> None:
 
 # ------------------------------------------------------------------------------------------------------- yaml blocks
 
-JOB_KEYS, CLUSTER_KEYS = (set(schema()["properties"]) for schema in (job_json_schema, cluster_json_schema))
+JOB_KEYS, CLUSTER_KEYS = (
+    set(schema()["properties"]) for schema in (job_json_schema, cluster_json_schema)
+)
 FRAGMENT_OF_A_JOB = {"name": "fragment", "global_batch_size": 8}
 FRAGMENT_OF_A_CLUSTER = {
     "name": "fragment",
-    "nodes": [{"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}],
+    "nodes": [
+        {"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}
+    ],
 }
 
 
@@ -155,7 +167,11 @@ def read_as_what_it_is(text: str) -> str:
     Manifests of Kubernetes, lists of `orc simulate` and Prometheus' settings have other readers.
     """
     data = yaml.safe_load(text)
-    if not isinstance(data, dict) or {"apiVersion", "kind"} <= set(data) or {"jobs", "scrape_configs"} & set(data):
+    if (
+        not isinstance(data, dict)
+        or {"apiVersion", "kind"} <= set(data)
+        or {"jobs", "scrape_configs"} & set(data)
+    ):
         return "other"
     keys = set(data)
     if "nodes" in keys or (keys & CLUSTER_KEYS and len(keys & CLUSTER_KEYS) > len(keys & JOB_KEYS)):
@@ -173,8 +189,14 @@ def _with_what_is_missing(text: str, data: Mapping[str, Any]) -> str:
     of_a_model = bool({"training", "data"} & set(data)) and "command" not in data
     base: dict[str, Any] = dict(FRAGMENT_OF_A_JOB)
     if "model" not in data and "command" not in data:
-        fields = " ".join(f"{{{name}}}" for name in (data["array"] if isinstance(data.get("array"), dict) else ()))
-        base |= {"model": {"factory": "model.py:build"}} if of_a_model else {"command": f"python train.py {fields}"}
+        fields = " ".join(
+            f"{{{name}}}" for name in (data["array"] if isinstance(data.get("array"), dict) else ())
+        )
+        base |= (
+            {"model": {"factory": "model.py:build"}}
+            if of_a_model
+            else {"command": f"python train.py {fields}"}
+        )
     if "guarantee" in data:
         base |= {"steps": 1000, "gpus": {"min": 1, "max": 8}}
     base = {name: value for name, value in base.items() if name not in data}
@@ -189,7 +211,9 @@ def test_every_yaml_block_is_read_by_the_parser(block: Block) -> None:
     assert read_as_what_it_is(block.text)
 
 
-@pytest.mark.parametrize("text", ["name: a\nglobal_batch_size: 1\ncommand: x\nprioriti: 1\n", "gpu: 4\n", "node: 1\n"])
+@pytest.mark.parametrize(
+    "text", ["name: a\nglobal_batch_size: 1\ncommand: x\nprioriti: 1\n", "gpu: 4\n", "node: 1\n"]
+)
 def test_a_wrong_key_in_a_block_is_found(text: str) -> None:
     with pytest.raises(ValueError, match="unknown key"):
         read_as_what_it_is(text)
@@ -234,7 +258,9 @@ IN_PROSE = [
     for match in INLINE_CODE.finditer(prose_of(page))
     if re.match(r"(\S*/)?orc ", match[1])
     for shown in commands_of(
-        f"{page.relative_to(ROOT)}:{prose_of(page).count(chr(10), 0, match.start()) + 1}", match[1], prompted=False
+        f"{page.relative_to(ROOT)}:{prose_of(page).count(chr(10), 0, match.start()) + 1}",
+        match[1],
+        prompted=False,
     )
 ]
 
@@ -248,9 +274,11 @@ def why_unknown(command_line: tuple[str, ...]) -> str | None:
     name, arguments = "", list(command_line[1:])
     while isinstance(command, TyperGroup) and arguments:
         if arguments[0].startswith("-"):
-            taken = {word: 1 if option.is_flag else 2 for option in command.params for word in option.opts} | {
-                "--help": 1
-            }
+            taken = {
+                word: 1 if option.is_flag else 2
+                for option in command.params
+                for word in option.opts
+            } | {"--help": 1}
             if arguments[0] not in taken:
                 return f"orc has no option {arguments[0]}"
             del arguments[: taken[arguments[0]]]
@@ -274,13 +302,28 @@ def why_unknown(command_line: tuple[str, ...]) -> str | None:
 
 def test_every_command_line_that_is_shown_is_one_of_the_cli() -> None:
     assert len(IN_BLOCKS) + len(IN_PROSE) > 20
-    orc_commands = [shown for shown in (*IN_BLOCKS, *IN_PROSE) if shown.command[0] == "orc" and len(shown.command) > 1]
-    wrong = [f"{shown.where}: {reason}" for shown in orc_commands if (reason := why_unknown(shown.command))]
+    orc_commands = [
+        shown
+        for shown in (*IN_BLOCKS, *IN_PROSE)
+        if shown.command[0] == "orc" and len(shown.command) > 1
+    ]
+    wrong = [
+        f"{shown.where}: {reason}"
+        for shown in orc_commands
+        if (reason := why_unknown(shown.command))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
-    "line", ["orc shwo a", "orc up --rays HEAD:6379", "orc queue --ended many", "orc drain a b", "orc --versions"]
+    "line",
+    [
+        "orc shwo a",
+        "orc up --rays HEAD:6379",
+        "orc queue --ended many",
+        "orc drain a b",
+        "orc --versions",
+    ],
 )
 def test_a_wrong_command_or_option_is_found(line: str) -> None:
     assert why_unknown(tuple(line.split()))
@@ -332,7 +375,9 @@ class Reader:
             main(arguments)
         return Answer(code=int(ended.value.code or 0), out=out.getvalue(), err=err.getvalue())
 
-    def submitted_and_cancelled(self, arguments: tuple[str, ...], command: str = "submit") -> Answer:
+    def submitted_and_cancelled(
+        self, arguments: tuple[str, ...], command: str = "submit"
+    ) -> Answer:
         """The answer to `orc submit` of what would be run, which is then taken back."""
         answer = self.ask(command, *arguments)
         for job_id in answer.out.split():
@@ -376,7 +421,8 @@ READERS_FILES = {
     "train.sbatch": "#!/bin/sh\n#SBATCH --gres=gpu:1\npython train.py --batch-size 8\n",
     **dict.fromkeys(("shared.yaml", "cluster.yaml"), OWN_CLUSTER),
 }
-# What a page names and no test has -> what the reader has in its place. Nothing answers at the addresses.
+# What a page names and no test has -> what the reader has in its place. Nothing answers at the
+# addresses.
 STAND_INS = {
     "JOB": "fits-1",
     "JOB.yaml": "job.yaml",
@@ -404,7 +450,11 @@ def stood_in(shown: Shown) -> Shown:
 
 def is_parsed_only(shown: Shown) -> bool:
     """Return whether a command names a thing that no test has: another cluster, a file of the reader's."""
-    return not shown.prompted or any(map(PLACEHOLDER.fullmatch, shown.command)) or "--ray" in shown.command
+    return (
+        not shown.prompted
+        or any(map(PLACEHOLDER.fullmatch, shown.command))
+        or "--ray" in shown.command
+    )
 
 
 def is_of_a_reader(shown: Shown) -> bool:
@@ -416,8 +466,12 @@ def distinct(every: list[Shown]) -> list[Shown]:
 
 
 TRAINS = ("run", "rehearse", "compare")
-TO_RUN = distinct([shown for shown in IN_BLOCKS if is_of_a_reader(shown) and not is_parsed_only(shown)])
-TRAINING = [shown for shown in TO_RUN if shown.command[:1] == ("orc",) and shown.command[1] in TRAINS]
+TO_RUN = distinct(
+    [shown for shown in IN_BLOCKS if is_of_a_reader(shown) and not is_parsed_only(shown)]
+)
+TRAINING = [
+    shown for shown in TO_RUN if shown.command[:1] == ("orc",) and shown.command[1] in TRAINS
+]
 
 
 def perform(reader: Reader, shown: Shown, *, trains: bool) -> Answer:
@@ -432,7 +486,9 @@ def perform(reader: Reader, shown: Shown, *, trains: bool) -> Answer:
     if arguments[0] == "retry":
         return reader.submitted_and_cancelled(tuple(arguments[1:]), "retry")
     if arguments[0] == "submit" or (arguments[0] in TRAINS and not trains):
-        line = re.sub(r" --(fail|rank|step|strategies|steps|picture) \S+", "", shlex.join(arguments[1:]))
+        line = re.sub(
+            r" --(fail|rank|step|strategies|steps|picture) \S+", "", shlex.join(arguments[1:])
+        )
         return reader.submitted_and_cancelled(tuple(shlex.split(line)))
     if arguments[0] in ("up", "down", *TRAINS):
         return reader.spawn(*ORC, *arguments)
@@ -469,7 +525,9 @@ def test_every_command_whose_names_are_the_readers_runs_with_stand_ins(
     reader: Reader, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """None is refused as typed wrong, and none ends in a traceback. The world may refuse: nothing answers elsewhere."""
-    shown_commands = distinct([shown for shown in IN_BLOCKS if shown.command[0] == "orc" and is_parsed_only(shown)])
+    shown_commands = distinct(
+        [shown for shown in IN_BLOCKS if shown.command[0] == "orc" and is_parsed_only(shown)]
+    )
     assert len(shown_commands) > 30
     wrong = []
     for shown in shown_commands:
@@ -481,8 +539,13 @@ def test_every_command_whose_names_are_the_readers_runs_with_stand_ins(
         with capsys.disabled():
             print(f"\n{answer.code} {shown.where}: {shown.text} {answer.err.strip()[:120]}", end="")
         may_refuse = shown.command[1] in OF_OTHERS
-        if answer.code not in ((0, 1, 2) if may_refuse else (0, 1)) or "Traceback (most recent" in answer.err:
-            wrong.append(f"{shown.where}: {shown.text}\n  exit code {answer.code}: {answer.err[-800:]}")
+        if (
+            answer.code not in ((0, 1, 2) if may_refuse else (0, 1))
+            or "Traceback (most recent" in answer.err
+        ):
+            wrong.append(
+                f"{shown.where}: {shown.text}\n  exit code {answer.code}: {answer.err[-800:]}"
+            )
     assert not wrong, "\n".join(wrong)
 
 
@@ -501,10 +564,19 @@ def test_every_command_and_option_has_a_help_text_of_short_sentences() -> None:
     texts = {}
     for name, function in generate.commands(app):
         texts[name] = (function.__doc__ or "").partition("\n")[0]
-        texts |= {f"{name} {option}": info.help or "" for option, _, info, _ in generate.parameters(function)}
-    sentences = [(where, sentence) for where, text in texts.items() for sentence in re.split(r"(?<=\.) ", text)]
+        texts |= {
+            f"{name} {option}": info.help or ""
+            for option, _, info, _ in generate.parameters(function)
+        }
+    sentences = [
+        (where, sentence)
+        for where, text in texts.items()
+        for sentence in re.split(r"(?<=\.) ", text)
+    ]
     assert [
-        (where, sentence) for where, sentence in sentences if not sentence.endswith(".") or len(sentence.split()) >= 25
+        (where, sentence)
+        for where, sentence in sentences
+        if not sentence.endswith(".") or len(sentence.split()) >= 25
     ] == []
 
 
@@ -515,7 +587,11 @@ def test_the_generated_reference_is_up_to_date(path: Path) -> None:
 
 def test_each_failure_kind_has_a_row_with_its_budget() -> None:
     text = (ROOT / "docs/reference/failures-and-retries.md").read_text()
-    rows = {cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in text.splitlines()) if cells}
+    rows = {
+        cells[0]: cells
+        for cells in (line.strip("| ").split(" | ") for line in text.splitlines())
+        if cells
+    }
     defaults = Retries()
     for kind in FailureKind:
         budget = kind.restart and kind.restart.budget
@@ -537,8 +613,14 @@ def names_recorded(path: Path) -> Iterator[str]:
         into = target.value if isinstance(target, ast.Subscript) else target
         if not isinstance(into, ast.Name) or into.id not in ("tags", "params", "metrics", "flat"):
             continue
-        keys = [target.slice] if isinstance(target, ast.Subscript) else getattr(node.value, "keys", [])
-        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+        keys = (
+            [target.slice] if isinstance(target, ast.Subscript) else getattr(node.value, "keys", [])
+        )
+        yield from (
+            key.value
+            for key in keys
+            if isinstance(key, ast.Constant) and isinstance(key.value, str)
+        )
 
 
 def test_the_page_of_mlflow_names_all_that_is_recorded() -> None:
@@ -569,7 +651,11 @@ def test_every_change_that_the_docs_show_applies_to_this_tree(block: Block) -> N
 def test_every_test_that_the_page_of_security_names_is_there() -> None:
     page = (ROOT / "docs/security.md").read_text()
     promised = page[page.index("## Promised") : page.index("## Not promised")]
-    rows = [row for row in promised.splitlines() if row.startswith("| ") and row != "| promise | tests |"]
+    rows = [
+        row
+        for row in promised.splitlines()
+        if row.startswith("| ") and row != "| promise | tests |"
+    ]
     named = {row: re.findall(r"`([\w/]+\.py)::(test_\w+)`", row) for row in rows}
     assert len(rows) > 30
     assert not [row for row, tests in named.items() if not tests], "a promise without a test"
@@ -589,7 +675,9 @@ def test_the_support_matrix_has_the_versions_of_the_package() -> None:
         assert f"| {package} | `{named[package]}` |" in text
 
 
-def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
+    tmp_path: Path,
+) -> None:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT,
@@ -602,12 +690,15 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
     pages = [page.read_text() for page in (tmp_path / "site").rglob("*.html")]
     assert len(pages) >= len(list((ROOT / "docs").rglob("*.md")))
     loaded = {
-        url for page in pages for url in re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page)
+        url
+        for page in pages
+        for url in re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page)
     }
     assert loaded == set()
 
 
-CHINESE = {  # page -> the English page that it follows, and how many headings of its own it ends with
+# page -> the English page that it follows, and how many headings of its own it ends with
+CHINESE = {
     "README.md": ("README.md", 0),
     "quickstart.md": ("docs/quickstart.md", 1),
     "debug-oom.md": ("docs/guides/debug-oom.md", 1),

@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client
+from orchestrator.service.intake.intake import read_job
 from tests.test_survival import until
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 400.0  # for all of STEPS, on a busy machine
 STEPS = 260
-TOLERANCE = 5e-5  # of the loss, fp32: sums in another order, over STEPS (1.1e-5 seen at step 218, 2026-11-23)
+# of the loss, fp32: sums in another order, over STEPS (1.1e-5 seen at step 218, 2026-11-23)
+TOLERANCE = 5e-5
 MODEL = """
 global_batch_size: 16
 model:
@@ -39,7 +40,9 @@ class Night:
         self.folder, self.home = folder, folder / "home"
         (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
         cluster = folder / "cluster.yaml"
-        cluster.write_text((ROOT / "clusters" / "two-virtual-devices.yaml").read_text() + "launch_cost: 2s\n")
+        cluster.write_text(
+            (ROOT / "clusters" / "two-virtual-devices.yaml").read_text() + "launch_cost: 2s\n"
+        )
         lifecycle.start(self.home, cluster, None)
         self.client = Client(self.home)
 
@@ -56,7 +59,11 @@ class Night:
         until(lambda: len(self.losses(job_id, number)) > 2, f"attempt {number} of {job_id}")
 
     def ends(self, job_id: str) -> Job:
-        until(lambda: self.job(job_id)["status"] not in ("queued", "running"), f"the end of {job_id}", PATIENCE_S)
+        until(
+            lambda: self.job(job_id)["status"] not in ("queued", "running"),
+            f"the end of {job_id}",
+            PATIENCE_S,
+        )
         return self.job(job_id)
 
     def losses(self, job_id: str, number: int) -> dict[int, float]:
@@ -93,7 +100,9 @@ def test_a_job_that_grows_and_makes_way_trains_as_if_nobody_had_moved_it(night: 
     assert any(f"make way for {short}" in reason for reason in why[2:]), why
 
     curves = [night.losses(moving, number) for number in range(1, len(why) + 1)]
-    assert [step for curve in curves for step in curve] == list(range(1, STEPS + 1)), "lost, or made twice"
+    assert [step for curve in curves for step in curve] == list(range(1, STEPS + 1)), (
+        "lost, or made twice"
+    )
     alone = night.submit("alone", "1", STEPS)
     assert night.ends(alone)["status"] == "succeeded"
     moved = {step: loss for curve in curves for step, loss in curve.items()}

@@ -21,7 +21,8 @@ from tests.test_cli import Answer, Shell
 SCRIPT = "name: own\ngpus: 1\nglobal_batch_size: 8\ncommand: python train.py\nsteps: 20\nspeeds: {1: 1s}\n"
 TRAIN = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--batch-size', type=int, default=8)\n"
 NIGHT = "jobs:\n  - {file: own.yaml}\n  - {at: 10min, file: own.yaml}\n"
-# Command -> (arguments, exit code) in a home without a service, where nothing is started: 1 is a refusal by the world,
+# Command -> (arguments, exit code) in a home without a service, where nothing is started: 1 is a
+# refusal by the world,
 # 2 one of what was typed. A command that would start a service or a training meets a missing file.
 FORMS = {
     "up": ("--cluster missing.yaml", 2),
@@ -97,7 +98,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 def ask(desk: Shell, *arguments: str) -> Answer:
     """Run a command without a terminal, a browser and a service; the answer is no traceback, and a documented code."""
-    with mock.patch.object(sys, "stdin", io.StringIO()), mock.patch.dict(os.environ, {"BROWSER": "true"}):
+    with (
+        mock.patch.object(sys, "stdin", io.StringIO()),
+        mock.patch.dict(os.environ, {"BROWSER": "true"}),
+    ):
         answer = desk.ask(*arguments)
     assert answer.code in (0, 1, 2), (arguments, answer)
     assert "Traceback (most recent" not in answer.err, (arguments, answer)

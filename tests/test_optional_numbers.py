@@ -28,15 +28,25 @@ def fields(trees: Iterable[ast.AST]) -> set[str]:
     optional, other = set[str](), set[str]()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):
-            pairs = [(part.target, part.annotation) for part in node.body if isinstance(part, ast.AnnAssign)]
-            names = [(target.id, annotation) for target, annotation in pairs if isinstance(target, ast.Name)]
+            pairs = [
+                (part.target, part.annotation)
+                for part in node.body
+                if isinstance(part, ast.AnnAssign)
+            ]
+            names = [
+                (target.id, annotation)
+                for target, annotation in pairs
+                if isinstance(target, ast.Name)
+            ]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names = [(f"{node.name}()", node.returns)] if node.returns is not None else []
         else:
             continue
         for name, annotation in names:
             is_number = ast.unparse(annotation) in NUMBERS
-            (optional if is_optional_number(annotation) else set() if is_number else other).add(name)
+            (optional if is_optional_number(annotation) else set() if is_number else other).add(
+                name
+            )
     return optional - other
 
 
@@ -49,8 +59,15 @@ def findings(path: str, source: str, optional: set[str]) -> list[str]:
         for node in ast.walk(scope):
             if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
                 pairs = zip(node.values, node.values[1:], strict=False)
-                numbers = [left for left, right in pairs if _is_optional(left, names, optional) and not _is_zero(right)]
-                breaches |= {f"{path}:{node.lineno} {ast.unparse(number)} or ...: 0 counts" for number in numbers}
+                numbers = [
+                    left
+                    for left, right in pairs
+                    if _is_optional(left, names, optional) and not _is_zero(right)
+                ]
+                breaches |= {
+                    f"{path}:{node.lineno} {ast.unparse(number)} or ...: 0 counts"
+                    for number in numbers
+                }
     return sorted(breaches)
 
 
@@ -104,9 +121,16 @@ def _is_optional(value: ast.expr, names: set[str], optional: set[str]) -> bool:
 
 
 def test_no_module_takes_zero_for_nothing() -> None:
-    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "orchestrator").rglob("*.py")}
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for path in (ROOT / "orchestrator").rglob("*.py")
+    }
     optional = fields(map(ast.parse, sources.values()))
-    breaches = [line for path, source in sorted(sources.items()) for line in findings(path, source, optional)]
+    breaches = [
+        line
+        for path, source in sorted(sources.items())
+        for line in findings(path, source, optional)
+    ]
     assert breaches == []
 
 

@@ -53,7 +53,11 @@ class Installed:
 
     def run(self, program: str, *arguments: str, code: int = 0) -> str:
         """Run a program of the environment; return its output and fail on another exit code."""
-        env = {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "PYTHON", "VIRTUAL_"))}
+        env = {
+            name: text
+            for name, text in os.environ.items()
+            if not name.startswith(("ORC_", "PYTHON", "VIRTUAL_"))
+        }
         ended = subprocess.run(
             [str(self.folder / ENVIRONMENT / "bin" / program), *arguments],
             cwd=self.folder,
@@ -75,10 +79,20 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy: a build leaves folders beside its source, and takes what an earlier one left."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "orchestrator", source / "orchestrator", ignore=shutil.ignore_patterns(CACHE))
+    shutil.copytree(
+        ROOT / "orchestrator", source / "orchestrator", ignore=shutil.ignore_patterns(CACHE)
+    )
     for name in BUILT_FROM:
         shutil.copy(ROOT / name, source)
-    built = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    built = [
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(source),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *built], check=True, timeout=COMMAND_S)
     return next(folder.glob("*.whl"))
 
@@ -89,9 +103,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     installed = Installed(folder=tmp_path_factory.mktemp("installed"))
     environment = installed.folder / ENVIRONMENT
     venv.create(environment)
-    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(environment / "bin" / "python"),
+        "install",
+        "--quiet",
+    ]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=COMMAND_S)
-    # After the installation, which would else find this environment's orchestrator. Python reads no .pth file of a
+    # After the installation, which would else find this environment's orchestrator. Python reads no
+    # .pth file of a
     # folder that a .pth file names: what is installed here as editable is not seen there.
     dependencies = [entry for entry in sys.path if Path(entry).name == "site-packages"]
     (site_packages(environment) / "dependencies.pth").write_text("\n".join(dependencies))
@@ -105,13 +128,19 @@ def site_packages(environment: Path) -> Path:
 
 
 def test_every_file_of_the_package_is_in_the_wheel_and_no_other(wheel: Path) -> None:
-    files = {path for path in (ROOT / "orchestrator").rglob("*") if path.is_file() and path.parent.name != CACHE}
+    files = {
+        path
+        for path in (ROOT / "orchestrator").rglob("*")
+        if path.is_file() and path.parent.name != CACHE
+    }
     with ZipFile(wheel) as archive:
         carried = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert carried == {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_what_is_installed_is_found_in_its_environment_and_the_repository_nowhere(installed: Installed) -> None:
+def test_what_is_installed_is_found_in_its_environment_and_the_repository_nowhere(
+    installed: Installed,
+) -> None:
     code = "import orchestrator; from importlib.util import find_spec; print(orchestrator.__file__, find_spec('jobs'))"
     path = site_packages(installed.folder / ENVIRONMENT) / "orchestrator" / "__init__.py"
     assert installed.run("python", "-c", code).split() == [str(path), "None"]
@@ -122,10 +151,14 @@ def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
     assert installed.run("orc", "--version") == f"orc {VERSION}\n"
 
 
-def test_a_simulation_names_no_commit_of_a_repository_that_the_environment_lies_in(installed: Installed) -> None:
+def test_a_simulation_names_no_commit_of_a_repository_that_the_environment_lies_in(
+    installed: Installed,
+) -> None:
     author = ("-c", "user.name=a", "-c", "user.email=a@b")
     for command in (["init"], [*author, "commit", "--allow-empty", "--message", "theirs"]):
-        subprocess.run(["git", *command], cwd=installed.folder, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            ["git", *command], cwd=installed.folder, check=True, capture_output=True, timeout=60
+        )
     (installed.folder / "one.yaml").write_text(ONE_JOB)
     (installed.folder / "list.yaml").write_text("jobs: [{file: one.yaml}]\n")
     assert installed.orc("simulate", "list.yaml")["commit"] == ""
@@ -142,16 +175,24 @@ def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed
     assert HTTP.get(f"{service}/healthz").json() == {"status": "ok"}
     assert "Sign in" in HTTP.get(f"{service}/ui/queue", follow_redirects=True).text
     assert "htmx" in HTTP.get(f"{service}/ui/static/htmx.min.js").text
-    ids = installed.orc("submit", *(f"night/{name}" for name in NIGHT), code=1)["ids"]  # one is refused
+    ids = installed.orc("submit", *(f"night/{name}" for name in NIGHT), code=1)[
+        "ids"
+    ]  # one is refused
     for job_id in ids:
         installed.run("orc", "logs", job_id, "--follow")  # ends with the job
     shown = [installed.orc("show", job_id) for job_id in ids]
     ended = [(job["status"], [attempt["outcome"] for attempt in job["attempts"]]) for job in shown]
     assert dict(zip(NIGHT, ended, strict=True)) == NIGHT
 
-    uri, signed = up["trackers"]["mlflow"], {"Authorization": f"Bearer {(installed.home / 'token').read_text()}"}
+    uri, signed = (
+        up["trackers"]["mlflow"],
+        {"Authorization": f"Bearer {(installed.home / 'token').read_text()}"},
+    )
     assert HTTP.get(f"{uri}/", headers=signed).headers["content-type"].startswith("text/html")
-    records = {*ids, *(f"{job['id']}-{attempt['number']}" for job in shown for attempt in job["attempts"])}
+    records = {
+        *ids,
+        *(f"{job['id']}-{attempt['number']}" for job in shown for attempt in job["attempts"]),
+    }
     until(lambda: recorded(uri, signed) == records, f"MLflow's runs of {records}", RECORDED_S)
     with closing(sqlite3.connect(installed.home / "journal.sqlite")) as journal:
         assert journal.execute("SELECT version_num FROM alembic_version").fetchall() == [(SCHEMA,)]
@@ -161,9 +202,14 @@ def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed
 def recorded(uri: str, signed: dict[str, str]) -> set[str]:
     """The names of the runs that MLflow shows as ended."""
     api = f"{uri}/api/2.0/mlflow"
-    experiment = HTTP.get(f"{api}/experiments/get-by-name", params={"experiment_name": "orchestrator"}, headers=signed)
+    experiment = HTTP.get(
+        f"{api}/experiments/get-by-name", params={"experiment_name": "orchestrator"}, headers=signed
+    )
     if experiment.is_error:
         return set()
-    query = {"experiment_ids": [experiment.json()["experiment"]["experiment_id"]], "max_results": 100}
+    query = {
+        "experiment_ids": [experiment.json()["experiment"]["experiment_id"]],
+        "max_results": 100,
+    }
     runs = HTTP.post(f"{api}/runs/search", json=query, headers=signed).json().get("runs", [])
     return {run["info"]["run_name"] for run in runs if "end_time" in run["info"]}

@@ -18,7 +18,9 @@ WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 
 def read_yaml(path: Path) -> Any:
-    return yaml.load(path.read_text(), yaml.BaseLoader)  # all texts: `on` is a key, and 3.10 is no 3.1
+    return yaml.load(
+        path.read_text(), yaml.BaseLoader
+    )  # all texts: `on` is a key, and 3.10 is no 3.1
 
 
 def test_the_page_of_public_names_has_each_place_whose_names_are_held() -> None:
@@ -39,7 +41,11 @@ def test_a_public_host_runs_what_we_run_on_each_python_that_is_supported() -> No
     assert set(workflow["on"]) == {"push", "pull_request"}
     (job,) = workflow["jobs"].values()
     versions = job["strategy"]["matrix"]["python"]
-    classified = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d", line)]
+    classified = [
+        line.rpartition(" ")[2]
+        for line in PROJECT["classifiers"]
+        if re.search(r"Python :: 3\.\d", line)
+    ]
     assert versions == classified
     assert PROJECT["requires-python"] == f">={versions[0]}"
     assert job["container"] == "python:${{ matrix.python }}-trixie"

@@ -16,15 +16,17 @@ import httpx
 import pytest
 
 from orchestrator.sdk import AsyncClient, AsyncJob, Client, Job, JobFailed
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.service.services import TOKEN
 from tests.service.worlds import JOB, World
 from tests.test_docs import ROOT, Block, blocks_of
 
-EXAMPLES = [block for block in blocks_of(ROOT / "docs/guides/python-sdk.md") if block.language == "python"]
+EXAMPLES = [
+    block for block in blocks_of(ROOT / "docs/guides/python-sdk.md") if block.language == "python"
+]
 SCRIPT = {"name": "s", "gpus": 1, "global_batch_size": 1, "command": "python nowhere.py"}
 
 

@@ -20,14 +20,18 @@ from orchestrator.specs.run import JobFolder
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guides/coming-from.md").read_text()
-SCRIPT = next(block for block in GUIDE.split("```bash\n") if block.startswith("#!")).partition("```")[0]
+SCRIPT = next(block for block in GUIDE.split("```bash\n") if block.startswith("#!")).partition(
+    "```"
+)[0]
 DAEMONS = ("slurmctld", "slurmd")
 WAIT_S = 120.0
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not all(map(shutil.which, DAEMONS)), reason="needs slurmctld and slurmd (Debian: slurm-wlm)"),
+    pytest.mark.skipif(
+        not all(map(shutil.which, DAEMONS)), reason="needs slurmctld and slurmd (Debian: slurm-wlm)"
+    ),
     pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
 ]
 
@@ -69,10 +73,17 @@ def run(tmp_path: Path) -> Iterator[Run]:
     """Return a function that runs a command as a user of this Slurm and of the queue in `home`; it must end well."""
     (tmp_path / "slurm.conf").write_text(configuration(tmp_path))
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "SLURM_CONF": f"{tmp_path}/slurm.conf", "ORC_HOME": f"{tmp_path}/home", "PATH": programs}
+    env = {
+        **os.environ,
+        "SLURM_CONF": f"{tmp_path}/slurm.conf",
+        "ORC_HOME": f"{tmp_path}/home",
+        "PATH": programs,
+    }
 
     def run(*words: str) -> str:
-        ended = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+        ended = subprocess.run(
+            words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
+        )
         assert ended.returncode == 0, (words, ended.stdout, ended.stderr)
         return ended.stdout
 

@@ -20,17 +20,21 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_job
+from orchestrator.service.client import lifecycle
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 
-# Ranks alone: tests/training/test_kills.py; the server: tests/backends/test_mlflow_tracker.py; the service: test_cli.py
+# Ranks alone: tests/training/test_kills.py; the server: tests/backends/test_mlflow_tracker.py; the
+# service: test_cli.py
 pytestmark = pytest.mark.long
 STEPS = 60
 PATIENCE_S = 150.0
-ENDINGS = {"succeeded": "FINISHED", "preempted": "KILLED"}  # outcome of an attempt -> status of its run
+ENDINGS = {
+    "succeeded": "FINISHED",
+    "preempted": "KILLED",
+}  # outcome of an attempt -> status of its run
 
 Job = dict[str, Any]
 
@@ -87,11 +91,15 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
         until(lambda: checkpoint_folder.latest_complete(folder), f"a checkpoint of {job_id}")
 
     def trains(self, job_id: str, number: int, steps: int) -> None:
-        until(lambda: len(self.steps(job_id, number)) >= steps, f"step {steps} of attempt {number} of {job_id}")
+        until(
+            lambda: len(self.steps(job_id, number)) >= steps,
+            f"step {steps} of attempt {number} of {job_id}",
+        )
 
     def ended(self, job_id: str) -> Job:
         return until(
-            lambda: (job := self.job(job_id))["status"] not in ("queued", "running") and job, f"the end of {job_id}"
+            lambda: (job := self.job(job_id))["status"] not in ("queued", "running") and job,
+            f"the end of {job_id}",
         )
 
     def rank_pid(self, job_id: str, rank: int) -> int:
@@ -141,7 +149,9 @@ def survivor(orchestra: Orchestra) -> Job:
     return orchestra.ended(job_id)
 
 
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(orchestra: Orchestra, survivor: Job) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(
+    orchestra: Orchestra, survivor: Job
+) -> None:
     assert survivor["status"] == "succeeded", survivor["reason"]
     assert [attempt["outcome"] for attempt in survivor["attempts"]] == ["preempted", "succeeded"]
     assert orchestra.steps(survivor["id"], 2)[0] > 10
@@ -191,7 +201,11 @@ def test_a_job_that_ends_while_the_service_is_dead_is_not_run_again(orchestra: O
 def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Orchestra) -> None:
     """The last test of this file: it looks for the records of all jobs above, too."""
     jobs = orchestra.client().jobs()
-    wanted = {f"{job['id']}-{attempt['number']}": attempt["outcome"] for job in jobs for attempt in job["attempts"]}
+    wanted = {
+        f"{job['id']}-{attempt['number']}": attempt["outcome"]
+        for job in jobs
+        for attempt in job["attempts"]
+    }
     mlflow = MlflowClient(MlflowServer(orchestra.home).uri)
 
     def recorded() -> dict[str, str]:
@@ -199,7 +213,9 @@ def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Or
         runs = mlflow.search_runs([experiment.experiment_id], max_results=1000)
         children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
         assert len(runs) - len(children) <= len(jobs), "one parent run per job"
-        return {run.info.run_name: run.info.status for run in children if run.info.status != "RUNNING"}
+        return {
+            run.info.run_name: run.info.status for run in children if run.info.status != "RUNNING"
+        }
 
     def complete() -> bool:
         try:
@@ -217,8 +233,14 @@ def written(home: Path) -> dict[str, str]:
     lines = [json.loads(line) for line in (home / "records.jsonl").read_text().splitlines()]
     by_id = {line["id"]: line for line in lines}
     assert all(line == by_id[line["id"]] for line in lines)
-    ended = [line["attempt"] for line in by_id.values() if line["attempt"] and line["attempt"]["status"] == "ended"]
+    ended = [
+        line["attempt"]
+        for line in by_id.values()
+        if line["attempt"] and line["attempt"]["status"] == "ended"
+    ]
     return {
-        f"{attempt['job_id']}-{attempt['number']}": attempt["failure"]["kind"] if attempt["failure"] else "succeeded"
+        f"{attempt['job_id']}-{attempt['number']}": attempt["failure"]["kind"]
+        if attempt["failure"]
+        else "succeeded"
         for attempt in ended
     }

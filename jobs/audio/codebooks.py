@@ -31,14 +31,18 @@ class CodedSpeech:
     samples of a batch.
     """
 
-    def __init__(self, speech: Speech, codes: Codes, *, words: int, frames: int | None, texts: np.ndarray) -> None:
+    def __init__(
+        self, speech: Speech, codes: Codes, *, words: int, frames: int | None, texts: np.ndarray
+    ) -> None:
         self._levels, self._words, self._texts = codes.levels, words, texts
         self._pieces = [
             (clip, first, min(int(end), first + frames) if frames else int(end))
             for clip, (start, end) in enumerate(zip(starts(codes.ends), codes.ends, strict=True))
             for first in range(start, int(end), frames or int(end))
         ]
-        self._prompts = [np.frombuffer(text.encode()[:PROMPT_WIDTH], np.uint8) for text in speech.texts]
+        self._prompts = [
+            np.frombuffer(text.encode()[:PROMPT_WIDTH], np.uint8) for text in speech.texts
+        ]
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -60,7 +64,9 @@ class CodedSpeech:
         states = torch.from_numpy(np.stack([self._texts[clip] for clip, _, _ in pieces]))
         prompts = torch.zeros(len(pieces), PROMPT_WIDTH, dtype=torch.int64)
         for row, (clip, _, _) in enumerate(pieces):
-            prompts[row, : len(self._prompts[clip])] = torch.from_numpy(self._prompts[clip].astype(np.int64))
+            prompts[row, : len(self._prompts[clip])] = torch.from_numpy(
+                self._prompts[clip].astype(np.int64)
+            )
         return tokens, labels, states, prompts
 
 
@@ -80,7 +86,9 @@ def delayed(codes_KT: np.ndarray, width: int, filler: int) -> tuple[np.ndarray, 
 
 def decoder_config(said: dict[str, Any]) -> MusicgenDecoderConfig:
     """A decoder of `said` sizes; its start and padding token is the number after its words, as in MusicGen."""
-    return MusicgenDecoderConfig(pad_token_id=said["vocab_size"], bos_token_id=said["vocab_size"], **said)
+    return MusicgenDecoderConfig(
+        pad_token_id=said["vocab_size"], bos_token_id=said["vocab_size"], **said
+    )
 
 
 def states_of(config: dict[str, Any], texts: Sequence[str], cache: Path) -> np.ndarray:
@@ -88,7 +96,12 @@ def states_of(config: dict[str, Any], texts: Sequence[str], cache: Path) -> np.n
     if "text_states" in config:
         return mapped(Path(config["text_states"]))
     said = {"texts": list(texts), "width": config["text_width"]}
-    made = once(cache, "text", said, lambda into: np.save(into / "states.npy", text_states(texts, said["width"])))
+    made = once(
+        cache,
+        "text",
+        said,
+        lambda into: np.save(into / "states.npy", text_states(texts, said["width"])),
+    )
     return mapped(made / "states.npy")
 
 
@@ -111,4 +124,6 @@ def text_states(texts: Sequence[str], width: int) -> np.ndarray:
 def loss_sum(logits_BKSV: Tensor, labels_BKS: Tensor) -> Tensor:
     """Cross entropy summed over all numbers of all codebooks."""
     flat = logits_BKSV.float().flatten(0, 2)
-    return functional.cross_entropy(flat, labels_BKS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return functional.cross_entropy(
+        flat, labels_BKS.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )

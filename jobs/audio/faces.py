@@ -59,14 +59,18 @@ def latents_of(speech: Speech, *, frames: int, resolution: int) -> Latents:
     said = {"speech": speech.key, "frames": frames, "resolution": resolution}
 
     def write(into: Path) -> None:
-        stretches = [each for clip in range(len(speech.texts)) for each in _heard(speech, clip, frames)]
+        stretches = [
+            each for clip in range(len(speech.texts)) for each in _heard(speech, clip, frames)
+        ]
         sound_VNAM = np.stack(stretches)
         videos = np.stack([_drawn(each, resolution) for each in sound_VNAM])
         np.save(into / "sound.npy", sound_VNAM)
         np.save(into / "latents.npy", _components(videos))
 
     found = once(speech.cache, "latents", said, write)
-    return Latents(latents_VCNYX=mapped(found / "latents.npy"), sound_VNAM=mapped(found / "sound.npy"))
+    return Latents(
+        latents_VCNYX=mapped(found / "latents.npy"), sound_VNAM=mapped(found / "sound.npy")
+    )
 
 
 def _heard(speech: Speech, clip: int, frames: int) -> list[np.ndarray]:
@@ -74,7 +78,9 @@ def _heard(speech: Speech, clip: int, frames: int) -> list[np.ndarray]:
     mels_TM = speech.mels_TM[speech.frames(clip)]
     count = int(len(mels_TM) * HOP / RATE_HZ * VIDEO_HZ) // frames * frames
     middles = (np.arange(count) + 0.5) / VIDEO_HZ * RATE_HZ / HOP
-    near = np.clip(middles[:, None].astype(int) + np.arange(MEL_FRAMES) - MEL_FRAMES // 2, 0, len(mels_TM) - 1)
+    near = np.clip(
+        middles[:, None].astype(int) + np.arange(MEL_FRAMES) - MEL_FRAMES // 2, 0, len(mels_TM) - 1
+    )
     return np.split(mels_TM[near], count // frames) if count else []
 
 
@@ -93,10 +99,16 @@ def _components(videos_VNPP: np.ndarray) -> np.ndarray:
     """The principal components of all patches, each of variance 1, float32 [V, C, N, Y, X]."""
     videos, frames, pixels, _ = videos_VNPP.shape
     places = pixels // PATCH
-    cut = videos_VNPP.reshape(videos, frames, places, PATCH, places, PATCH).transpose(0, 1, 2, 4, 3, 5)
+    cut = videos_VNPP.reshape(videos, frames, places, PATCH, places, PATCH).transpose(
+        0, 1, 2, 4, 3, 5
+    )
     patches = cut.reshape(-1, PATCH * PATCH)
     patches = patches - patches.mean(axis=0)
     _, vectors = np.linalg.eigh(patches.T @ patches)
     found = patches @ vectors[:, -CHANNELS:]
     found /= np.maximum(found.std(axis=0), 1e-6)
-    return found.reshape(videos, frames, places, places, CHANNELS).transpose(0, 4, 1, 2, 3).astype(np.float32)
+    return (
+        found.reshape(videos, frames, places, places, CHANNELS)
+        .transpose(0, 4, 1, 2, 3)
+        .astype(np.float32)
+    )

@@ -20,7 +20,8 @@ import numpy as np
 from jobs.audio import speech
 
 CACHE = Path(__file__).parent / "cache"
-HOP = 256  # samples per frame, window and bands: as HiFi-GAN at this rate (jik876/hifi-gan config_v1.json)
+# samples per frame, window and bands: as HiFi-GAN at this rate (jik876/hifi-gan config_v1.json)
+HOP = 256
 WINDOW = 1024
 MELS = 80
 QUIET = 1e-5  # least mel magnitude, as there
@@ -85,18 +86,30 @@ class Codes:
     ends: np.ndarray
 
 
-def codes_of(speech: Speech, *, scales: Sequence[int], words: int, frames_per_code: int = 2) -> Codes:
+def codes_of(
+    speech: Speech, *, scales: Sequence[int], words: int, frames_per_code: int = 2
+) -> Codes:
     """Residual vector quantisation of the log-mel frames by k-means, level after level.
 
     Levels of one scale are what EnCodec and DAC have (arXiv:2210.13438, section 3.2); of falling scales, what SNAC has
     (arXiv:2410.14411, section 3.1). A frame here is the mean of `frames_per_code` frames of the speech.
     """
-    said = {"speech": speech.key, "scales": list(scales), "words": words, "frames_per_code": frames_per_code}
+    said = {
+        "speech": speech.key,
+        "scales": list(scales),
+        "words": words,
+        "frames_per_code": frames_per_code,
+    }
     coarsest = max(scales)
 
     def write(into: Path) -> None:
-        whole = [_means(speech.mels_TM[speech.frames(clip)], frames_per_code) for clip in range(len(speech.texts))]
-        padded = [np.pad(frames, ((0, -len(frames) % coarsest), (0, 0)), mode="edge") for frames in whole]
+        whole = [
+            _means(speech.mels_TM[speech.frames(clip)], frames_per_code)
+            for clip in range(len(speech.texts))
+        ]
+        padded = [
+            np.pad(frames, ((0, -len(frames) % coarsest), (0, 0)), mode="edge") for frames in whole
+        ]
         for number, level in enumerate(quantised(np.concatenate(padded), scales, words)):
             np.save(into / f"level{number}.npy", level)
         np.save(into / "ends.npy", np.cumsum([len(frames) // coarsest for frames in padded]))
@@ -141,7 +154,9 @@ def mel_filters() -> np.ndarray:
     corners_hz = 700 * (10 ** (np.linspace(0, highest, MELS + 2) / 2595) - 1)
     at_hz = np.fft.rfftfreq(WINDOW, 1 / speech.RATE_HZ)
     low, middle, high = (corners_hz[i : MELS + i, None] for i in range(3))
-    return np.maximum(0, np.minimum((at_hz - low) / (middle - low), (high - at_hz) / (high - middle)))
+    return np.maximum(
+        0, np.minimum((at_hz - low) / (middle - low), (high - at_hz) / (high - middle))
+    )
 
 
 def pitches(sound: np.ndarray) -> np.ndarray:
@@ -167,7 +182,9 @@ def quantised(frames_TD: np.ndarray, scales: Sequence[int], words: int) -> list[
     return levels
 
 
-def _k_means(points: np.ndarray, count: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _k_means(
+    points: np.ndarray, count: int, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """The number of each point's centre, and the centres (Lloyd 1982)."""
     centres = points[generator.choice(len(points), count, replace=len(points) < count)]
     for _ in range(LLOYD_ROUNDS):

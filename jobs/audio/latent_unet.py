@@ -44,7 +44,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         normed = self.norm(x)
         queries = self.query(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        pairs = self.key_value(normed if context is None else context).unflatten(-1, (2 * HEADS, -1)).transpose(1, 2)
+        pairs = (
+            self.key_value(normed if context is None else context)
+            .unflatten(-1, (2 * HEADS, -1))
+            .transpose(1, 2)
+        )
         keys, values = pairs.chunk(2, dim=1)
         found = functional.scaled_dot_product_attention(queries, keys, values)
         return x + self.out(found.transpose(1, 2).flatten(2))
@@ -68,8 +72,13 @@ class Block(nn.Module):
 
     def forward(self, x_BCNYX: Tensor, time_BE: Tensor, sound_BNAM: Tensor) -> Tensor:
         if self.scale != 1:
-            x_BCNYX = functional.interpolate(x_BCNYX, scale_factor=(1, self.scale, self.scale), mode="nearest")
-        out = self.convs[0](functional.silu(self.norms[0](x_BCNYX))) + self.time(time_BE)[:, :, None, None, None]
+            x_BCNYX = functional.interpolate(
+                x_BCNYX, scale_factor=(1, self.scale, self.scale), mode="nearest"
+            )
+        out = (
+            self.convs[0](functional.silu(self.norms[0](x_BCNYX)))
+            + self.time(time_BE)[:, :, None, None, None]
+        )
         x_BCNYX = self.skip(x_BCNYX) + self.convs[1](functional.silu(self.norms[1](out)))
         batch, _, frames, height, width = x_BCNYX.shape
         pictures = x_BCNYX.permute(0, 2, 3, 4, 1).flatten(2, 3).flatten(0, 1)  # [BN, YX, C]
@@ -87,7 +96,8 @@ class UNet(nn.Module):
         widths = [width * 2**level for level in range(levels)]
         self.first = nn.Conv3d(3 * CHANNELS + 1, width, (1, 3, 3), padding=(0, 1, 1))
         self.down = nn.ModuleList(
-            Block(inputs, outputs, width, scale=0.5) for inputs, outputs in itertools.pairwise(widths)
+            Block(inputs, outputs, width, scale=0.5)
+            for inputs, outputs in itertools.pairwise(widths)
         )
         self.middle = Block(widths[-1], widths[-1], width)
         self.up = nn.ModuleList(
@@ -115,7 +125,9 @@ def build(config: dict[str, Any]) -> Recipe:
     return Recipe(
         module=module,
         loss_sum=functools.partial(loss_sum, width=config["width"]),
-        dataset=Stretches(latents_of(speech, frames=config["frames"], resolution=config["resolution"])),
+        dataset=Stretches(
+            latents_of(speech, frames=config["frames"], resolution=config["resolution"])
+        ),
         layers=(*module.down, module.middle, *module.up),
     )
 

@@ -29,7 +29,9 @@ class Musicgen(nn.Module):
 
     def forward(self, tokens_BKS: Tensor, states_BLD: Tensor) -> Tensor:
         logits = self.decoder(
-            input_ids=tokens_BKS.flatten(0, 1), encoder_hidden_states=self.enc_to_dec_proj(states_BLD), use_cache=False
+            input_ids=tokens_BKS.flatten(0, 1),
+            encoder_hidden_states=self.enc_to_dec_proj(states_BLD),
+            use_cache=False,
         ).logits
         return logits.unflatten(0, tokens_BKS.shape[:2])
 
@@ -49,7 +51,9 @@ def build(config: dict[str, Any]) -> Recipe:
     return Recipe(
         module=module,
         loss_sum=_loss_sum,
-        dataset=CodedSpeech(speech, codes, words=decoder.vocab_size, frames=config["segment_frames"], texts=texts),
+        dataset=CodedSpeech(
+            speech, codes, words=decoder.vocab_size, frames=config["segment_frames"], texts=texts
+        ),
         layers=tuple(module.decoder.model.decoder.layers),
     )
 

@@ -16,7 +16,15 @@ sys.path.append(str(Path(__file__).parents[2]))
 from jobs.audio.features import Codes, Speech, codes_of, speech_of, starts
 
 SCALES = (4, 2, 1)
-PLACES = ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (2, 2), (2, 3))  # (level, index in the level) of each of the seven
+PLACES = (
+    (0, 0),
+    (1, 0),
+    (2, 0),
+    (2, 1),
+    (1, 1),
+    (2, 2),
+    (2, 3),
+)  # (level, index in the level) of each of the seven
 WORDS = 64
 TEXT_BEGINS, TEXT_ENDS, SOUND_BEGINS, SOUND_ENDS, FIRST_SOUND = range(256, 261)  # bytes come before
 VOCABULARY = FIRST_SOUND + len(PLACES) * WORDS

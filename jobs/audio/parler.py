@@ -36,7 +36,9 @@ class Parler(nn.Module):
         super().__init__()
         self.embed_prompts = nn.Embedding(BYTES, config.hidden_size)
         self.decoder = MusicgenForCausalLM._from_config(config, attn_implementation="sdpa")
-        self.decoder.model.decoder.embed_positions = Positions(config.max_position_embeddings, config.hidden_size)
+        self.decoder.model.decoder.embed_positions = Positions(
+            config.max_position_embeddings, config.hidden_size
+        )
         self.enc_to_dec_proj = nn.Linear(text_width, config.hidden_size)
 
     def forward(self, prompts_BP: Tensor, tokens_BKS: Tensor, states_BLD: Tensor) -> Tensor:

@@ -22,9 +22,18 @@ LEAST_RECOVERIES = 3
 
 PROMISES: dict[str, Promise] = {
     "orpheus.yaml": ("does not fit on one device: is planned over both, and fits at once", fitted),
-    "musicgen.yaml": ("was measured at shorter pieces: runs out of memory, finishes with a cheaper plan", recovered),
-    "latentsync.yaml": ("was measured at a third of the resolution: runs out of memory, finishes", recovered),
-    "rvc.yaml": ("was measured without its discriminators: runs out of memory, finishes", recovered),
+    "musicgen.yaml": (
+        "was measured at shorter pieces: runs out of memory, finishes with a cheaper plan",
+        recovered,
+    ),
+    "latentsync.yaml": (
+        "was measured at a third of the resolution: runs out of memory, finishes",
+        recovered,
+    ),
+    "rvc.yaml": (
+        "was measured without its discriminators: runs out of memory, finishes",
+        recovered,
+    ),
     "parler.yaml": ("meets a long clip after short ones: runs out of memory, finishes", recovered),
 }
 
@@ -33,7 +42,9 @@ def main() -> int:
     orpheus.write(FOLDER / "cache")
     promises = {FOLDER / name: promise for name, promise in PROMISES.items()}
     jobs, broken = play(promises, HOME, CLUSTER, console_on(sys.stdout))
-    print(f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it.")
+    print(
+        f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it."
+    )
     return 1 if broken or sum(map(recovered, jobs)) < LEAST_RECOVERIES else 0
 
 

@@ -27,9 +27,23 @@ RATE_HZ = 22050  # what espeak_Initialize answers for every voice used here
 SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth returns when all sound was handed over
 RATE_OF_WORDS = 1  # espeakRATE, words per minute
 UTF8 = 1  # espeakCHARS_UTF8
-SEED = 0  # of a voice's noise: eSpeak NG's default is the time, so that every machine would have another sound
-READ = ("argparse", "json", "dataclasses", "typing", "inspect", "textwrap", "statistics", "fractions", "queue")
-WAVE_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+# of a voice's noise: eSpeak NG's default is the time, so that every machine would have another
+# sound
+SEED = 0
+READ = (
+    "argparse",
+    "json",
+    "dataclasses",
+    "typing",
+    "inspect",
+    "textwrap",
+    "statistics",
+    "fractions",
+    "queue",
+)
+WAVE_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +56,12 @@ class Speaker:
 
 
 SPEAKERS = (
-    Speaker(voice="en-us+m3", words_per_minute=175, description="A man speaks at a moderate speed."),
-    Speaker(voice="en-us+f3", words_per_minute=175, description="A woman speaks at a moderate speed."),
+    Speaker(
+        voice="en-us+m3", words_per_minute=175, description="A man speaks at a moderate speed."
+    ),
+    Speaker(
+        voice="en-us+f3", words_per_minute=175, description="A woman speaks at a moderate speed."
+    ),
     Speaker(voice="en-gb-scotland+m7", words_per_minute=240, description="A man speaks fast."),
     Speaker(voice="en-gb-scotland+f2", words_per_minute=130, description="A woman speaks slowly."),
 )
@@ -52,10 +70,19 @@ SPEAKERS = (
 def sentences(count: int, longest: int) -> list[str]:
     """The first `count` sentences of at most `longest` characters: the Zen of Python, then docstrings."""
     found = [sentence for text in _texts() for sentence in re.split(r"(?<=[.!?])\s+", text)]
-    fitting = [sentence for sentence in found if len(sentence) <= longest and re.search(r"[a-z]{3}", sentence)]
+    fitting = [
+        sentence
+        for sentence in found
+        if len(sentence) <= longest and re.search(r"[a-z]{3}", sentence)
+    ]
     distinct = list(dict.fromkeys(fitting))
     if len(distinct) < count:
-        raise SpecError("the standard library has too few sentences", path="clips", got=count, allowed=len(distinct))
+        raise SpecError(
+            "the standard library has too few sentences",
+            path="clips",
+            got=count,
+            allowed=len(distinct),
+        )
     return distinct[:count]
 
 
@@ -78,7 +105,11 @@ def clips(texts: list[str]) -> Iterator[tuple[Speaker, np.ndarray]]:
         encoded = text.encode()
         _done(library.espeak_SetVoiceByName(speaker.voice.encode()))
         _done(library.espeak_SetParameter(RATE_OF_WORDS, speaker.words_per_minute, 0))
-        _done(library.espeak_Synth(encoded, ctypes.c_size_t(len(encoded) + 1), 0, 1, 0, UTF8, None, None))
+        _done(
+            library.espeak_Synth(
+                encoded, ctypes.c_size_t(len(encoded) + 1), 0, 1, 0, UTF8, None, None
+            )
+        )
         yield speaker, np.concatenate(pieces)
 
 
@@ -101,7 +132,9 @@ def _library() -> ctypes.CDLL:
         import espeakng_loader
     except ImportError:
         hint = "pip install 'orchestrator[audio]'"
-        raise SpecError("eSpeak NG is not installed here", path="espeakng_loader", hint=hint) from None
+        raise SpecError(
+            "eSpeak NG is not installed here", path="espeakng_loader", hint=hint
+        ) from None
     with tempfile.NamedTemporaryFile(suffix=".so") as own:
         shutil.copyfile(espeakng_loader.get_library_path(), own.name)
         library = ctypes.CDLL(own.name)

@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 sys.path.append(str(Path(__file__).parents[2]))  # a rank knows this file alone
-from jobs.audio.features import HOP, MELS, QUIET, WINDOW, Codes, Speech, codes_of, mel_filters, speech_of
+from jobs.audio.features import (
+    HOP,
+    MELS,
+    QUIET,
+    WINDOW,
+    Codes,
+    Speech,
+    codes_of,
+    mel_filters,
+    speech_of,
+)
 from jobs.audio.weights import read_weights
 from orchestrator.training.contract.recipe import Batch, Recipe
 
@@ -37,7 +47,9 @@ class Residual(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv1d(width, width, 3, padding=d, dilation=d) for d in (1, 3, 5))
+        self.convs = nn.ModuleList(
+            nn.Conv1d(width, width, 3, padding=d, dilation=d) for d in (1, 3, 5)
+        )
 
     def forward(self, x_BCT: Tensor) -> Tensor:
         for conv in self.convs:
@@ -84,22 +96,31 @@ class Generator(nn.Module):
         )
         self.couplings = nn.ModuleList(Coupling(latent, width) for _ in range(4))
         self.first = nn.Conv1d(latent, width, 7, padding=3)
-        self.blocks = nn.ModuleList(Upsampling(width // 2**level, rate) for level, rate in enumerate(RATES))
+        self.blocks = nn.ModuleList(
+            Upsampling(width // 2**level, rate) for level, rate in enumerate(RATES)
+        )
         self.last = nn.Conv1d(width // 2 ** len(RATES), 1, 7, padding=3)
-        for encoder in (self.prior, self.posterior):  # both start as the standard normal: their divergence is 0
+        for encoder in (
+            self.prior,
+            self.posterior,
+        ):  # both start as the standard normal: their divergence is 0
             nn.init.zeros_(encoder[-1].weight)
             nn.init.zeros_(encoder[-1].bias)
 
     def forward(
         self, mels_BMN: Tensor, units_BN: Tensor, pitch_B2N: Tensor, noise_BDN: Tensor
     ) -> tuple[Tensor, Tensor]:
-        mean_p, log_p = self.prior(self.units(units_BN).transpose(1, 2) + self.pitch(pitch_B2N)).chunk(2, dim=1)
+        mean_p, log_p = self.prior(
+            self.units(units_BN).transpose(1, 2) + self.pitch(pitch_B2N)
+        ).chunk(2, dim=1)
         mean_q, log_q = self.posterior(mels_BMN).chunk(2, dim=1)
         z_BDN = mean_q + noise_BDN * log_q.exp()
         carried = z_BDN
         for coupling in self.couplings:
             carried = coupling(carried)
-        divergence_BDN = log_p - log_q - 0.5 + 0.5 * (carried - mean_p).square() * (-2 * log_p).exp()
+        divergence_BDN = (
+            log_p - log_q - 0.5 + 0.5 * (carried - mean_p).square() * (-2 * log_p).exp()
+        )
         x_BCT = self.first(z_BDN)
         for block in self.blocks:
             x_BCT = block(x_BCT)
@@ -144,7 +165,9 @@ class Windows:
     def __init__(self, speech: Speech, units: Codes, frames: int) -> None:
         self._speech, self._units, self._frames = speech, units.levels[0], frames
         clips = map(speech.frames, range(len(speech.texts)))
-        self._firsts = [first for clip in clips for first in range(clip.start, clip.stop - frames + 1, frames)]
+        self._firsts = [
+            first for clip in clips for first in range(clip.start, clip.stop - frames + 1, frames)
+        ]
 
     def __len__(self) -> int:
         return len(self._firsts)
@@ -155,8 +178,13 @@ class Windows:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Sounds [B, 1, T], mels [B, M, N], units [B, N] and pitch [B, 2, N]."""
-        at = [slice(first, first + self._frames) for first in (self._firsts[index] for index in indices)]
-        sounds = np.stack([self._speech.sound[each.start * HOP : each.stop * HOP] for each in at])[:, None]
+        at = [
+            slice(first, first + self._frames)
+            for first in (self._firsts[index] for index in indices)
+        ]
+        sounds = np.stack([self._speech.sound[each.start * HOP : each.stop * HOP] for each in at])[
+            :, None
+        ]
         mels = np.stack([self._speech.mels_TM[each].T for each in at])
         units = np.stack([self._units[each] for each in at])
         pitch = np.stack([self._speech.pitch_T[each] for each in at])
@@ -178,7 +206,10 @@ def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
     units = codes_of(speech, scales=(1,), words=config["units"], frames_per_code=1)
     generator = Generator(config["width"], config["latent"], config["units"])
     discriminators = Discriminators(config["discriminator_width"])
-    for module, name in ((generator, "generator_weights"), (discriminators, "discriminator_weights")):
+    for module, name in (
+        (generator, "generator_weights"),
+        (discriminators, "discriminator_weights"),
+    ):
         if name in config:
             read_weights(module, config[name])
     dataset = Windows(speech, units, config["frames"])
@@ -234,7 +265,9 @@ def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
 def _log_mels(sounds_B1T: Tensor, filters_FM: Tensor) -> Tensor:
     """Natural logarithms of mel magnitudes, [B, N, M], as in features.log_mels, at every second frame."""
     padded_BT = functional.pad(sounds_B1T, (WINDOW // 2, WINDOW // 2), mode="reflect").squeeze(1)
-    windows = padded_BT.unfold(1, WINDOW, 2 * HOP) * torch.hann_window(WINDOW, periodic=False, device=padded_BT.device)
+    windows = padded_BT.unfold(1, WINDOW, 2 * HOP) * torch.hann_window(
+        WINDOW, periodic=False, device=padded_BT.device
+    )
     powers = torch.view_as_real(torch.fft.rfft(windows)).square().sum(-1)
     magnitudes = (powers + QUIET**2).sqrt()  # the gradient of sqrt at 0 is infinite
     return (magnitudes @ filters_FM.to(magnitudes.device)).clamp(min=QUIET).log()

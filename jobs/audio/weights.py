@@ -18,7 +18,9 @@ def read_weights(module: nn.Module, path: str | Path) -> None:
     """
     at = Path(path)
     files = sorted(at.glob("*.safetensors")) if at.is_dir() else [at]
-    wanted = {name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta}
+    wanted = {
+        name: parameter for name, parameter in module.named_parameters() if not parameter.is_meta
+    }
     missing = set(wanted)
     for file in files:
         with safe_open(file, framework="pt") as stored:
@@ -26,9 +28,13 @@ def read_weights(module: nn.Module, path: str | Path) -> None:
                 values = stored.get_tensor(name)
                 if values.shape != wanted[name].shape:
                     got, allowed = tuple(values.shape), tuple(wanted[name].shape)
-                    raise SpecError(f"weight {name} has another shape", path="weights", got=got, allowed=allowed)
+                    raise SpecError(
+                        f"weight {name} has another shape", path="weights", got=got, allowed=allowed
+                    )
                 with torch.no_grad():
                     wanted[name].copy_(values)
             missing -= set(stored.keys())
     if missing:
-        raise SpecError("a weight of the model is not stored", path="weights", got=str(at), allowed=min(missing))
+        raise SpecError(
+            "a weight of the model is not stored", path="weights", got=str(at), allowed=min(missing)
+        )

@@ -25,7 +25,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int, norm: str) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList(_norm(width, norm) for _ in range(2))
 
     def forward(self, x_BCYX: Tensor) -> Tensor:

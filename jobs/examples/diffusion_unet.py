@@ -35,7 +35,9 @@ class Block(nn.Module):
     def forward(self, x_BCYX: Tensor, time_BE: Tensor) -> Tensor:
         if self.scale != 1:
             x_BCYX = functional.interpolate(x_BCYX, scale_factor=self.scale, mode="nearest")
-        out_BCYX = self.conv(functional.silu(self.norm(x_BCYX))) + self.time(time_BE)[:, :, None, None]
+        out_BCYX = (
+            self.conv(functional.silu(self.norm(x_BCYX))) + self.time(time_BE)[:, :, None, None]
+        )
         return self.skip(x_BCYX) + functional.silu(out_BCYX)
 
 
@@ -47,7 +49,8 @@ class UNet(nn.Module):
         widths = [width * 2**level for level in range(levels)]
         self.first = nn.Conv2d(1, width, 3, padding=1)
         self.down = nn.ModuleList(
-            Block(inputs, outputs, width, scale=0.5) for inputs, outputs in itertools.pairwise(widths)
+            Block(inputs, outputs, width, scale=0.5)
+            for inputs, outputs in itertools.pairwise(widths)
         )
         self.middle = Block(widths[-1], widths[-1], width)
         self.up = nn.ModuleList(
@@ -84,7 +87,9 @@ class Spots:
         return (torch.stack([self._picture(index) for index in indices]).unsqueeze(1),)
 
     def _picture(self, index: int) -> Tensor:
-        at_y, at_x, radius = (torch.rand(3, generator=torch.Generator().manual_seed(index)) - 0.5).tolist()
+        at_y, at_x, radius = (
+            torch.rand(3, generator=torch.Generator().manual_seed(index)) - 0.5
+        ).tolist()
         place = torch.linspace(-1, 1, self._size)
         distance = (place[:, None] - at_y).square() + (place[None, :] - at_x).square()
         return 2 * torch.exp(-distance / (0.2 + 0.2 * radius)) - 1

@@ -44,7 +44,9 @@ class Generator(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first = nn.Conv1d(FREQUENCIES + 1, width, 3, padding=1)
-        self.blocks = nn.ModuleList(Upsampling(width // 2**level) for level in range(2))  # 4 x 4 = HOP
+        self.blocks = nn.ModuleList(
+            Upsampling(width // 2**level) for level in range(2)
+        )  # 4 x 4 = HOP
         self.last = nn.Conv1d(width // 4, 1, 7, padding=3)
 
     def forward(self, spectra_BFN: Tensor, noise_B1N: Tensor) -> Tensor:
@@ -102,7 +104,10 @@ class Tones:
         generator = torch.Generator().manual_seed(index)
         pitch, *volumes = torch.rand(4, generator=generator).tolist()
         time = torch.arange(self._frames * HOP) * (0.1 + 0.3 * pitch)
-        return sum((0.3 * v * torch.sin(n * time) for n, v in enumerate(volumes, start=1)), torch.zeros_like(time))
+        return sum(
+            (0.3 * v * torch.sin(n * time) for n, v in enumerate(volumes, start=1)),
+            torch.zeros_like(time),
+        )
 
 
 def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
@@ -117,7 +122,9 @@ def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
         (real_B1T,) = batch
         with torch.no_grad():
             made_B1T = generator(*_inputs(real_B1T))
-        scores = module(torch.cat((real_B1T, made_B1T.to(real_B1T.dtype)))).float()  # both in one call
+        scores = module(
+            torch.cat((real_B1T, made_B1T.to(real_B1T.dtype)))
+        ).float()  # both in one call
         real, made = scores.chunk(2)
         return _sum_of_means((real - 1).square()) + _sum_of_means(made.square())
 

@@ -20,11 +20,16 @@ TEMPLATE = (
 
 def make(folder: Path) -> None:
     """Write config.json, model.safetensors and the tokenizer's files."""
-    words = {word: number for number, word in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    words = {
+        word: number
+        for number, word in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     bytes_only = Tokenizer(models.BPE(vocab=words, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, bos_token=SPECIAL[0], eos_token=SPECIAL[1])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only, bos_token=SPECIAL[0], eos_token=SPECIAL[1]
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(

@@ -26,7 +26,11 @@ def main(checkpoint: str, arguments: list[str]) -> None:
         return
     new.mkdir(parents=True, exist_ok=True)
     ranks = (path.name for path in old.glob(f"{CHECKPOINT}.*") if path.suffix[1:].isdigit())
-    for name in (*ranks, HISTORY, CHECKPOINT):  # the first rank's is last: a copy that a kill cut short is not taken
+    for name in (
+        *ranks,
+        HISTORY,
+        CHECKPOINT,
+    ):  # the first rank's is last: a copy that a kill cut short is not taken
         if (old / name).exists():
             temporary = new / f"{name}.tmp"
             shutil.copyfile(old / name, temporary)

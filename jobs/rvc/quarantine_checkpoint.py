@@ -15,11 +15,16 @@ def main(checkpoint: str) -> None:
     numbers = {path.stem.partition("_")[2] for path in folder.glob("[GD]_*.pth")}
     for number in sorted(numbers):
         pair = [folder / f"{letter}_{number}.pth" for letter in "GD"]
-        if not all(path.is_file() and zipfile.is_zipfile(path) for path in pair):  # torch.save's directory stands last
+        if not all(
+            path.is_file() and zipfile.is_zipfile(path) for path in pair
+        ):  # torch.save's directory stands last
             for path in pair:
                 if path.exists():
                     path.replace(path.with_suffix(".torn"))
-                    print(f"{path.name}: truncated, or its counterpart is; renamed to .torn", flush=True)
+                    print(
+                        f"{path.name}: truncated, or its counterpart is; renamed to .torn",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

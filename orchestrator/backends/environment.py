@@ -6,14 +6,74 @@ import re
 from collections.abc import Iterable, Mapping
 
 INHERITED = (  # a trailing * stands for any end; docs/security.md has the same list
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
-    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED"),
-    *("PYTHONNOUSERSITE", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONUTF8", "PYTHONIOENCODING"),
-    *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*"),
-    *("OMP_*", "MKL_*", "KMP_*", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_XET_CACHE"),
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "LC_*",
+        "TZ",
+        "TMPDIR",
+        "XDG_CACHE_HOME",
+    ),
+    *(
+        "LD_LIBRARY_PATH",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONHASHSEED",
+    ),
+    *(
+        "PYTHONNOUSERSITE",
+        "PYTHONDONTWRITEBYTECODE",
+        "PYTHONPYCACHEPREFIX",
+        "PYTHONUTF8",
+        "PYTHONIOENCODING",
+    ),
+    *(
+        "CUDA_*",
+        "NVIDIA_*",
+        "NCCL_*",
+        "GLOO_*",
+        "UCX_*",
+        "FI_*",
+        "TORCH_*",
+        "PYTORCH_*",
+        "TORCHINDUCTOR_*",
+        "TRITON_*",
+    ),
+    *(
+        "OMP_*",
+        "MKL_*",
+        "KMP_*",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "HF_ENDPOINT",
+        "HF_XET_CACHE",
+    ),
     *("HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE"),
-    *("TOKENIZERS_PARALLELISM", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    *("http_proxy", "https_proxy", "no_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
+    *(
+        "TOKENIZERS_PARALLELISM",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+        "CURL_CA_BUNDLE",
+    ),
+    *(
+        "http_proxy",
+        "https_proxy",
+        "no_proxy",
+        "all_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "NO_PROXY",
+        "ALL_PROXY",
+    ),
 )
 _SECRET = re.compile(
     r"TOKEN(?!I[SZ]|S?_(PATH|FILE))|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(^|_)(KEY|PAT|DSN)S?(_ID)?$|_KEY_"
@@ -28,7 +88,11 @@ def is_secret(name: str) -> bool:
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of INHERITED, without those with secret names and proxies whose address has a password."""
     passed = matching(environment, INHERITED)
-    return {name: value for name, value in passed.items() if not (name.lower().endswith("_proxy") and "@" in value)}
+    return {
+        name: value
+        for name, value in passed.items()
+        if not (name.lower().endswith("_proxy") and "@" in value)
+    }
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:

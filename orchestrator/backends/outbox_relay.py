@@ -14,9 +14,13 @@ from orchestrator.backends.threads import start_loop
 
 POLL_S = 0.5  # how long a row can wait without `notify`
 REFRESH_S = 3.0  # between calls of Receiver.refresh
-RETRY_FIRST_S, RETRY_MAX_S = 0.5, 30.0  # back-off, doubled after each failure of a receiver that is away
+RETRY_FIRST_S, RETRY_MAX_S = (
+    0.5,
+    30.0,
+)  # back-off, doubled after each failure of a receiver that is away
 REFUSALS_MAX = 5  # sends of one group that may fail in a row before its rows are dropped
-ROWS = 20  # sent before newer ones are looked for: what begins to run waits no longer than these take
+# sent before newer ones are looked for: what begins to run waits no longer than these take
+ROWS = 20
 STOP_TIMEOUT_S = 10.0  # for the request under way
 
 log = logging.getLogger(__name__)
@@ -73,12 +77,17 @@ class OutboxRelay(Generic[Body]):
                 finally:  # a receiver that is away may have to start what it needs
                     self._refresh()
             except Exception as error:  # the thread's edge: the outbox waits, training goes on
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]
+                problem = (
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
+                        :500
+                    ]
+                )
                 if problem != self.problem:
                     log.warning("%s at %s: %s", self._name, self._receiver.address, problem)
                 self.problem = problem
                 self._stop.wait(min(RETRY_FIRST_S * 2 ** min(failures, 10), RETRY_MAX_S))
-                failures = failures + 1 if isinstance(error, OSError) else 0  # a row that is refused delays no others
+                # a row that is refused delays no others
+                failures = failures + 1 if isinstance(error, OSError) else 0
             else:
                 failures, self.problem = 0, None
                 if not more:
@@ -99,7 +108,9 @@ class OutboxRelay(Generic[Body]):
             if self._stop.is_set() or any(isinstance(error, OSError) for error in errors):
                 return
             try:
-                self._outbox.database.confirm(asks=False)  # a service that was frozen sends nothing old
+                self._outbox.database.confirm(
+                    asks=False
+                )  # a service that was frozen sends nothing old
                 self._send(group, groups[group])
             except Exception as error:  # a receiver's fault: other groups go on
                 errors.append(error)

@@ -28,7 +28,9 @@ class Totals:
     ended: Mapping[str, int]  # archived jobs by status
     undelivered: Mapping[str, int]  # records that each tracker has yet to get
     notices: Mapping[str, int]  # that each target of notifications has yet to get
-    oldest_notices_s: Mapping[str, float]  # when the oldest of them was made, for each target that lacks one
+    oldest_notices_s: Mapping[
+        str, float
+    ]  # when the oldest of them was made, for each target that lacks one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,5 +166,7 @@ def _decision(action: Launch | Stop) -> str:
     if isinstance(action, Stop):
         return f"stop {action.name}"
     attempt = action.attempt
-    devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in attempt.placement)
+    devices = " ".join(
+        f"{part.node}:{','.join(map(str, part.devices))}" for part in attempt.placement
+    )
     return f"launch {attempt.name} on {devices} as {in_short(attempt.plan)}"

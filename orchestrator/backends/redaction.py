@@ -41,14 +41,19 @@ def mask(text: bytes, values: Sequence[bytes]) -> bytes:
     """
     for value in values:
         text = text.replace(value, b"*" * len(value))
-        cut = next((n for n in range(len(value) - 1, SHORTEST_HIDDEN - 1, -1) if text.endswith(value[:n])), 0)
+        cut = next(
+            (n for n in range(len(value) - 1, SHORTEST_HIDDEN - 1, -1) if text.endswith(value[:n])),
+            0,
+        )
         text = text[: len(text) - cut] + b"*" * cut
     return text
 
 
 def _secrets(spec: JobSpec, environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return (value, name) of the job's secrets, and of every variable of service or job that is named like one."""
-    by_name = [(value, name) for name, value in (*environment.items(), *spec.env) if is_secret(name)]
+    by_name = [
+        (value, name) for name, value in (*environment.items(), *spec.env) if is_secret(name)
+    ]
     named = [(environment.get(name, ""), name) for name in spec.secrets]
     return named + [pair for pair in by_name if len(pair[0]) >= SHORTEST_BY_NAME]
 
@@ -59,13 +64,20 @@ def _hide_in(value: Any, hide: Hide) -> Any:
     if type(value) is tuple:
         return tuple(_hide_in(part, hide) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _hide_in(getattr(value, field.name), hide) for field in fields(value)})
+        return replace(
+            value,
+            **{field.name: _hide_in(getattr(value, field.name), hide) for field in fields(value)},
+        )
     return value
 
 
 def _hider(values: list[tuple[str, str]]) -> Hide:
-    values = values + [(json.dumps(value)[1:-1], name) for value, name in values]  # as they stand in JSON
-    longest_first = sorted((pair for pair in values if len(pair[0]) >= SHORTEST_HIDDEN), key=lambda p: -len(p[0]))
+    values = values + [
+        (json.dumps(value)[1:-1], name) for value, name in values
+    ]  # as they stand in JSON
+    longest_first = sorted(
+        (pair for pair in values if len(pair[0]) >= SHORTEST_HIDDEN), key=lambda p: -len(p[0])
+    )
 
     def hide(text: str) -> str:
         for value, name in longest_first:

@@ -24,4 +24,11 @@ def check_trackers(names: Sequence[str], source: str) -> None:
             near = closest(name, TRACKERS)
             hint = f"did you mean {near!r}?" if near else ""
             allowed = ", ".join(TRACKERS)
-            raise SpecError("no such tracker", source=source, path="trackers", got=name, allowed=allowed, hint=hint)
+            raise SpecError(
+                "no such tracker",
+                source=source,
+                path="trackers",
+                got=name,
+                allowed=allowed,
+                hint=hint,
+            )

@@ -23,7 +23,7 @@ from orchestrator.specs.choices import (
     Optimizer,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
@@ -32,15 +32,14 @@ from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProf
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS
 
-# Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
-# compared with a device). With planning's margin of 5 % on top this covers the worst of them. A traced model whose own
-# steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters at seven
+# Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of
+# the allocator, not
+# compared with a device). With planning's margin of 5 % on top this covers the worst of them. A
+# traced model whose own
+# steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters
+# at seven
 # micro-batches gave 0.7 to 8.8 %, up and down (training/tracing/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
-# cuBLAS on Hopper has 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp), of PyTorch's allocator.
-# The threads of forward and backward pass have a handle each: two were live at each of four peaks on an H100
-# (tests/gpu/measured/, 2026-11-26).
-CUBLAS_BYTES = 64 * 2**20
 
 
 def estimate(
@@ -76,14 +75,23 @@ class DeviceBytes:
     """
 
     def __init__(
-        self, profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
+        self,
+        profile: ModelProfile,
+        plan: Plan,
+        device: DeviceSpec,
+        overhead: Overhead = SUPPOSED_OVERHEAD,
     ) -> None:
         if plan.master_weights is MasterWeights.BF16:
             profile = replace(profile, parameter_bytes=master_bytes(plan))
         profiled = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
         degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
         assert profiled == degrees, f"a profile of (cp, tp, ep) = {profiled} for {plan}"
-        self._plan, self._device, self._overhead, self._mechanics = plan, device, overhead, plan.mechanics
+        self._plan, self._device, self._overhead, self._mechanics = (
+            plan,
+            device,
+            overhead,
+            plan.mechanics,
+        )
         tells_apart = is_zero3 = False
         match self._mechanics:
             case Replicated():
@@ -91,23 +99,32 @@ class DeviceBytes:
             case Fsdp2() | ScriptFsdp():
                 self._reduces_once = self._mechanics.once_a_step
             case Zero():
-                self._reduces_once, tells_apart = False, deepspeed.tells_recomputed_apart(profile, self._mechanics)
-                is_zero3 = self._mechanics.stage is ZeroStage.PARAMETERS and facts_of(plan.engine).is_ours
+                self._reduces_once, tells_apart = (
+                    False,
+                    deepspeed.tells_recomputed_apart(profile, self._mechanics),
+                )
+                is_zero3 = (
+                    self._mechanics.stage is ZeroStage.PARAMETERS and facts_of(plan.engine).is_ours
+                )
             case _:
                 refuse_unknown(self._mechanics)
         self._profile = _as_run(profile, sharded=isinstance(self._mechanics, Fsdp2), zero3=is_zero3)
-        self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
+        self.counts_every_mode_alike = device.kind.traits.has_caching_allocator and not tells_apart
         self._casts = autocasts(plan)
-        self._library_bytes = CUBLAS_BYTES if device.kind is DeviceKind.CUDA else 0
+        self._library_bytes = device.kind.traits.library_bytes
         self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
-        self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
+        self._moments: dict[
+            object, list[tuple[Rank, list[tuple[Moment, int]]]]
+        ] = {}  # and their counted bytes
 
     def turns(self, gradient_accumulation_steps: int) -> object:
         """Return a cache key of how gradient accumulation affects memory: equal keys, equal micro-batches in flight."""
         if self._reduces_once:
             return min(gradient_accumulation_steps, 3)
-        return filling(self._plan.layout.pp, self._plan.pipeline_stages_per_rank, gradient_accumulation_steps)
+        return filling(
+            self._plan.layout.pp, self._plan.pipeline_stages_per_rank, gradient_accumulation_steps
+        )
 
     def without_activations(self, plan: Plan) -> int:
         """Return a lower bound of the plan's `device_bytes` for every micro-batch size.
@@ -128,7 +145,13 @@ class DeviceBytes:
         full_layers = plan.full_checkpointing_layers
         allocated = 0
         for rank, beside in self._counted_of(plan):
-            live = activations(rank, mode, casts=self._casts, full_layers=full_layers, offloads=plan.activation_offload)
+            live = activations(
+                rank,
+                mode,
+                casts=self._casts,
+                full_layers=full_layers,
+                offloads=plan.activation_offload,
+            )
             most = max([counted + live[place].bytes_of(micro) for place, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
         return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
@@ -138,12 +161,23 @@ class DeviceBytes:
         micro, rows = plan.micro_batch_size, []
         for rank, moments in self._moments_of(plan):
             mode, full_layers = plan.activation_checkpointing, plan.full_checkpointing_layers
-            live = activations(rank, mode, casts=self._casts, full_layers=full_layers, offloads=plan.activation_offload)
+            live = activations(
+                rank,
+                mode,
+                casts=self._casts,
+                full_layers=full_layers,
+                offloads=plan.activation_offload,
+            )
             buffer_bytes = rank.buffer_bytes(plan)
             for moment, counted in moments:
-                rows.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
+                rows.append(
+                    (rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro))
+                )
         rank, worst, counted, activation = max(rows, key=lambda row: row[2] + row[3])
-        beside = ("pipeline buffers", rank.buffer_bytes(plan)), ("cuBLAS workspaces", self._library_bytes)
+        beside = (
+            ("pipeline buffers", rank.buffer_bytes(plan)),
+            ("cuBLAS workspaces", self._library_bytes),
+        )
         causes = (*worst.counted, *beside, (ACTIVATIONS, activation))
         reserved = self._reserved_bytes(counted + activation, plan.activation_checkpointing)
         return MemoryEstimate(
@@ -162,13 +196,16 @@ class DeviceBytes:
 
     def _reserved_bytes(self, allocated_bytes: int, mode: ActivationCheckpointing | None) -> int:
         """Return what the allocator reserves for so many bytes; the least of all kinds of checkpointing at None."""
-        if self._device.kind is not DeviceKind.CUDA:
+        if not self._device.kind.traits.has_caching_allocator:
             return allocated_bytes
         factor = self._profile.fragmentation_of(mode)
-        return round(allocated_bytes * max(FRAGMENTATION, factor) + (SEGMENTS_BYTES if factor > FRAGMENTATION else 0))
+        return round(
+            allocated_bytes * max(FRAGMENTATION, factor)
+            + (SEGMENTS_BYTES if factor > FRAGMENTATION else 0)
+        )
 
     def _overhead_bytes(self, plan: Plan) -> int:
-        if self._device.kind is not DeviceKind.CUDA:
+        if not self._device.kind.traits.has_context:
             return 0
         copies = plan.dp_replicate
         if copies not in self._overhead_bytes_of:
@@ -182,7 +219,9 @@ class DeviceBytes:
             self._moments[key] = []
             for rank in ranks(self._profile, plan, full_layers=full_layers):
                 moments = self._moments_at(rank, plan, range(len(rank.passages)))
-                counted = [(moment, moment.counted_bytes + self._library_bytes) for moment in moments]
+                counted = [
+                    (moment, moment.counted_bytes + self._library_bytes) for moment in moments
+                ]
                 self._moments[key].append((rank, counted))
         return self._moments[key]
 
@@ -193,7 +232,9 @@ class DeviceBytes:
         """
         key = self._key(plan)
         if key not in self._counted:
-            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in ranks(self._profile, plan)]
+            self._counted[key] = [
+                (rank, self._counted_beside(rank, plan)) for rank in ranks(self._profile, plan)
+            ]
         return self._counted[key]
 
     def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
@@ -205,7 +246,7 @@ class DeviceBytes:
 
     def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
         """Return the moments of the passages at these places, and all moments that are no passage of the model."""
-        cuda, mechanics = self._device.kind is DeviceKind.CUDA, self._mechanics
+        cuda, mechanics = self._device.kind.traits.traces_as_cuda, self._mechanics
         reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
         if not reduces_in_buckets and not plan.optimizer_in_backward:
             places = [place for place in places if rank.passages[place].point is not Point.ARRIVAL]
@@ -229,7 +270,9 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
     """Return the profile with the moments of its trace that fit: FSDP2 and ZeRO-3 may have some of their own."""
     sharded &= any(moment.sharded for moment in profile.moments)
     zero3 &= any(moment.zero3 for moment in profile.moments)
-    moments = tuple(moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3))
+    moments = tuple(
+        moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3)
+    )
     return profile if len(moments) == len(profile.moments) else replace(profile, moments=moments)
 
 
@@ -245,7 +288,9 @@ def _host_bytes(rank: Rank, plan: Plan) -> int:
     copied = _checkpoint_bytes(profile, plan)
     if plan.activation_offload:
         in_flight = ((rank.stage, 1), *rank.others)
-        copied += plan.micro_batch_size * sum(passes * stage.layer_inputs_bytes for stage, passes in in_flight)
+        copied += plan.micro_batch_size * sum(
+            passes * stage.layer_inputs_bytes for stage, passes in in_flight
+        )
     if plan.offload is Offload.NONE:
         return copied
     trained = profile.trained_parameters

@@ -12,13 +12,24 @@ from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import ScriptFsdp
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
+from orchestrator.specs.profile import (
+    BackwardPeak,
+    LossChunks,
+    ModelProfile,
+    Segment,
+    Source,
+    TracedProfile,
+)
 from orchestrator.specs.replace import replace
 
-# Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
+# Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay
+# fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
 LOW_SHARE = 0.65
-TRANSFORMERS_TRAINERS = ("hf", "trl")  # those of specs/job/frameworks.py that are transformers' Trainer
+TRANSFORMERS_TRAINERS = (
+    "hf",
+    "trl",
+)  # those of specs/job/frameworks.py that are transformers' Trainer
 CHUNK_TOKENS = 1024  # of training/models/cross_entropy.py (a test compares the two)
 
 
@@ -55,12 +66,24 @@ def profile_of(
         stretch = sequence_length / own_length if sequence_length and own_length else 1.0
         lower = spec.precision is Precision.FP32 and precision is not Precision.FP32
         share = LOW_SHARE if lower else 1.0
-        declared = _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
-        has_seconds = not spec.is_script or bool(spec.speeds) or spec.profile.forward_flops_per_sample is not None
+        declared = _declared(
+            spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share
+        )
+        has_seconds = (
+            not spec.is_script
+            or bool(spec.speeds)
+            or spec.profile.forward_flops_per_sample is not None
+        )
         return declared if has_seconds else replace(declared, source=Source.DECLARED_MEMORY)
-    model, length = spec.known_model, spec.data.sequence_length if sequence_length is None else sequence_length
-    assert context_parallel == 1 or (model is not None and not spec.is_script), "planning/layouts.py asks for no other"
-    spread = 1 if spec.is_script else tensor_parallel  # our engine spreads tokens over the ranks that share matrices
+    model, length = (
+        spec.known_model,
+        spec.data.sequence_length if sequence_length is None else sequence_length,
+    )
+    assert context_parallel == 1 or (model is not None and not spec.is_script), (
+        "planning/layouts.py asks for no other"
+    )
+    # our engine spreads tokens over the ranks that share matrices
+    spread = 1 if spec.is_script else tensor_parallel
     if model is not None and model.weight_bytes_each == 2:
         autocast = False  # nothing is left to cast
     if freezes(spec) and tensor_parallel == pipeline_parallel == expert_parallel == 1:
@@ -88,7 +111,9 @@ def profile_of(
         shape = decoder_shape(model, length)
         if shape is not None and (tensor_parallel == 1 or shape.experts is None):
             how = {"spread": spread, "cp": context_parallel}
-            closed_form = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast, **how)
+            closed_form = decoder_profile(
+                shape, spec.family_name, precision, length, tensor_parallel, autocast, **how
+            )
             own_length = length // context_parallel
             theirs = as_transformers(
                 *(closed_form, model, shape, own_length),
@@ -97,7 +122,11 @@ def profile_of(
                 expert_parallel=expert_parallel,
                 uneven=uneven,
             )
-            return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
+            return (
+                _as_script_runs(spec, theirs, model, shape.vocab_size, length)
+                if spec.is_script
+                else theirs
+            )
     if tensor_parallel > 1:
         return None
     return _find_traced(spec.traced, precision, length, autocast, cuda)
@@ -111,9 +140,15 @@ def _as_script_runs(
     transformers' Trainer replaces the loss by one in chunks where it is told to (`use_liger_kernel`). Adapters stay in
     fp32 beside a frozen base (`autocast_adapter_dtype` in peft/tuners/tuners_utils.py, peft 0.19).
     """
-    fused = spec.trainer in TRANSFORMERS_TRAINERS and is_flag_on(spec.command or (), "--use_liger_kernel")
+    fused = spec.trainer in TRANSFORMERS_TRAINERS and is_flag_on(
+        spec.command or (), "--use_liger_kernel"
+    )
     trained = profile if fused else with_all_logits(profile, vocab_size, sequence_length)
-    return trained if model.lora is not None else replace(trained, parameter_bytes=model.weight_bytes_each)
+    return (
+        trained
+        if model.lora is not None
+        else replace(trained, parameter_bytes=model.weight_bytes_each)
+    )
 
 
 def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> ModelProfile:
@@ -124,7 +159,11 @@ def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> Mo
     `_register_post_backward_reshard_only_hook`; counted on two gloo ranks of torch 2.13, 2026-11).
     """
     adapts = spec.trains is not None and spec.trains.lora is not None
-    if not isinstance(plan.mechanics, ScriptFsdp) or not adapts or spec.trainer not in TRANSFORMERS_TRAINERS:
+    if (
+        not isinstance(plan.mechanics, ScriptFsdp)
+        or not adapts
+        or spec.trainer not in TRANSFORMERS_TRAINERS
+    ):
         return profile
     segments = (replace(part, holds_boundaries=part.is_unit) for part in profile.segments)
     return replace(profile, segments=tuple(segments))
@@ -138,11 +177,18 @@ def freezes(spec: JobSpec) -> bool:
 
 def is_known(spec: JobSpec) -> bool:
     """Return whether the memory of the job's model is known without a trace."""
-    return not freezes(spec) and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
+    return (
+        not freezes(spec)
+        and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
+    )
 
 
 def _find_traced(
-    profiles: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool, cuda: bool
+    profiles: tuple[TracedProfile, ...],
+    precision: Precision,
+    sequence_length: int,
+    autocast: bool,
+    cuda: bool,
 ) -> ModelProfile | None:
     """Return the profile traced with the shortest samples of at least this length, on this kind of device if any."""
     fitting = [
@@ -151,7 +197,11 @@ def _find_traced(
         if (candidate.profile.precision, candidate.autocast) == (precision, autocast)
         and candidate.sequence_length >= sequence_length
     ]
-    best = min(fitting, key=lambda candidate: (candidate.cuda is not cuda, candidate.sequence_length), default=None)
+    best = min(
+        fitting,
+        key=lambda candidate: (candidate.cuda is not cuda, candidate.sequence_length),
+        default=None,
+    )
     return best.profile if best else None
 
 
@@ -161,7 +211,13 @@ def _script_length(spec: JobSpec) -> int | None:
 
 
 def _declared(
-    declared: DeclaredProfile, family: str, precision: Precision, tp: int, *, stretch: float, share: float
+    declared: DeclaredProfile,
+    family: str,
+    precision: Precision,
+    tp: int,
+    *,
+    stretch: float,
+    share: float,
 ) -> ModelProfile:
     """Return a profile of `layers` equal parts, and one part for the remainder.
 
@@ -176,7 +232,9 @@ def _declared(
     selective_bytes = None if chosen is None else min(saved_bytes, round(chosen * stretch * share))
     layers, parameters = declared.layers, -(-declared.parameters // tp)
 
-    def part(name: str, count: int, parameters: int, saved: int, checkpointed: int, flops: float) -> Segment:
+    def part(
+        name: str, count: int, parameters: int, saved: int, checkpointed: int, flops: float
+    ) -> Segment:
         return Segment(
             name=name,
             count=count,
@@ -189,7 +247,9 @@ def _declared(
             selective_bytes=None if selective_bytes is None else selective_bytes // layers,
         )
 
-    rest = part("rest", 1, parameters % layers, saved_bytes % layers, checkpointed_bytes % layers, 0.0)
+    rest = part(
+        "rest", 1, parameters % layers, saved_bytes % layers, checkpointed_bytes % layers, 0.0
+    )
     flops = declared.forward_flops_per_sample
     layer = part(
         "layer",
@@ -243,18 +303,23 @@ def decoder_profile(
     width = 2 if low else 4  # of what matrix products return
     stream = 2 if low and not autocast else 4  # of the residual stream
     matrices = 2 * h * q + 2 * h * kv + 3 * h * f
-    # Norms with the inputs of the projections behind them. CUDA's norm is one kernel, which keeps its input alone.
+    # Norms with the inputs of the projections behind them. CUDA's norm is one kernel, which keeps
+    # its input alone.
     norms = {(False, 4): 24, (True, 4): 26, (True, 2): 20}[low, stream]
     if cuda:
         norms -= 12 if stream == 2 else 8
     casts = 2 * matrices
-    if spread > 1:  # one cast is gathered for all projections, and theirs are made again in the backward pass
+    if (
+        spread > 1
+    ):  # one cast is gathered for all projections, and theirs are made again in the backward pass
         norms, casts = norms - 6 if low and stream == 4 else norms, 0
     saved = norms * stream_width + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
     selective = stream * stream_width + width * (2 * stream_width + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
-        saved += 2 * (1 if cuda else width) * stream_width  # masks, which a CPU has in the type of the input
-    moved = (66, 142) if low and autocast else (10 * width, 25 * width)  # of the residual stream, forward and backward
+        # masks, which a CPU has in the type of the input
+        saved += 2 * (1 if cuda else width) * stream_width
+    # of the residual stream, forward and backward
+    moved = (66, 142) if low and autocast else (10 * width, 25 * width)
     again = max(1, cp * tp // spec.kv_heads)  # ranks that have the same key-value head
     if cp > 1:  # attention's output comes back in another tensor
         saved += width * (q + 2 * (again - 1) * kv)
@@ -267,9 +332,12 @@ def decoder_profile(
         saved_bytes=round(s * saved),
         checkpointed_bytes=round(s * stream * stream_width),
         selective_bytes=round(s * selective),
-        selective_transient_bytes=round(s * (recomputed + (2 if low and autocast else 4) * stream_width)),
+        selective_transient_bytes=round(
+            s * (recomputed + (2 if low and autocast else 4) * stream_width)
+        ),
         transient_bytes=s * recomputed,
-        forward_flops=s * (2.0 * matrices + 2.0 * sequence_length * q),  # causal attention: half of 4 s^2 q
+        forward_flops=s
+        * (2.0 * matrices + 2.0 * sequence_length * q),  # causal attention: half of 4 s^2 q
         cast_bytes=(casts + 8 * s * d) if low and autocast else 0,
         largest_parameter=h * max(f, q),
         waiting_gradients=shared,
@@ -293,7 +361,16 @@ def decoder_profile(
         segments=(
             _embedding(s, h, v, stream=stream, tied=spec.tie_word_embeddings, spread=spread),
             layer,
-            _head(s, h, v, low=low, stream=stream, tied=spec.tie_word_embeddings, spread=spread, cuda=cuda),
+            _head(
+                s,
+                h,
+                v,
+                low=low,
+                stream=stream,
+                tied=spec.tie_word_embeddings,
+                spread=spread,
+                cuda=cuda,
+            ),
         ),
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
@@ -303,7 +380,9 @@ def decoder_profile(
     )
 
 
-def _gathered_peaks(sample_bytes: int, h: int, f: int, stream_width: float) -> tuple[BackwardPeak, ...]:
+def _gathered_peaks(
+    sample_bytes: int, h: int, f: int, stream_width: float
+) -> tuple[BackwardPeak, ...]:
     """Return where most is live in the backward pass of a layer whose tokens are gathered for its matrices.
 
     `sample_bytes`: of one value for every token. The last matrix gathers the gradient of its output; or the product
@@ -365,7 +444,9 @@ def _embedding(s: int, h: int, v: int, *, stream: int, tied: bool, spread: int) 
     )
 
 
-def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int, cuda: bool) -> Segment:
+def _head(
+    s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int, cuda: bool
+) -> Segment:
     """Norm and chunked loss, measured as slopes like a layer; on CUDA the norm has no intermediates.
 
     The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. That of a weight
@@ -377,7 +458,10 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread:
     saved_width, passed = (10, 14) if stream == 2 else (8, 12)
     if cuda:
         saved_width, passed = stream, 2 * stream
-    saved, normed = round(s * (saved_width * stream_width + 4 / spread)), round(s * passed * stream_width)
+    saved, normed = (
+        round(s * (saved_width * stream_width + 4 / spread)),
+        round(s * passed * stream_width),
+    )
     if not low:
         peaks: tuple[tuple[int, int], ...] = ((4 * v + 4 * h, 0),)
     elif stream == 4:
@@ -387,7 +471,9 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread:
     if spread > 1:
         width = 2 if low else 4
         gathered = round((1 if stream == width else 1 / spread) * width * h)
-        products = (width if stream > width else 0) + 2 * stream  # in the stream's type, with the copy that gloo sums
+        products = (
+            width if stream > width else 0
+        ) + 2 * stream  # in the stream's type, with the copy that gloo sums
         summed = (width * (v + h) + products * h, 2 * v * h if low else 0)
         peaks = (*((per_token + gathered, fixed) for per_token, fixed in peaks), summed)
     made = 0 if tied else v * h

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 
-# Achieved over nominal bandwidth of large messages: 235 of 300 GB/s on A100 (NVIDIA/nccl src/graph/tuning.cc).
+# Achieved over nominal bandwidth of large messages: 235 of 300 GB/s on A100 (NVIDIA/nccl
+# src/graph/tuning.cc).
 LINK_EFFICIENCY = 0.78
-# Start of a collective: NCCL within a node (NVIDIA/nccl-tests doc/PERFORMANCE.md gives tens of us for small messages),
-# and gloo between two busy CPU ranks (FSDP2 and ZeRO-3 against DDP over a 4-layer decoder, 2 to 4 ms, 2026-11).
-START_S = {DeviceKind.CUDA: 3e-5, DeviceKind.VIRTUAL: 2e-3}
-# A step of a ring from one device to the next (NVIDIA/nccl src/graph/tuning.cc, hwLat of Ring/Simple: NVLink, network).
+# A step of a ring from one device to the next (NVIDIA/nccl src/graph/tuning.cc, hwLat of
+# Ring/Simple: NVLink, network).
 LINK_STEP_S, NETWORK_STEP_S = 3.4e-6, 9.6e-6
 
 
@@ -29,7 +28,10 @@ class Ring:
         """Return the seconds of an all-gather or reduce-scatter of `whole_bytes`, of which (n-1)/n pass every link."""
         if self.ranks == 1:
             return 0.0
-        return messages * (self.start_s + self._steps_s) + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
+        return (
+            messages * (self.start_s + self._steps_s)
+            + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
+        )
 
     def all_reduce_s(self, whole_bytes: float, messages: int = 1) -> float:
         """Return the seconds of an all-reduce: a reduce-scatter and an all-gather with one start."""
@@ -40,7 +42,9 @@ class Ring:
     @property
     def _steps_s(self) -> float:
         """Seconds from the first rank to the last: along the devices of a node, and as a tree over the nodes."""
-        return (self.ranks / self.nodes - 1) * LINK_STEP_S + (self.nodes - 1).bit_length() * NETWORK_STEP_S
+        return (self.ranks / self.nodes - 1) * LINK_STEP_S + (
+            self.nodes - 1
+        ).bit_length() * NETWORK_STEP_S
 
 
 def all_to_all_s(
@@ -65,7 +69,9 @@ def all_to_all_s(
 
 
 @lru_cache(maxsize=4096)
-def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int) -> Ring:
+def ring(
+    ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int
+) -> Ring:
     """Return the ring of `ranks` devices, `stride` apart. Rings between the same nodes share the network."""
     span = ranks * stride
     nodes = -(-span // devices_per_node)
@@ -76,11 +82,11 @@ def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, net
         ranks=ranks,
         nodes=min(nodes, ranks),
         bandwidth=bandwidth * LINK_EFFICIENCY,
-        start_s=START_S[device.kind],
+        start_s=device.kind.traits.collective_start_s,
     )
 
 
 def send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
     """Return the seconds of a message between two devices over the slower of link and network share."""
     bandwidth = min(device.link_bandwidth, network_bandwidth)
-    return START_S[device.kind] + message_bytes / (bandwidth * LINK_EFFICIENCY)
+    return device.kind.traits.collective_start_s + message_bytes / (bandwidth * LINK_EFFICIENCY)

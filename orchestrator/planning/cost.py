@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from orchestrator.memory.engines.pipeline import part, ranks
 from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
-from orchestrator.planning.collectives import START_S, Ring, all_to_all_s, ring, send_s
+from orchestrator.planning.collectives import Ring, all_to_all_s, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -21,28 +21,38 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 
-# Computation and communication that overlap slow each other by 1.1 to 1.3 (Galvatron, arXiv:2211.13878, section 3.4).
+# Computation and communication that overlap slow each other by 1.1 to 1.3 (Galvatron,
+# arXiv:2211.13878, section 3.4).
 OVERLAP_COST = 0.2
-# A collective that a layer waits for, on the host beside NCCL's start: Python, autograd and the dispatcher, as
-# all-reduces under autograd took in a process group that sends nothing (torch 2.13.0, one CPU core, 2026-11-22).
+# A collective that a layer waits for, on the host beside NCCL's start: Python, autograd and the
+# dispatcher, as
+# all-reduces under autograd took in a process group that sends nothing (torch 2.13.0, one CPU core,
+# 2026-11-22).
 DISPATCH_S = 2.3e-5
-# An update of one parameter alone, on the host: its hook, its norm and an optimizer's step, above its share of one step
-# for all, with 300 matrices of 32 x 32 under AdamW (30 to 36 us; torch 2.13.0, one CPU core, 2026-11-25).
+# An update of one parameter alone, on the host: its hook, its norm and an optimizer's step, above
+# its share of one step
+# for all, with 300 matrices of 32 x 32 under AdamW (30 to 36 us; torch 2.13.0, one CPU core,
+# 2026-11-25).
 UPDATE_ALONE_S = 3.3e-5
-EXPERT_MESSAGES = 2  # all-to-alls of a mixture of experts: tokens there and back; forward their numbers before
-CONTEXT_MESSAGES = 4  # all-to-alls of an attention: queries, keys and values to heads, its output to tokens
+# all-to-alls of a mixture of experts: tokens there and back; forward their numbers before
+EXPERT_MESSAGES = 2
+# all-to-alls of an attention: queries, keys and values to heads, its output to tokens
+CONTEXT_MESSAGES = 4
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel (bucket_cap_mb)
 TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
-# Bytes that an update reads and writes per parameter. AdamW reads parameter, gradient and both moments and writes all
-# but the gradient: 7 fp32 words; SGD has one moment; 8-bit moments have a byte each; Adafactor's are small, but it
-# goes over the gradient twice. Of a weight in bf16, AdamW in 8 bits moves three words of half the size.
+# Bytes that an update reads and writes per parameter. AdamW reads parameter, gradient and both
+# moments and writes all
+# but the gradient: 7 fp32 words; SGD has one moment; 8-bit moments have a byte each; Adafactor's
+# are small, but it
+# goes over the gradient twice. Of a weight in bf16, AdamW in 8 bits moves three words of half the
+# size.
 UPDATE_TRAFFIC_BYTES = {
     Optimizer.ADAMW: 28,
     Optimizer.ADAMW_8BIT: 16,
@@ -50,11 +60,14 @@ UPDATE_TRAFFIC_BYTES = {
     Optimizer.SGD: 20,
 }
 BF16_TRAFFIC_BYTES = 10
-# Of one element, where 8-bit AdamW is not compiled (training/engines/eight_bit.py): 143 ns beside fp32 weights, 158 ns
+# Of one element, where 8-bit AdamW is not compiled (training/engines/eight_bit.py): 143 ns beside
+# fp32 weights, 158 ns
 # beside bf16 ones (torch 2.13.0, torchao 0.18, one CPU core, 2026-11-26).
 EAGER_8BIT_S = 1.5e-7
-# Host memory bandwidth that one rank's AdamW on the host gets: steps of an H100 took three times as long as by 25 GB/s,
-# which is 8 GB/s, and those of an H200 with 16 cores tell 14 GB/s (docs/concepts/memory-model.md, tests/gpu/measured/).
+# Host memory bandwidth that one rank's AdamW on the host gets: steps of an H100 took three times as
+# long as by 25 GB/s,
+# which is 8 GB/s, and those of an H200 with 16 cores tell 14 GB/s (docs/concepts/memory-model.md,
+# tests/gpu/measured/).
 HOST_ADAM_BANDWIDTH = 11e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
 
@@ -71,7 +84,8 @@ class Hardware:
     nodes: int
     network_bandwidth: int
     host_memory: float = inf
-    launches_block: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it launched
+    # CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it launched
+    launches_block: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -98,14 +112,18 @@ class StepSeconds:
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
         profile_degrees = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
         degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
-        assert profile_degrees == degrees, f"a profile for (cp, tp, ep) = {profile_degrees} of {plan}"
+        assert profile_degrees == degrees, (
+            f"a profile for (cp, tp, ep) = {profile_degrees} of {plan}"
+        )
         self._profile, self._hardware = profile, hardware
         self._rank_profiles = tuple(dict.fromkeys(rank.profile for rank in ranks(profile, plan)))
         self._largest = max(self._rank_profiles, key=lambda rank_profile: rank_profile.parameters)
         self._largest_at = self._rank_profiles.index(self._largest)
         engine, self._mechanics = facts_of(plan.engine), plan.mechanics
         self._factor = engine.step_factor
-        self._gradient_bytes = compute_bytes(plan) if engine.has_low_gradients else master_bytes(plan)
+        self._gradient_bytes = (
+            compute_bytes(plan) if engine.has_low_gradients else master_bytes(plan)
+        )
         self._copied_s = _copied_s(self._largest, plan, hardware)
         self._copies_once = self._mechanics.stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1
         self._once: dict[int, tuple[float, float]] = {}
@@ -116,7 +134,8 @@ class StepSeconds:
         handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
         seconds = [
-            self._computing_s(rank_profile, plan, per_rank) + handed_on_s for rank_profile in self._rank_profiles
+            self._computing_s(rank_profile, plan, per_rank) + handed_on_s
+            for rank_profile in self._rank_profiles
         ]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
@@ -132,12 +151,17 @@ class StepSeconds:
 
     def _computing_s(self, profile: ModelProfile, plan: Plan, stages: int) -> float:
         """Return the seconds of one micro-batch on a rank with `profile` of so many stages, without its waits."""
-        added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0  # to those of micro-batches before
+        # to those of micro-batches before
+        added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
         updates, hardware = plan.optimizer_in_backward, self._hardware
         starts = 0 if self._copies_once else _collectives(profile, self._mechanics)
-        busy_s = _busy_s(profile, plan.micro_batch_size, *how, plan.precision, added, updates, starts, hardware)
-        return busy_s + (_inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0)
+        busy_s = _busy_s(
+            profile, plan.micro_batch_size, *how, plan.precision, added, updates, starts, hardware
+        )
+        return busy_s + (
+            _inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0
+        )
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
         """Return the seconds of data-parallel messages and of the update, which depend on the micro-batches alone."""
@@ -198,9 +222,15 @@ def _busy_s(
     device, tp = hardware.device, profile.tensor_parallel
     batch = micro_batch(profile, size, device, precision)
     device_s = batch.forward_s + batch.backward_s
-    device_s += 2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
+    device_s += (
+        2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
+    )
     is_selective = mode is ActivationCheckpointing.SELECTIVE
-    full = batch.replayed_parts if mode is ActivationCheckpointing.FULL else min(full_layers, batch.replayed_parts)
+    full = (
+        batch.replayed_parts
+        if mode is ActivationCheckpointing.FULL
+        else min(full_layers, batch.replayed_parts)
+    )
     replayed = full if mode is ActivationCheckpointing.NONE else batch.replayed_parts
     if mode is ActivationCheckpointing.FULL:
         device_s += batch.replay_s
@@ -210,13 +240,15 @@ def _busy_s(
         device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
         full_layers -= min(full_layers, count)
     launches_s = host_s(batch.parts, full, replayed - full, collectives, device)
-    if profile.context_parallel > 1:  # there and back, of queries, keys, values and outputs; again where recomputed
+    if (
+        profile.context_parallel > 1
+    ):  # there and back, of queries, keys, values and outputs; again where recomputed
         layer = max(profile.segments, key=lambda segment: segment.count)
         passes = 2 * layer.count + min(replayed, layer.count)
         messages, sent_bytes = passes * CONTEXT_MESSAGES, passes * layer.exchanged_bytes * size
         where = device, hardware.devices_per_node, hardware.network_bandwidth
         device_s += all_to_all_s(sent_bytes, messages, profile.context_parallel, tp, *where)
-        launches_s += messages * (START_S[device.kind] + DISPATCH_S)
+        launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
     if profile.expert_parallel > 1:  # there and back, forward and backward; again where recomputed
         layer = max(profile.segments, key=lambda segment: segment.count)
         forward = layer.count + min(replayed, layer.count)
@@ -224,19 +256,27 @@ def _busy_s(
         sent_bytes = (forward + layer.count) * layer.routed_bytes * size
         where = device, hardware.devices_per_node, hardware.network_bandwidth
         device_s += all_to_all_s(sent_bytes, messages, profile.expert_parallel, 1, *where)
-        launches_s += messages * (START_S[device.kind] + DISPATCH_S)
+        launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
     if updates:
-        launches_s += UPDATE_ALONE_S * sum(segment.count * len(segment.gradients) for segment in profile.segments)
+        launches_s += UPDATE_ALONE_S * sum(
+            segment.count * len(segment.gradients) for segment in profile.segments
+        )
     if tp > 1:
-        across, messages, spread = _ring(tp, 1, hardware), batch.messages + 2 * replayed, profile.sequence_parallel
+        across, messages, spread = (
+            _ring(tp, 1, hardware),
+            batch.messages + 2 * replayed,
+            profile.sequence_parallel,
+        )
         whole_bytes = spread * profile.boundary_bytes * size
         if spread > 1:
-            messages = 2 * messages - (2 * replayed if mode is ActivationCheckpointing.SELECTIVE else 0)
+            messages = 2 * messages - (
+                2 * replayed if mode is ActivationCheckpointing.SELECTIVE else 0
+            )
             device_s += across.gather_s(messages * whole_bytes, messages)
         else:
             device_s += messages * across.all_reduce_s(whole_bytes)
         launches_s += messages * (across.start_s + DISPATCH_S)
-    if device.kind is not DeviceKind.CUDA or hardware.launches_block:
+    if not device.kind.traits.runs_beside_host or hardware.launches_block:
         return device_s + launches_s
     return math.hypot(device_s, launches_s)
 
@@ -255,7 +295,9 @@ def seconds_in_three(
 
 
 def _ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
-    return ring(ranks, stride, hardware.device, hardware.devices_per_node, hardware.network_bandwidth)
+    return ring(
+        ranks, stride, hardware.device, hardware.devices_per_node, hardware.network_bandwidth
+    )
 
 
 def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
@@ -281,7 +323,9 @@ def _window_s(micro_batch_s: float, mechanics: Mechanics, micro_steps: int) -> f
         case Fsdp2():
             if mechanics.is_pipelined:
                 return micro_batch_s * 2 / 3
-            if mechanics.once_a_step:  # gathered in the first forward pass, reduced in the last backward pass
+            if (
+                mechanics.once_a_step
+            ):  # gathered in the first forward pass, reduced in the last backward pass
                 return micro_batch_s
         case ScriptFsdp() | Zero():
             if mechanics.stage is not ZeroStage.PARAMETERS:
@@ -305,7 +349,9 @@ def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
     units = _units(profile)
     match mechanics:
         case Replicated():
-            return Traffic(0, 1, max(1, -(-exchanged_bytes(plan) * profile.trained_parameters // BUCKET_BYTES)))
+            return Traffic(
+                0, 1, max(1, -(-exchanged_bytes(plan) * profile.trained_parameters // BUCKET_BYTES))
+            )
         case Fsdp2():
             if mechanics.is_pipelined or mechanics.once_a_step:
                 return Traffic(1, 1, 2 * units)
@@ -316,7 +362,9 @@ def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
                 ZeroStage.NONE: Traffic(0, 1, 1),
                 ZeroStage.OPTIMIZER: Traffic(1, 1, 2),
                 ZeroStage.GRADIENTS: Traffic(1, micro_steps, 1 + micro_steps),
-                ZeroStage.PARAMETERS: Traffic(2 * micro_steps, micro_steps, 3 * units * TENSORS_PER_PART * micro_steps),
+                ZeroStage.PARAMETERS: Traffic(
+                    2 * micro_steps, micro_steps, 3 * units * TENSORS_PER_PART * micro_steps
+                ),
             }[mechanics.stage]
         case _:
             refuse_unknown(mechanics)
@@ -334,7 +382,9 @@ def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     gathered_bytes = traffic.gathers * compute_bytes(plan) * profile.parameters
     reduced_bytes = traffic.reductions * exchanged_bytes(plan) * profile.trained_parameters
     if plan.mechanics.stage is ZeroStage.NONE:
-        return _ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(reduced_bytes, traffic.messages)
+        return _ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(
+            reduced_bytes, traffic.messages
+        )
     moved_bytes = gathered_bytes + reduced_bytes
     if plan.expert_parallel > 1:
         return _shared_beside_experts_s(profile, plan, hardware, moved_bytes, traffic.messages)
@@ -358,7 +408,9 @@ def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     match mechanics:
         case Fsdp2() | ScriptFsdp():
             shards, is_alone = mechanics.shards, mechanics.shards == 1
-            gathered = 2 * width + (master_bytes(plan) + width) / shards + (2 * width if is_alone else 0)
+            gathered = (
+                2 * width + (master_bytes(plan) + width) / shards + (2 * width if is_alone else 0)
+            )
             reduced = width + sent + (2 * sent if is_alone else 0)
             gathers = 1 if mechanics.keeps_gathered else 2
         case Zero(stage=ZeroStage.NONE) | Replicated():
@@ -378,7 +430,9 @@ def _shared_beside_experts_s(
     """Return the seconds to move these bytes: experts between the ranks that have the same, the rest between all."""
     dp, ep = plan.layout.dp, plan.expert_parallel
     layers = sum(segment.count for segment in profile.segments if segment.experts)
-    of_experts = sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
+    of_experts = (
+        sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
+    )
     rest_s = _ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
     messages = messages * layers // (layers + 1)  # the root has none
     return rest_s + _ring(dp // ep, ep, hardware).gather_s(moved_bytes * of_experts / ep, messages)
@@ -394,14 +448,19 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
         traffic = BF16_TRAFFIC_BYTES
     shards = plan.mechanics.shards
     share = profile.trained_parameters / shards
-    if plan.optimizer is Optimizer.ADAMW_8BIT and device.kind is not DeviceKind.CUDA:
+    if plan.optimizer is Optimizer.ADAMW_8BIT and not device.kind.traits.has_8bit_kernels:
         return share * EAGER_8BIT_S
     if plan.offload is Offload.NONE:
         return share * traffic / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     fetched = 0.0
     if plan.offload is Offload.PARAMETERS:  # every pass of every micro-batch fetches the weights
-        fetched = plan.gradient_accumulation_steps * 2 * profile.parameters / shards * compute_bytes(plan)
-    host_s = share * traffic / HOST_ADAM_BANDWIDTH + (share * 2 * compute_bytes(plan) + fetched) / device.host_bandwidth
+        fetched = (
+            plan.gradient_accumulation_steps * 2 * profile.parameters / shards * compute_bytes(plan)
+        )
+    host_s = (
+        share * traffic / HOST_ADAM_BANDWIDTH
+        + (share * 2 * compute_bytes(plan) + fetched) / device.host_bandwidth
+    )
     if plan.offload_target is OffloadTarget.CPU:
         return host_s
     return host_s + (share * 2 * MASTER_AND_MOMENTS_BYTES + fetched) / device.nvme_bandwidth

@@ -13,7 +13,8 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.stages import stage_layers
 
-# Bytes of a parameter, its gradient and its optimizer states on a rank: whole, or with states cut over many ranks
+# Bytes of a parameter, its gradient and its optimizer states on a rank: whole, or with states cut
+# over many ranks
 # (memory/engines/torch.py). They decide between cuts that are equally fast only.
 WHOLE_BYTES, SHARDED_BYTES = 16, 8
 STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's time
@@ -55,7 +56,9 @@ def _ends(
         )
 
     def fullest_bytes(sizes: tuple[int, ...]) -> int:
-        return _fullest_bytes(profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES)
+        return _fullest_bytes(
+            profile, pp, sizes, mode, WHOLE_BYTES if not is_sharded else SHARDED_BYTES
+        )
 
     ideal = (layers + last_s / layer_s) / pp - last_s / layer_s - (per_rank - 1) * layers / stages
     tried = {max(1, min(even[-1], floor(ideal) + more)) for more in (-1, 0, 1)} | {even[-1]}
@@ -72,7 +75,11 @@ def _ends(
 
 
 def _fullest_bytes(
-    profile: ModelProfile, pp: int, sizes: tuple[int, ...], mode: ActivationCheckpointing, parameter_bytes: int
+    profile: ModelProfile,
+    pp: int,
+    sizes: tuple[int, ...],
+    mode: ActivationCheckpointing,
+    parameter_bytes: int,
 ) -> int:
     """Return the bytes of the fullest rank: all of its parameters, and layers of the micro-batches in flight."""
     before, layer, behind = split_ends(profile)
@@ -87,7 +94,9 @@ def _fullest_bytes(
     for rank in distinct_ranks(pp, sizes):
         rank_layers, passes = sizes[rank::pp], waiting(rank, pp, per_rank, Filling(pp, False))
         parameters = sum(rank_layers) * layer.parameters
-        parameters += sum(part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ()))
+        parameters += sum(
+            part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ())
+        )
         in_flight = sum(layers * count for layers, count in zip(rank_layers, passes, strict=True))
         most = max(most, parameter_bytes * parameters + kept_bytes * in_flight)
     return most

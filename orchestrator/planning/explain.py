@@ -40,7 +40,9 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
     return tuple(moment for name, moment in worst.items() if name in shown)
 
 
-def nearest(frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
+def nearest(
+    frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
+) -> Candidate | None:
     """Return the untried candidate that needs the least device memory; None without one.
 
     Candidates with enough host memory come first.
@@ -70,11 +72,20 @@ def why_nothing_fits(
     assert closest is not None, "a frontier is never empty"
     estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
     needed = needed_bytes(closest, calibrated)
-    pinned = "" if not spec.plan else f" with {in_words(spec.plan)}" if len(spec.plan) <= PINS_NAMED else " as pinned"
+    pinned = (
+        ""
+        if not spec.plan
+        else f" with {in_words(spec.plan)}"
+        if len(spec.plan) <= PINS_NAMED
+        else " as pinned"
+    )
     there = f"{format_bytes(capacity_bytes)} of {hardware.device.name}"
     if needed <= capacity_bytes and not closest.fits_host:
         why = why_rejected(closest, capacity_bytes, calibrated)
-        lines = [f"no plan{pinned} fits {there} and its node", f"closest: {in_short(closest.plan)} {why}"]
+        lines = [
+            f"no plan{pinned} fits {there} and its node",
+            f"closest: {in_short(closest.plan)} {why}",
+        ]
     else:
         lines = [
             f"no plan{pinned} fits {there}",
@@ -85,7 +96,11 @@ def why_nothing_fits(
     case = Unfit(spec, hardware, capacity_bytes, calibrated, refuted)
     lines += [f"would fit: {way.sentence}" for way in ways_out(case)]
     lines += missing_knobs(case)
-    lines += ["other changes were not searched: the job allows too many plans"] if case.is_worn_out else []
+    lines += (
+        ["other changes were not searched: the job allows too many plans"]
+        if case.is_worn_out
+        else []
+    )
     return "\n".join(lines)
 
 

@@ -44,7 +44,8 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS, Setting
 from orchestrator.specs.stages import stage_layers
 
-# And the first layers of a stage that are recomputed in full; whether the inputs of all wait in host memory.
+# And the first layers of a stage that are recomputed in full; whether the inputs of all wait in
+# host memory.
 Mode = tuple[ActivationCheckpointing, int, bool]
 ON_HOST: Mode = (ActivationCheckpointing.FULL, 0, True)
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
@@ -66,7 +67,10 @@ def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
     request, device, pins = requested_settings(spec), hardware.device, dict(spec.plan)
     touched = [setting for setting in SETTINGS if setting.degradation is not Degradation.EXACT]
     choices = [
-        [(request[setting.name], Degradation.EXACT), *_alternatives(spec, device, setting, request[setting.name])]
+        [
+            (request[setting.name], Degradation.EXACT),
+            *_alternatives(spec, device, setting, request[setting.name]),
+        ]
         for setting in touched
     ]
     variants = []
@@ -75,7 +79,9 @@ def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
         if pins and any(pins.get(name, value) != value for name, value in values.items()):
             continue
         if device.has(values["precision"]):
-            variants.append(Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
+            variants.append(
+                Variant(values=values, degradation=max(degradation for _, degradation in chosen))
+            )
     return variants
 
 
@@ -109,10 +115,16 @@ def _alternatives(
     if not is_turnable or spec.degrade.limit < setting.degradation:
         return
     if setting.degradation is Degradation.NUMERIC:
-        able = [value for value in setting.cheaper if not isinstance(value, Precision) or device.has(value)]
+        able = [
+            value
+            for value in setting.cheaper
+            if not isinstance(value, Precision) or device.has(value)
+        ]
         others = able[:1] if request == setting.usual else []
     else:
-        others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != request]
+        others = [
+            value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != request
+        ]
     for value in others:
         yield value, setting.degradation
 
@@ -131,11 +143,14 @@ def default_length(spec: JobSpec) -> int | None:
 class Family:
     """Plans that differ only in checkpointing, micro-batch size and accumulation; smaller micro-batches first."""
 
-    example: Plan  # plan of the smallest batch that fills the pipeline, with all settings that the family shares
+    # plan of the smallest batch that fills the pipeline, with all settings that the family shares
+    example: Plan
     alike: tuple[Mode, ...]  # checkpointing modes that all layers share
     partial: tuple[Mode, ...]  # modes in which only the first layers are recomputed in full
     offloads_to: float  # largest micro-batch whose layer inputs may wait in host memory; 0: none
-    cuts: tuple[tuple[int, int], ...]  # (micro-batch, accumulation) pairs that keep the pipeline busy, all legal
+    cuts: tuple[
+        tuple[int, int], ...
+    ]  # (micro-batch, accumulation) pairs that keep the pipeline busy, all legal
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(
@@ -177,7 +192,11 @@ def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
 
 
 def families_of(
-    spec: JobSpec, hardware: Hardware, variant: Variant, profile_of: Callable[[Plan], ModelProfile], work: Work
+    spec: JobSpec,
+    hardware: Hardware,
+    variant: Variant,
+    profile_of: Callable[[Plan], ModelProfile],
+    work: Work,
 ) -> Iterator[Family]:
     """Yield the families of plans that have the job's pinned settings.
 
@@ -233,7 +252,9 @@ def _adds_up(strategy: Strategy) -> bool:
     return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
 
 
-def _cuts_at_work(cuts: Sequence[tuple[int, int]], strategy: Strategy) -> tuple[tuple[int, int], ...]:
+def _cuts_at_work(
+    cuts: Sequence[tuple[int, int]], strategy: Strategy
+) -> tuple[tuple[int, int], ...]:
     """Return the cuts that keep the strategy's pipeline at work and are legal with it."""
     pipeline = strategy.layout.pp, strategy.pipeline_stages_per_rank
     at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
@@ -245,7 +266,9 @@ def _cuts_at_work(cuts: Sequence[tuple[int, int]], strategy: Strategy) -> tuple[
     return at_work
 
 
-def _cuts(spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+def _cuts(
+    spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]
+) -> tuple[tuple[int, int], ...]:
     """Return (micro-batch, accumulation) pairs as pinned, without those for which sharing samples gains nothing.
 
     Where each rank could have whole samples of its own, dp in the place of cp is the same without messages.
@@ -254,7 +277,11 @@ def _cuts(spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]) -> tup
     if layout.cp > 1 and "cp" not in pins and spec.global_batch_size % layout.dp_cp == 0:
         cuts = tuple(cut for cut in cuts if cut[0] % layout.cp)
     micro, steps = (pins.get(name) for name in BATCH)
-    return tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1])) if pins else cuts
+    return (
+        tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
+        if pins
+        else cuts
+    )
 
 
 def _largest_offloaded_micro(
@@ -321,4 +348,9 @@ def _partial_modes(
 
 def _plan(strategy: Strategy, variant: Variant, micro_batches: int) -> Plan:
     chosen = zip(STRATEGY, _of_strategy(strategy), strict=True)
-    return Plan(**dict(chosen), **variant.values, micro_batch_size=1, gradient_accumulation_steps=micro_batches)
+    return Plan(
+        **dict(chosen),
+        **variant.values,
+        micro_batch_size=1,
+        gradient_accumulation_steps=micro_batches,
+    )

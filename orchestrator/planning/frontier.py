@@ -12,7 +12,6 @@ from orchestrator.memory.calibration.calibrate import EVEN, Calibration
 from orchestrator.memory.calibration.calibrate import MARGIN as MARGIN
 from orchestrator.planning.cost import Hardware
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
@@ -48,7 +47,7 @@ def node_host_bytes(plan: Plan, estimate: MemoryEstimate, hardware: Hardware) ->
 
     The memory of a virtual device is host memory.
     """
-    virtual = estimate.device_bytes if hardware.device.kind is DeviceKind.VIRTUAL else 0
+    virtual = estimate.device_bytes if hardware.device.kind.traits.is_virtual else 0
     return min(plan.world_size, hardware.devices_per_node) * (estimate.host_bytes + virtual)
 
 
@@ -61,7 +60,9 @@ def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calib
     """Return the probability that the candidate fits in `capacity_bytes`; 0 without enough host memory."""
     if not candidate.fits_host:
         return 0.0
-    return calibration.plan_fit_probability(candidate.plan, candidate.estimate, calibrated, capacity_bytes)
+    return calibration.plan_fit_probability(
+        candidate.plan, candidate.estimate, calibrated, capacity_bytes
+    )
 
 
 def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
@@ -80,14 +81,18 @@ def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -
     tries any remaining plan, however unlikely, since it has already paid for more than a launch.
     """
     chances = [
-        (fit_probability(candidate, capacity_bytes, calibrated), candidate) for candidate, capacity_bytes in rooms
+        (fit_probability(candidate, capacity_bytes, calibrated), candidate)
+        for candidate, capacity_bytes in rooms
     ]
     best, candidate = max(chances, key=itemgetter(0), default=(0.0, None))
     return candidate if best >= EVEN or (best > 0 and calibrated.belief is not None) else None
 
 
 def fitting(
-    frontier: Frontier, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
+    frontier: Frontier,
+    capacity_bytes: int,
+    calibrated: Calibration,
+    refuted: frozenset[Plan] = frozenset(),
 ) -> Iterator[Candidate]:
     """Return the candidates that fit and are not in `refuted`, in the frontier's order."""
     return (
@@ -98,7 +103,10 @@ def fitting(
 
 
 def why_rejected(
-    candidate: Candidate, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
+    candidate: Candidate,
+    capacity_bytes: int,
+    calibrated: Calibration,
+    refuted: frozenset[Plan] = frozenset(),
 ) -> str | None:
     """Return why the candidate cannot be used, as a sentence; None where it can."""
     if candidate.plan in refuted:

@@ -7,28 +7,38 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
-# Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80 on H100, 0.86 on
+# Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80
+# on H100, 0.86 on
 # A100, 0.76 on L4, 0.70 on L40S (mag-/gpu_benchmark README.md).
 PRODUCT_EFFICIENCY = 0.80
-# Of the fastest product, what a whole model reaches of whose products nothing is known: dense training reaches 38 to
-# 43 % of the peak on H100 (Grattafiori et al. 2024, arXiv:2407.21783, table 4), whose fastest product reaches 80 %. It
+# Of the fastest product, what a whole model reaches of whose products nothing is known: dense
+# training reaches 38 to
+# 43 % of the peak on H100 (Grattafiori et al. 2024, arXiv:2407.21783, table 4), whose fastest
+# product reaches 80 %. It
 # includes memory-bound operators.
 MODEL_EFFICIENCY = 0.50
-# Of the peak, what attention reaches: FlashAttention-2 35 % on H100 (Shah et al. 2024, arXiv:2407.08608, section 1),
-# on A100 with a causal mask 30 % (512 tokens) to 55 % (16k) of it (Dao 2023, arXiv:2307.08691, figure 4).
+# Of the peak, what attention reaches: FlashAttention-2 35 % on H100 (Shah et al. 2024,
+# arXiv:2407.08608, section 1),
+# on A100 with a causal mask 30 % (512 tokens) to 55 % (16k) of it (Dao 2023, arXiv:2307.08691,
+# figure 4).
 ATTENTION_EFFICIENCY = 0.35
-# Products of its backward pass for one of the forward pass: five for two, since scores are computed again (same,
+# Products of its backward pass for one of the forward pass: five for two, since scores are computed
+# again (same,
 # section 3.1); four where they were kept.
 ATTENTION_BACKWARD, EAGER_ATTENTION_BACKWARD = 2.5, 2.0
-# Achieved over nominal bandwidth of kernels that stream through memory (calculon-ai/calculon systems/a100_80g.json:
+# Achieved over nominal bandwidth of kernels that stream through memory (calculon-ai/calculon
+# systems/a100_80g.json:
 # 0.75 for 10 MB, 0.90 for 100 MB).
 BANDWIDTH_EFFICIENCY = 0.80
-# Output tiles of cuBLAS and their rates, the largest being 1 (NVIDIA, Matrix Multiplication Background User's Guide,
-# section 2.3: which there are, and that small ones reuse less of what they load). A tile of a x b loads (a + b) / ab
-# values per operation; the rates are what follows if that takes an eighth of the largest tile's time: a guess.
+# Output tiles of cuBLAS and their rates, the largest being 1 (NVIDIA, Matrix Multiplication
+# Background User's Guide,
+# section 2.3: which there are, and that small ones reuse less of what they load). A tile of a x b
+# loads (a + b) / ab
+# values per operation; the rates are what follows if that takes an eighth of the largest tile's
+# time: a guess.
 TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -37,30 +47,46 @@ TILES = (
     (64, 128, 0.89),
     (64, 64, 0.80),
 )
-SPLITS = (2, 4)  # of the inner dimension, where tiles are few (split-K): the sums are added in memory
-# Start and end of a kernel, in which the device is not full: a guess of its order. A launch takes some microseconds.
+SPLITS = (
+    2,
+    4,
+)  # of the inner dimension, where tiles are few (split-K): the sums are added in memory
+# Start and end of a kernel, in which the device is not full: a guess of its order. A launch takes
+# some microseconds.
 KERNEL_S = 3e-6
-# What memory-bound operators move per byte that they keep, where nobody counted them. A layer of Megatron keeps
-# 34 sbh + 5 as^2 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1). Its norms, activation, dropouts and
+# What memory-bound operators move per byte that they keep, where nobody counted them. A layer of
+# Megatron keeps
+# 34 sbh + 5 as^2 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1). Its norms, activation,
+# dropouts and
 # residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.25
-# Bytes that our loss in chunks moves for each logit: maximum, difference, exponential, sum, quotient and mask, and in
-# low precision two conversions (training/models/cross_entropy.py). Then for each element of the weight's gradient, to
+# Bytes that our loss in chunks moves for each logit: maximum, difference, exponential, sum,
+# quotient and mask, and in
+# low precision two conversions (training/models/cross_entropy.py). Then for each element of the
+# weight's gradient, to
 # which every chunk is added. They took 22 and 10 ms of a step on an H100, and take 20 and 8 by this
 # (tests/gpu/measured/, 2026-11-26).
 LOGIT_TRAFFIC_BYTES = {Precision.FP32: 40, Precision.BF16: 52, Precision.FP16: 52}
 GRADIENT_TRAFFIC_BYTES = {Precision.FP32: 8, Precision.BF16: 10, Precision.FP16: 10}
-# All-reduces of a layer that is cut over ranks: of the outputs of its two pairs of products, and of their inputs'
-# gradients (Shoeybi et al. 2019, arXiv:1909.08053, section 3). What has fewer products has one of these: an embedding
+# All-reduces of a layer that is cut over ranks: of the outputs of its two pairs of products, and of
+# their inputs'
+# gradients (Shoeybi et al. 2019, arXiv:1909.08053, section 3). What has fewer products has one of
+# these: an embedding
 # that of its output, a head that of its input's gradient.
 LAYER_MESSAGES = 4
-# Python and launches of one forward pass of one layer: Megatron needs (2384.8 - 660.4) ms for 24 more tokens and 384
-# more of prompt on 96 layers at batch 1 (NVIDIA/FasterTransformer docs, GPT-175B on 8 A100): 0.7 ms a layer, behind
-# which its kernels hide. A backward pass launches twice as many. Our decoder took 1.2 ms on an H200 in a virtual
-# machine whose launches take twice as long, transformers' Llama 1.9 ms (tests/gpu/measured/, 2026-11-28).
+# Python and launches of one forward pass of one layer: Megatron needs (2384.8 - 660.4) ms for 24
+# more tokens and 384
+# more of prompt on 96 layers at batch 1 (NVIDIA/FasterTransformer docs, GPT-175B on 8 A100): 0.7 ms
+# a layer, behind
+# which its kernels hide. A backward pass launches twice as many. Our decoder took 1.2 ms on an H200
+# in a virtual
+# machine whose launches take twice as long, transformers' Llama 1.9 ms (tests/gpu/measured/,
+# 2026-11-28).
 HOST_FORWARD_S = 7e-4
-# What else the host does, in such forward passes: on the same H200 a layer that is recomputed in full took 1.9 more;
-# selectively 5.0 and 3.8 more, since torch looks at each of its operators twice; under FSDP2 2.9 more, which gathers
+# What else the host does, in such forward passes: on the same H200 a layer that is recomputed in
+# full took 1.9 more;
+# selectively 5.0 and 3.8 more, since torch looks at each of its operators twice; under FSDP2 2.9
+# more, which gathers
 # twice and reduces once.
 FULL_PASSES, SELECTIVE_PASSES, COLLECTIVE_PASSES = 1.9, 4.4, 1.0
 # The same on a CPU rank, where it hides behind nothing: about 33 operators of 4 us.
@@ -83,13 +109,17 @@ class MicroBatch:
 
 
 @lru_cache(maxsize=16384)
-def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision) -> MicroBatch:
+def micro_batch(
+    profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision
+) -> MicroBatch:
     """Return the compute seconds of `size` samples on a rank that holds `profile`."""
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = messages = 0
     layers = []
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
-    attention_backward = EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
+    attention_backward = (
+        EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
+    )
     for segment in profile.segments:
         ahead, back, moved = _part(segment, size, device, precision, attention_backward)
         forward_s += segment.count * ahead
@@ -133,7 +163,9 @@ def _part(
     peak = device.peak_flops(precision)
     trained = segment.trained_parameters / segment.parameters if segment.parameters else 1.0
     if not segment.matmuls:
-        forward_s = size * segment.forward_flops / (product_flops(device, precision) * MODEL_EFFICIENCY)
+        forward_s = (
+            size * segment.forward_flops / (product_flops(device, precision) * MODEL_EFFICIENCY)
+        )
         return forward_s, (1 + trained) * forward_s, 2.0
     forward_s = backward_s = products = 0.0
     rates = product_rates(device, precision)
@@ -155,22 +187,28 @@ def _part(
     return forward_s, backward_s, FORWARD_TRAFFIC
 
 
-def _loss_moved_bytes(segment: Segment, chunks: LossChunks, size: int, precision: Precision) -> float:
+def _loss_moved_bytes(
+    segment: Segment, chunks: LossChunks, size: int, precision: Precision
+) -> float:
     """Return the bytes that a loss in chunks moves of its logits, and of the weight's gradient where it makes that."""
     (_, hidden, vocab_size), *_ = segment.matmuls
     tokens = size * chunks.sample_tokens
     added = tokens / chunks.chunk_tokens if segment.trained_parameters else 0.0
-    return vocab_size * (tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision])
+    return vocab_size * (
+        tokens * LOGIT_TRAFFIC_BYTES[precision] + added * hidden * GRADIENT_TRAFFIC_BYTES[precision]
+    )
 
 
-def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:
+def product_rates(
+    device: DeviceSpec, precision: Precision
+) -> tuple[int, float, float, int | None, float]:
     """Return (bytes per element, FLOP/s, bytes/s, parallel tiles, start seconds) for matrix products on a device."""
     return (
         4 if precision is Precision.FP32 else 2,
         product_flops(device, precision),
         device.memory_bandwidth * BANDWIDTH_EFFICIENCY,
         device.multiprocessors,
-        KERNEL_S if device.kind is DeviceKind.CUDA else 0.0,
+        KERNEL_S if device.kind.traits.runs_beside_host else 0.0,
     )
 
 
@@ -206,7 +244,10 @@ def matmul_s(
         tile_s = 2.0 * tall * broad * inner * multiprocessors / (flops * rate)
         fastest_s = min(fastest_s, max(-(-tiles // multiprocessors) * tile_s, moved_s))
         for split in SPLITS if tiles < multiprocessors else ():
-            waves, sums_s = -(-tiles * split // multiprocessors), 8.0 * split * rows * columns / bandwidth
+            waves, sums_s = (
+                -(-tiles * split // multiprocessors),
+                8.0 * split * rows * columns / bandwidth,
+            )
             fastest_s = min(fastest_s, max(waves * tile_s / split, moved_s) + sums_s)
     return start_s + fastest_s
 
@@ -217,7 +258,12 @@ def host_s(parts: int, full: int, selective: int, collectives: int, device: Devi
     `full` and `selective` are the numbers of recomputed parts; FSDP2 starts `collectives`. On a CPU any recomputation
     costs one more pass, and nothing overlaps.
     """
-    if device.kind is not DeviceKind.CUDA:
+    if not device.kind.traits.runs_beside_host:
         return (3 * parts + full + selective) * CPU_FORWARD_S
-    passes = 3 * parts + FULL_PASSES * full + SELECTIVE_PASSES * selective + COLLECTIVE_PASSES * collectives
+    passes = (
+        3 * parts
+        + FULL_PASSES * full
+        + SELECTIVE_PASSES * selective
+        + COLLECTIVE_PASSES * collectives
+    )
     return passes * HOST_FORWARD_S

@@ -17,8 +17,10 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import ON_ONE_NODE
 from orchestrator.specs.plan import share_heads
 
-# Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree: experts share samples of
-# 16,384 tokens and more (Grattafiori et al. 2024, arXiv:2407.21783, table 4: 131,072 tokens over 16 ranks, 8,192 over
+# Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree:
+# experts share samples of
+# 16,384 tokens and more (Grattafiori et al. 2024, arXiv:2407.21783, table 4: 131,072 tokens over 16
+# ranks, 8,192 over
 # one). Shorter runs of tokens have shorter products, and messages that start as often.
 OWN_TOKENS_MIN = 8192
 
@@ -32,14 +34,24 @@ def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayo
     """
     if spec.speeds:
         return _measured_layouts(spec, hardware)
-    per_node, most = hardware.devices_per_node, min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
-    allowed = {world for world in range(spec.gpus.min, most + 1) if world <= per_node or world % per_node == 0}
+    per_node, most = (
+        hardware.devices_per_node,
+        min(spec.gpus.max, hardware.devices_per_node * hardware.nodes),
+    )
+    allowed = {
+        world
+        for world in range(spec.gpus.min, most + 1)
+        if world <= per_node or world % per_node == 0
+    }
     if spec.launch in ON_ONE_NODE:
         allowed = {world for world in allowed if world <= per_node}
     if _micro_is_unknown(spec):
         allowed &= {spec.gpus.min}
     tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec, most)
-    of_a_sample, shares = tuple(_degrees_of_a_sample(spec, hardware, tensor, most)), divisors(spec.global_batch_size)
+    of_a_sample, shares = (
+        tuple(_degrees_of_a_sample(spec, hardware, tensor, most)),
+        divisors(spec.global_batch_size),
+    )
     choices = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
@@ -61,7 +73,9 @@ def _measured_layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout
     if not counts:
         raise _no_layout(spec, hardware)
     shared = [gcd(count, spec.global_batch_size) for count in counts]
-    return tuple(ParallelLayout(dp=dp, tp=count // dp) for count, dp in zip(counts, shared, strict=True))
+    return tuple(
+        ParallelLayout(dp=dp, tp=count // dp) for count, dp in zip(counts, shared, strict=True)
+    )
 
 
 def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:
@@ -75,7 +89,13 @@ def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...
     shape = known_shape(spec)
     if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
         return (1,)
-    cut = (per_node, shape.num_attention_heads, shape.kv_heads, shape.intermediate_size, shape.vocab_size)
+    cut = (
+        per_node,
+        shape.num_attention_heads,
+        shape.kv_heads,
+        shape.intermediate_size,
+        shape.vocab_size,
+    )
     powers = (1 << power for power in range(per_node.bit_length()))
     return tuple(degree for degree in powers if all(size % degree == 0 for size in cut))
 
@@ -91,7 +111,9 @@ def _degrees_of_a_sample(
             continue
         assert shape is not None, "no degree but 1 where no shape is known"
         is_regular = per_node % (cp * tp) == 0 or cp * tp % per_node == 0
-        if is_regular and share_heads(shape.num_attention_heads, shape.kv_heads, ParallelLayout(cp=cp, tp=tp)):
+        if is_regular and share_heads(
+            shape.num_attention_heads, shape.kv_heads, ParallelLayout(cp=cp, tp=tp)
+        ):
             yield cp, tp
 
 
@@ -105,7 +127,9 @@ def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
         return (1,)
     pinned, length = dict(spec.plan).get("cp"), spec.data.sequence_length
     powers = (1 << power for power in range(devices.bit_length()))
-    return tuple(degree for degree in powers if degree in (1, pinned) or length // degree >= OWN_TOKENS_MIN)
+    return tuple(
+        degree for degree in powers if degree in (1, pinned) or length // degree >= OWN_TOKENS_MIN
+    )
 
 
 def expert_parallel_degrees(spec: JobSpec, dp: int) -> tuple[int, ...]:
@@ -148,7 +172,9 @@ def layers_to_cut(spec: JobSpec) -> int:
     shape = known_shape(spec)
     layers = 1 if shape is None else shape.num_hidden_layers
     if layers > LAYERS_MAX:  # of a configuration that somebody else wrote
-        raise SpecError("too many layers to plan", path="model.hf", got=layers, allowed=f"{LAYERS_MAX} at most")
+        raise SpecError(
+            "too many layers to plan", path="model.hf", got=layers, allowed=f"{LAYERS_MAX} at most"
+        )
     return layers
 
 

@@ -13,13 +13,17 @@ Tick = tuple[float, str]  # value and label
 
 COLUMNS, ROWS = 78, 17
 LABEL_COLUMNS = 10  # left of the axis: "512 MiB", "1.25 GiB"
-WIDE_BYTES, WIDE_SECONDS = 4.0, 8.0  # highest over lowest: beyond, ticks are powers; below, they are equal steps
+WIDE_BYTES, WIDE_SECONDS = (
+    4.0,
+    8.0,
+)  # highest over lowest: beyond, ticks are powers; below, they are equal steps
 STEPS_WANTED = 7
 ROWS_BETWEEN, COLUMNS_BETWEEN = 2, 3  # at least so many between two labels
 COLUMNS_A_TICK = 10
 PADDING = 0.05  # of the span: room beyond the outermost points
 PADDING_MIN = math.log(1.06)
-LIMIT_NEAR = 1.5  # the end of the memory over the highest point: so near it is always in the picture
+# the end of the memory over the highest point: so near it is always in the picture
+LIMIT_NEAR = 1.5
 
 
 class Mark(StrEnum):
@@ -66,7 +70,13 @@ class Picture:
     @property
     def span_s(self) -> tuple[float, float]:
         """Step times that the picture spans."""
-        return _pad([seconds for point in self.points for seconds in (point.step_s, *(point.within_s or ()))])
+        return _pad(
+            [
+                seconds
+                for point in self.points
+                for seconds in (point.step_s, *(point.within_s or ()))
+            ]
+        )
 
     @property
     def span_bytes(self) -> tuple[float, float]:
@@ -110,9 +120,13 @@ def draw_lines(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> li
         _write_on_line(grid[up.cell(picture.capacity_bytes)], ends)
     ticks = byte_ticks(*picture.span_bytes, rows // ROWS_BETWEEN)
     labels = {up.cell(value): text for value, text in ticks}
-    lines = [f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"]
+    lines = [
+        f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"
+    ]
     for row in range(rows - 1, -1, -1):
-        lines.append(f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}")
+        lines.append(
+            f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}"
+        )
     return [line.rstrip() for line in (*lines, *_foot(picture, across))]
 
 
@@ -126,7 +140,10 @@ def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
     """Return at most `most` round values in this span: powers of two, or equal steps where it is narrow."""
     unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high))
     if high / low >= WIDE_BYTES:
-        values = [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+        values = [
+            2.0**power
+            for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+        ]
     else:
         values = [unit * value for value in _equal_steps(low / unit, high / unit)]
     return [(value, _in_unit(value, BINARY_UNITS)) for value in _thin(values, most)]
@@ -139,7 +156,10 @@ def second_ticks(low: float, high: float, most: int) -> list[Tick]:
         return [(value, _in_unit(value, SECOND_UNITS)) for value in _thin(values, most)]
     name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
     unit = SECOND_UNITS[name]
-    return [(unit * value, f"{value:.4g} {name}") for value in _thin(_equal_steps(low / unit, high / unit), most)]
+    return [
+        (unit * value, f"{value:.4g} {name}")
+        for value in _thin(_equal_steps(low / unit, high / unit), most)
+    ]
 
 
 def _round_seconds(low: float, high: float) -> Iterator[float]:
@@ -178,7 +198,11 @@ def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
     line = grid[row]
     line[column] = SYMBOLS[point.mark]
     end = column + 1 + len(point.label)
-    if point.label and end <= len(line) and all(character in " ╌" for character in line[column + 1 : end]):
+    if (
+        point.label
+        and end <= len(line)
+        and all(character in " ╌" for character in line[column + 1 : end])
+    ):
         line[column + 1 : end] = point.label
 
 

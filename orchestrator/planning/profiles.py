@@ -10,16 +10,18 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.families import default_length
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Replicated
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, OwnSettings, Segment, Source
 from orchestrator.specs.replace import replace
 
-ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
-# DistributedDataParallel's buckets beside what one rank was measured to hold without activations: 4 bytes a parameter
-# (torch/csrc/distributed/c10d/reducer.cpp) beside the 16 of weights, gradients and AdamW's moments in fp32.
+# of a device: what a script of unknown memory is taken to fill at its own micro-batch
+ASSUMED_FILL = 0.9
+# DistributedDataParallel's buckets beside what one rank was measured to hold without activations: 4
+# bytes a parameter
+# (torch/csrc/distributed/c10d/reducer.cpp) beside the 16 of weights, gradients and AdamW's moments
+# in fp32.
 BUCKETS_OF_FIXED = 4 / 16
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 
@@ -36,7 +38,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         expert_parallel=plan.expert_parallel,
         uneven=UNEVEN,
         autocast=autocasts(plan),
-        cuda=hardware.device.kind is DeviceKind.CUDA,
+        cuda=hardware.device.kind.traits.traces_as_cuda,
     )
     if profile is not None:
         return with_held_boundaries(spec, profile, plan)
@@ -61,10 +63,18 @@ def _assumed_profile(
     """
     defaults = own_settings(spec)
     share = _width(precision) / _width(defaults.precision)
-    stretch = sequence_length / defaults.sequence_length if sequence_length and defaults.sequence_length else 1.0
-    saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / defaults.micro_batch_size * share * stretch)
-    if hardware.device.kind is DeviceKind.CUDA:
-        saved_bytes = int(saved_bytes * 0.9)  # room for what `estimate` adds: allocator, context, communicator
+    stretch = (
+        sequence_length / defaults.sequence_length
+        if sequence_length and defaults.sequence_length
+        else 1.0
+    )
+    saved_bytes = int(
+        hardware.device.memory * ASSUMED_FILL / MARGIN / defaults.micro_batch_size * share * stretch
+    )
+    if hardware.device.kind.traits.has_context:
+        saved_bytes = int(
+            saved_bytes * 0.9
+        )  # room for what `estimate` adds: allocator, context, communicator
     if spec.measured is not None:
         saved_bytes = int(spec.measured.sample_bytes * share * stretch)
     part = Segment(
@@ -95,7 +105,9 @@ def own_settings(spec: JobSpec) -> OwnSettings:
     knob = spec.knobs.micro_batch_size
     micro = knob.default if knob is not None else None
     return OwnSettings(
-        micro_batch_size=int(micro) if micro is not None else -(-spec.global_batch_size // _fewest_shares(spec)),
+        micro_batch_size=int(micro)
+        if micro is not None
+        else -(-spec.global_batch_size // _fewest_shares(spec)),
         sequence_length=default_length(spec),
         precision=spec.precision,
     )
@@ -108,4 +120,6 @@ def _width(precision: Precision) -> float:
 
 def _fewest_shares(spec: JobSpec) -> int:
     """Return the fewest parts into which a script may cut its batch."""
-    return min((gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min)
+    return min(
+        (gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min
+    )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
-from orchestrator.specs.choices import ActivationCheckpointing, Offload, OffloadTarget, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Offload,
+    OffloadTarget,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
@@ -21,13 +27,17 @@ SWITCHED_OFF = (
     "false",
 )  # where a script's bare switch is absent
 
-PARTIAL = "partial"  # what `activation_checkpointing` is told where the first layers only are recomputed
+# what `activation_checkpointing` is told where the first layers only are recomputed
+PARTIAL = "partial"
 
-# As our engines scale (training/contract/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
+# As our engines scale (training/contract/loss_scale.py): from 2**16, doubled after 2000 finite
+# steps, halved at once.
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
 
-def deepspeed_config(plan: Plan, *, clip_norm: float | None, virtual: bool = False) -> dict[str, Any]:
+def deepspeed_config(
+    plan: Plan, *, clip_norm: float | None, virtual: bool = False
+) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
 
     Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements (deepspeed/runtime/constants.py,
@@ -67,7 +77,9 @@ def deepspeed_config(plan: Plan, *, clip_norm: float | None, virtual: bool = Fal
     }
 
 
-def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None) -> dict[str, Any]:
+def accelerate_config(
+    knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None
+) -> dict[str, Any]:
     """Return the content of `accelerate launch --config_file`; its command line has machines, ranks and ports.
 
     FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
@@ -81,7 +93,9 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
     }
     mechanics = plan.mechanics
     if not isinstance(mechanics, Zero):
-        config["mixed_precision"] = "no" if plan.precision is Precision.FP32 else plan.precision.value
+        config["mixed_precision"] = (
+            "no" if plan.precision is Precision.FP32 else plan.precision.value
+        )
     has_accelerate_knob = knobs.zero_stage is not None and knobs.zero_stage.accelerate is not None
     match mechanics:
         case Zero():
@@ -93,7 +107,9 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
             return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
         case ScriptFsdp() if has_accelerate_knob:
             fsdp = {
-                "fsdp_sharding_strategy": "SHARD_GRAD_OP" if mechanics.keeps_gathered else "FULL_SHARD",
+                "fsdp_sharding_strategy": "SHARD_GRAD_OP"
+                if mechanics.keeps_gathered
+                else "FULL_SHARD",
                 "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                 "fsdp_backward_prefetch": "BACKWARD_PRE",
                 "fsdp_state_dict_type": "FULL_STATE_DICT",
@@ -140,24 +156,43 @@ def script_command(
         arguments += [spec.config.flag, config_path]
     pairs: tuple[tuple[Knob | None, str | None], ...] = (
         *((part, _batch(part, plan, len(devices))) for part in _parts(knobs.micro_batch_size)),
-        *_same(None if accumulation == "derived" else accumulation, str(plan.gradient_accumulation_steps)),
+        *_same(
+            None if accumulation == "derived" else accumulation,
+            str(plan.gradient_accumulation_steps),
+        ),
         *_same(knobs.global_batch_size, str(spec.global_batch_size)),
-        *_same(knobs.learning_rate, None if spec.learning_rate is None else f"{spec.learning_rate:.6g}"),
-        *_same(knobs.activation_checkpointing, PARTIAL if layers else plan.activation_checkpointing.value),
+        *_same(
+            knobs.learning_rate, None if spec.learning_rate is None else f"{spec.learning_rate:.6g}"
+        ),
+        *_same(
+            knobs.activation_checkpointing,
+            PARTIAL if layers else plan.activation_checkpointing.value,
+        ),
         *_same(knobs.full_checkpointing_layers, str(layers)),
         *_same(knobs.precision, plan.precision.value),
         *_same(knobs.optimizer_in_backward, text_of(plan.optimizer_in_backward)),
-        *_same(knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),
-        *_same(knobs.zero_stage, str(int(plan.zero_stage)) if plan.zero_stage or not knobs.always_shards else None),
+        *_same(
+            knobs.sequence_length,
+            None if plan.sequence_length is None else str(plan.sequence_length),
+        ),
+        *_same(
+            knobs.zero_stage,
+            str(int(plan.zero_stage)) if plan.zero_stage or not knobs.always_shards else None,
+        ),
         *_same(knobs.deepspeed_config, deepspeed_config_path),
         *((part, part.separator.join(map(str, devices))) for part in _parts(knobs.devices)),
-        *((part, str(len(devices) if part.per == "node" else plan.world_size)) for part in _parts(knobs.ranks)),
+        *(
+            (part, str(len(devices) if part.per == "node" else plan.world_size))
+            for part in _parts(knobs.ranks)
+        ),
         *_same(knobs.nodes, str(plan.world_size // max(1, len(devices)))),
         *_same(knobs.resume_from, resume_from),
         *_same(knobs.output_dir, output_dir),
     )
     for knob, value in pairs:
-        word = dict(knob.values).get(value, value) if knob is not None and value is not None else None
+        word = (
+            dict(knob.values).get(value, value) if knob is not None and value is not None else None
+        )
         if knob is None or word is None:
             continue
         if knob.flag is not None:
@@ -188,5 +223,7 @@ def _batch(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
         samples = dict(plan.phase_batch_sizes).get(knob.phase, int(knob.default or samples))
     counted = samples * {"rank": 1, "node": ranks_per_node, "global": plan.layout.dp}[knob.per]
     size, rest = divmod(counted, plan.layout.dp if knob.multiplied_by_ranks else 1)
-    assert rest == 0, f"planning/strategies.py offers only micro-batches of which {knob} can be told"
+    assert rest == 0, (
+        f"planning/strategies.py offers only micro-batches of which {knob} can be told"
+    )
     return str(size)

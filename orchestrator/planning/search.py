@@ -27,7 +27,6 @@ from orchestrator.specs.choices import (
     Degradation,
     ParallelLayout,
 )
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import in_words
@@ -81,7 +80,8 @@ UNPLANNED_TRAINING: dict[str, Any] = {
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int, float], bool]
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
-REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
+# devices: plans that need more memory than so many have are left out, as long as any needs less
+REACH = 2
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
 
 
@@ -104,7 +104,7 @@ def frontier(
     global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `within_reach` examines only plans
     that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the frontier may then be empty.
     """
-    if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
+    if BLOCKING in spec.env and hardware.device.kind.traits.runs_beside_host:
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))
@@ -122,23 +122,34 @@ def planned_part(spec: JobSpec) -> JobSpec:
 
 @lru_cache(maxsize=512)
 def _frontier_at_speeds(
-    spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...], within_reach: bool
+    spec: JobSpec,
+    hardware: Hardware,
+    overhead: Overhead,
+    steps: tuple[int, ...],
+    within_reach: bool,
 ) -> Frontier | SpecError:
     """Return the frontier, or why there is none; jobs that differ in `speeds` alone share their costs."""
     if not spec.speeds:
         return _cached_frontier(spec, hardware, overhead, steps, within_reach)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)
-    costed = _cached_frontier(spec.model_copy(update={"speeds": counts}), hardware, overhead, steps, within_reach)
+    costed = _cached_frontier(
+        spec.model_copy(update={"speeds": counts}), hardware, overhead, steps, within_reach
+    )
     return costed if isinstance(costed, SpecError) else _scale_to_speeds(costed, dict(spec.speeds))
 
 
 @lru_cache(maxsize=512)
 def _cached_frontier(
-    spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...], within_reach: bool
+    spec: JobSpec,
+    hardware: Hardware,
+    overhead: Overhead,
+    steps: tuple[int, ...],
+    within_reach: bool,
 ) -> Frontier | SpecError:
     """Return the frontier, or the error where there is none, which took as long to find."""
     try:
-        # A journal of an older day is read without judgement. Pins are the search's own, where a job keeps its plan.
+        # A journal of an older day is read without judgement. Pins are the search's own, where a
+        # job keeps its plan.
         job_from_data(_pinned(spec, ()).model_dump(mode="json"), "")
         work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
         return _frontier(spec, hardware, overhead, steps, work, within_reach=within_reach)
@@ -155,7 +166,9 @@ def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
     candidates = [
         replace(
             candidate,
-            step_s=candidate.step_s * speeds[candidate.plan.world_size] / fastest_s[candidate.plan.world_size],
+            step_s=candidate.step_s
+            * speeds[candidate.plan.world_size]
+            / fastest_s[candidate.plan.world_size],
         )
         for candidate in costed.candidates
     ]
@@ -187,7 +200,9 @@ def _frontier(
             host_memory=hardware.host_memory,
         )
         for degradation, variants in sorted(classes.items())
-        for costed in _unbeaten_plans(spec, hardware, variants, needs, steps, work, within_reach=within_reach)
+        for costed in _unbeaten_plans(
+            spec, hardware, variants, needs, steps, work, within_reach=within_reach
+        )
     ]
     if not candidates and not within_reach:
         raise _why_no_plan(spec, hardware, work)
@@ -204,7 +219,8 @@ def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
     for key, value in spec.plan:
         others = tuple(pin for pin in spec.plan if pin[0] != key)
         values = {
-            getattr(plan.layout if key in AXES else plan, key) for plan in plans(_pinned(spec, others), hardware, work)
+            getattr(plan.layout if key in AXES else plan, key)
+            for plan in plans(_pinned(spec, others), hardware, work)
         }
         if values:
             beside = f" with {in_words(others)}" if others else ""
@@ -216,7 +232,12 @@ def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
                 hint=_why_illegal(spec),
             )
     what = f"no plan on {hardware.device.name} has these settings together"
-    return SpecError(what, path="plan", got=in_words(spec.plan), hint=_why_illegal(spec) or "leave some of them out")
+    return SpecError(
+        what,
+        path="plan",
+        got=in_words(spec.plan),
+        hint=_why_illegal(spec) or "leave some of them out",
+    )
 
 
 def _pinned(spec: JobSpec, pins: tuple[tuple[str, Any], ...]) -> JobSpec:
@@ -227,7 +248,11 @@ def _why_illegal(spec: JobSpec) -> str:
     """Return why the pinned settings are illegal on every engine, others being as usual; "" where they are not."""
     pins = dict(spec.plan)
     layout = ParallelLayout(**{axis: pins.pop(axis) for axis in AXES if axis in pins})
-    usual = {"micro_batch_size": 1, "gradient_accumulation_steps": layout.pp, "precision": spec.precision}
+    usual = {
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": layout.pp,
+        "precision": spec.precision,
+    }
     reasons = []
     engines = engines_of(spec)
     for engine in engines:
@@ -259,10 +284,14 @@ def _unbeaten_plans(
     def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
         between: list[_Between] = []
         families = (
-            family for variant in variants for family in families_of(spec, hardware, variant, needs.profile, work)
+            family
+            for variant in variants
+            for family in families_of(spec, hardware, variant, needs.profile, work)
         )
         return [
-            plan for family in families for plan in _time_family(hardware, family, needs, most_bytes, between, work)
+            plan
+            for family in families
+            for plan in _time_family(hardware, family, needs, most_bytes, between, work)
         ], between
 
     estimate = cache(needs.estimate)
@@ -273,9 +302,18 @@ def _unbeaten_plans(
             alike, between = timed(most_bytes)
             costed = _pareto(spec, alike, estimate, most_bytes, needed)
             beats = _make_beats(costed, by_count=bool(spec.speeds))
-            others = [entry for cut in between for entry in _time_between(cut, needs, most_bytes, beats, work)]
-            first = [Timed(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank) for plan in costed]
-            costed = _pareto(spec, [*first, *others], estimate, most_bytes, needed) if others else costed
+            others = [
+                entry
+                for cut in between
+                for entry in _time_between(cut, needs, most_bytes, beats, work)
+            ]
+            first = [
+                Timed(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
+                for plan in costed
+            ]
+            costed = (
+                _pareto(spec, [*first, *others], estimate, most_bytes, needed) if others else costed
+            )
             if costed:
                 return costed
         return []
@@ -284,14 +322,22 @@ def _unbeaten_plans(
     for step in steps:
         needed = _needed_when_corrected(2 ** (step / CORRECTION_STEPS)) if step else device_bytes
         costed = best(needed)
-        if any(node_host_bytes(entry.plan, entry.estimate, hardware) > hardware.host_memory for entry in costed):
+        if any(
+            node_host_bytes(entry.plan, entry.estimate, hardware) > hardware.host_memory
+            for entry in costed
+        ):
             costed += best(_needed_within_host(needed, hardware))
         elif len(steps) == 1:
             return costed
         by_plan |= {entry.plan: entry for entry in costed}
     return sorted(
         by_plan.values(),
-        key=lambda entry: (entry.step_s, entry.estimate.device_bytes, entry.plan.world_size, entry.rank),
+        key=lambda entry: (
+            entry.step_s,
+            entry.estimate.device_bytes,
+            entry.plan.world_size,
+            entry.rank,
+        ),
     )
 
 
@@ -322,7 +368,11 @@ def _pareto(
     by_count: dict[int, list[Timed]] = {}
     for entry in timed:
         by_count.setdefault(entry.plan.world_size, []).append(entry)
-    return [best for _, group in sorted(by_count.items()) for best in pareto(group, estimate, most_bytes, needed)]
+    return [
+        best
+        for _, group in sorted(by_count.items())
+        for best in pareto(group, estimate, most_bytes, needed)
+    ]
 
 
 def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
@@ -349,7 +399,9 @@ def plans(spec: JobSpec, hardware: Hardware, work: Work | None = None) -> Iterat
     """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as `frontier`."""
     work = work or Work()
     for variant in variants_of(spec, hardware):
-        for family in families_of(spec, hardware, variant, partial(profile_for, spec, hardware), work):
+        for family in families_of(
+            spec, hardware, variant, partial(profile_for, spec, hardware), work
+        ):
             for plan in family:
                 work.look()
                 yield plan
@@ -370,7 +422,10 @@ class _Needs:
         key = sharing_key(plan)
         if key not in self._by_likeness:
             profile = profile_for(self._spec, self._hardware, plan)
-            self._by_likeness[key] = (profile, DeviceBytes(profile, plan, self._hardware.device, self._overhead))
+            self._by_likeness[key] = (
+                profile,
+                DeviceBytes(profile, plan, self._hardware.device, self._overhead),
+            )
         return self._by_likeness[key]
 
     def profile(self, plan: Plan) -> ModelProfile:
@@ -389,11 +444,17 @@ class _Between(NamedTuple):
     takes: StepSeconds
     least_s: float = 0.0
     least_bytes: int = 0
-    is_ordered: bool = False  # whether more layers in full take longer, and need less: then these are known
+    # whether more layers in full take longer, and need less: then these are known
+    is_ordered: bool = False
 
 
 def _time_family(
-    hardware: Hardware, family: Family, needs: _Needs, most_bytes: float, between: list[_Between], work: Work
+    hardware: Hardware,
+    family: Family,
+    needs: _Needs,
+    most_bytes: float,
+    between: list[_Between],
+    work: Work,
 ) -> Iterator[Timed]:
     """Yield the plans of a family that may need no more than `most_bytes` with their step times.
 
@@ -415,7 +476,9 @@ def _time_family(
         full: Timed | None = None
         work.look()
         for plan in (
-            () if is_beyond.get(turns) else family.plans_of_cut(micro, accumulation, family.uniform_modes(micro))
+            ()
+            if is_beyond.get(turns)
+            else family.plans_of_cut(micro, accumulation, family.uniform_modes(micro))
         ):
             work.look()
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
@@ -426,7 +489,10 @@ def _time_family(
                 takes = takes or StepSeconds(profile, family.example, hardware)
                 rank = max(trusted, OFFLOADED) if plan.activation_offload else trusted
                 timed = Timed(plan, takes(plan), at_least_bytes, rank)
-                if plan.activation_checkpointing is ActivationCheckpointing.FULL and not plan.activation_offload:
+                if (
+                    plan.activation_checkpointing is ActivationCheckpointing.FULL
+                    and not plan.activation_offload
+                ):
                     full = timed
                 elif plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
                     selective = timed
@@ -437,19 +503,33 @@ def _time_family(
             takes = takes or StepSeconds(profile, family.example, hardware)
             between.append(_Between(family, micro, accumulation, takes))
         elif full is not None and takes is not None:
-            lighter = legal_copy(full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE)
-            least_s = selective.step_s if selective is not None else takes(lighter) if lighter is not None else math.inf
+            lighter = legal_copy(
+                full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE
+            )
+            least_s = (
+                selective.step_s
+                if selective is not None
+                else takes(lighter)
+                if lighter is not None
+                else math.inf
+            )
             ordered = (least_s, full.at_least_bytes, True) if least_s <= full.step_s else ()
             between.append(_Between(family, micro, accumulation, takes, *ordered))
 
 
-def _time_between(between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work) -> Iterator[Timed]:
+def _time_between(
+    between: _Between, needs: _Needs, most_bytes: float, beats: _Beats, work: Work
+) -> Iterator[Timed]:
     """Yield the plans that no plan so far beats; a middle plan bounds what both halves can cost from below.
 
     The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
     """
     family = between.family
-    modes, count, (_, bytes_of) = family.partial, family.example.world_size, needs.profile_and_bytes(family.example)
+    modes, count, (_, bytes_of) = (
+        family.partial,
+        family.example.world_size,
+        needs.profile_and_bytes(family.example),
+    )
     rank = trust(family.example).rank
     halves = [(0, len(modes), between.least_s, between.least_bytes)]
     while halves:
@@ -458,9 +538,15 @@ def _time_between(between: _Between, needs: _Needs, most_bytes: float, beats: _B
             continue
         middle = (low + high) // 2
         work.look()
-        plan = next(family.plans_of_cut(between.micro, between.accumulation, modes[middle : middle + 1]), None)
+        plan = next(
+            family.plans_of_cut(between.micro, between.accumulation, modes[middle : middle + 1]),
+            None,
+        )
         if plan is None:
-            halves += [(low, middle, least_s, least_bytes), (middle + 1, high, least_s, least_bytes)]
+            halves += [
+                (low, middle, least_s, least_bytes),
+                (middle + 1, high, least_s, least_bytes),
+            ]
             continue
         at_least_bytes, step_s = bytes_of.at_least(plan), between.takes(plan)
         if at_least_bytes <= most_bytes:

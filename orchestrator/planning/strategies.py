@@ -9,7 +9,12 @@ from itertools import product
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import freezes
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.layouts import divisors, expert_parallel_degrees, known_shape, layers_to_cut
+from orchestrator.planning.layouts import (
+    divisors,
+    expert_parallel_degrees,
+    known_shape,
+    layers_to_cut,
+)
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -20,7 +25,6 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
@@ -29,8 +33,10 @@ from orchestrator.specs.replace import replace
 
 DEEP = 64  # layers of a stage
 OFFLOADED_MIN = 1 / 8  # of a device: less of its layers' inputs is not worth the time of a copy
-# Stages of a rank, beside one. The most are tried: they leave a pipeline idle the least, and hold fewer micro-batches
-# than two do. Of benchmarks/experts.yaml no row gained by fewer, nor more than 1 % by numbers between.
+# Stages of a rank, beside one. The most are tried: they leave a pipeline idle the least, and hold
+# fewer micro-batches
+# than two do. Of benchmarks/experts.yaml no row gained by fewer, nor more than 1 % by numbers
+# between.
 INTERLEAVED = (2, 4, 8)
 
 
@@ -53,7 +59,9 @@ class Strategy:
     def mechanics(self) -> Mechanics:
         """How ranks shard or replicate training state under this strategy."""
         ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
-        return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
+        return mechanics_of(
+            self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined
+        )
 
 
 def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
@@ -74,7 +82,9 @@ def _updates_in_backward(spec: JobSpec) -> bool:
     return not spec.is_script or spec.knobs.optimizer_in_backward is not None
 
 
-def _sharing_strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+def _sharing_strategies(
+    spec: JobSpec, hardware: Hardware, layout: ParallelLayout
+) -> Iterator[Strategy]:
     """Yield every engine and sharding that the job, the layout and the hardware allow.
 
     One rank has no peer to share with. On a virtual device host memory is no other memory.
@@ -82,7 +92,7 @@ def _sharing_strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayou
     for engine in engines_of(spec):
         match engine:
             case Engine.TORCH:
-                if hardware.device.kind is DeviceKind.CUDA or not _is_quantised(spec):
+                if hardware.device.kind.traits.trains_quantised or not _is_quantised(spec):
                     yield from _torch(spec, hardware, layout)
             case Engine.DEEPSPEED:
                 if layout.cp == layout.tp == layout.pp == 1 and not _is_quantised(spec):
@@ -106,9 +116,15 @@ def _script(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
         if not spec.knobs.is_sharded_by_fsdp:
             yield from _zero(Engine.SCRIPT, hardware, layout, stage)
         elif layout.dp > 1:
-            sharded = Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
+            sharded = Strategy(
+                engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP
+            )
             yield sharded
-            if stage is ZeroStage.PARAMETERS and spec.knobs.offloads_by_fsdp and _can_offload(hardware):
+            if (
+                stage is ZeroStage.PARAMETERS
+                and spec.knobs.offloads_by_fsdp
+                and _can_offload(hardware)
+            ):
                 yield replace(sharded, offload=Offload.PARAMETERS)
 
 
@@ -125,13 +141,25 @@ def checkpointing_modes(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCh
         if knob is None:
             return (ActivationCheckpointing.NONE,)
         names = {name for part in knob.all for name, _ in part.values}
-        return tuple(m for m in ActivationCheckpointing if m is not ActivationCheckpointing.SELECTIVE or m in names)
+        return tuple(
+            m
+            for m in ActivationCheckpointing
+            if m is not ActivationCheckpointing.SELECTIVE or m in names
+        )
     if spec.profile is not None and spec.profile.selective_per_sample is None:
         return (ActivationCheckpointing.NONE, all_of_it)
     take_turns = any(entry.profile.turns for entry in spec.traced)
-    if take_turns and isinstance(strategy.mechanics, Zero) and strategy.mechanics.stage is ZeroStage.PARAMETERS:
+    if (
+        take_turns
+        and isinstance(strategy.mechanics, Zero)
+        and strategy.mechanics.stage is ZeroStage.PARAMETERS
+    ):
         return (ActivationCheckpointing.NONE, all_of_it)
-    works = [{moment.mode for moment in entry.profile.moments} for entry in spec.traced if entry.profile.moments]
+    works = [
+        {moment.mode for moment in entry.profile.moments}
+        for entry in spec.traced
+        if entry.profile.moments
+    ]
     return tuple(mode for mode in ActivationCheckpointing if all(mode in modes for modes in works))
 
 
@@ -147,7 +175,9 @@ def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]
     layers = _equal_layers(spec) if can_be_told and strategy.offload is Offload.NONE else 0
     stage = -(-layers // (strategy.layout.pp * strategy.pipeline_stages_per_rank))
     parts = 8 if stage >= DEEP else 4
-    return stage, tuple(sorted({-(-stage * part // parts) for part in range(1, parts)} - {0, stage}))
+    return stage, tuple(
+        sorted({-(-stage * part // parts) for part in range(1, parts)} - {0, stage})
+    )
 
 
 def layer_inputs_bytes(spec: JobSpec, hardware: Hardware) -> int:
@@ -184,8 +214,14 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
     share = spec.global_batch_size // dp
     knobs, accumulation = spec.knobs, spec.knobs.gradient_accumulation_steps
     if spec.is_script and knobs.micro_batch_size is None:
-        assert accumulation != "derived", "specs/job/trainer.py asks for a micro-batch to derive it from"
-        fixed = int(accumulation.default) if accumulation is not None and accumulation.default is not None else 1
+        assert accumulation != "derived", (
+            "specs/job/trainer.py asks for a micro-batch to derive it from"
+        )
+        fixed = (
+            int(accumulation.default)
+            if accumulation is not None and accumulation.default is not None
+            else 1
+        )
         return _exact_cut(share, fixed)
     if spec.is_script and accumulation is None:
         return ((share, 1),) if _can_take(spec, share, dp) else ()
@@ -205,7 +241,9 @@ def has_batch_norm(spec: JobSpec) -> bool:
 def _can_take(spec: JobSpec, micro: int, dp: int) -> bool:
     """Return whether the script can take this micro-batch: some multiply their batch size by their ranks."""
     knob = spec.knobs.micro_batch_size if spec.is_script else None
-    multiplied = knob is not None and any(part.multiplied_by_ranks for part in knob.all if part.phase is None)
+    multiplied = knob is not None and any(
+        part.multiplied_by_ranks for part in knob.all if part.phase is None
+    )
     return not multiplied or micro % dp == 0
 
 
@@ -237,7 +275,7 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
             allowed=f"the micro-batch{together}: a divisor of what they get of the global batch",
             hint="statistics over another number of samples would be another training",
         )
-    if hardware.device.kind is not DeviceKind.CUDA and _is_quantised(spec):
+    if not hardware.device.kind.traits.trains_quantised and _is_quantised(spec):
         return SpecError(
             "needs CUDA devices",
             path="model.lora.quantise_base",
@@ -255,7 +293,9 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
 
 def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
     """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with spread experts."""
-    deepest = max((count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(spec)), default=1)
+    deepest = max(
+        (count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(spec)), default=1
+    )
     per_rank = (1,) if layout.pp == 1 or deepest == 1 else (1, deepest)
     for stages_per_rank in per_rank:
         yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
@@ -274,9 +314,16 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
         for stage, experts in product(
             (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS), expert_parallel_degrees(spec, layout.dp)
         ):
-            yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=stage, expert_parallel=experts)
+            yield Strategy(
+                engine=Engine.TORCH, layout=layout, zero_stage=stage, expert_parallel=experts
+            )
     if _can_offload(hardware) and layout.tp == layout.pp == 1 and not _is_quantised(spec):
-        yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
+        yield Strategy(
+            engine=Engine.TORCH,
+            layout=layout,
+            zero_stage=ZeroStage.PARAMETERS,
+            offload=Offload.PARAMETERS,
+        )
 
 
 def _stages(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
@@ -294,17 +341,29 @@ def _stages_of_one_rank(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStag
 
     FSDP2 casts weights and hidden states to low precision; under autocast both stay in fp32.
     """
-    return (ZeroStage.PARAMETERS,) if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32 else ()
+    return (
+        (ZeroStage.PARAMETERS,)
+        if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32
+        else ()
+    )
 
 
-def _zero(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage) -> Iterator[Strategy]:
+def _zero(
+    engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage
+) -> Iterator[Strategy]:
     offloads = tuple(Offload) if _can_offload(hardware) else (Offload.NONE,)
     has_nvme = hardware.device.nvme_folder and facts_of(engine).is_ours
     targets = tuple(OffloadTarget) if has_nvme else (OffloadTarget.CPU,)
     for offload, target in product(offloads, targets):
         shared = layout.dp > 1 or offload is not Offload.NONE or stage is ZeroStage.NONE
         if shared and (offload is not Offload.NONE or target is OffloadTarget.CPU):
-            yield Strategy(engine=engine, layout=layout, zero_stage=stage, offload=offload, offload_target=target)
+            yield Strategy(
+                engine=engine,
+                layout=layout,
+                zero_stage=stage,
+                offload=offload,
+                offload_target=target,
+            )
 
 
 def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
@@ -316,7 +375,7 @@ def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
 
 
 def _can_offload(hardware: Hardware) -> bool:
-    return hardware.device.kind is DeviceKind.CUDA
+    return hardware.device.kind.traits.offloads
 
 
 def _is_quantised(spec: JobSpec) -> bool:

@@ -18,15 +18,20 @@ from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import changes
 
-# Errors of the ratio of two predicted step times (logarithms), over published pairs of trainings on A100: plans that
-# differ in batches, ranks and checkpointing alone (243 pairs), pipelines (723), tensor-parallel plans (1,248: 0.193).
-# Nothing is taken for an error above SPREAD_MAX: from 0.16 on simpler plans cost 7 % in the mean on the same pairs.
+# Errors of the ratio of two predicted step times (logarithms), over published pairs of trainings on
+# A100: plans that
+# differ in batches, ranks and checkpointing alone (243 pairs), pipelines (723), tensor-parallel
+# plans (1,248: 0.193).
+# Nothing is taken for an error above SPREAD_MAX: from 0.16 on simpler plans cost 7 % in the mean on
+# the same pairs.
 # The figures were counted before this rule was written (November 2026).
 ALIKE_SPREAD, PIPELINE_SPREAD, OTHER_SPREAD, SPREAD_MAX = 0.059, 0.063, 0.12, 0.13
-# After an out-of-memory failure the plan's own way is kept where it costs at most so much (a logarithm: 25 %).
+# After an out-of-memory failure the plan's own way is kept where it costs at most so much (a
+# logarithm: 25 %).
 RECOVERY_SPREAD = 0.223
 BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
-TIGHT = 0.9  # of what a device has: fuller plans yield to roomier ones of the same kind that are as fast
+# of what a device has: fuller plans yield to roomier ones of the same kind that are as fast
+TIGHT = 0.9
 
 
 class Trust(NamedTuple):
@@ -36,7 +41,16 @@ class Trust(NamedTuple):
     mechanisms: int
 
 
-PLAIN, SHARDED, ZERO3, OFFLOADED, TENSOR, CONTEXT, PIPELINE, UNSEEN = 0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0
+PLAIN, SHARDED, ZERO3, OFFLOADED, TENSOR, CONTEXT, PIPELINE, UNSEEN = (
+    0.0,
+    1.0,
+    2.0,
+    4.0,
+    5.0,
+    6.0,
+    7.0,
+    8.0,
+)
 INCUMBENT = Trust(-1.0, 0)  # of a plan that ran here
 
 
@@ -70,7 +84,9 @@ def _ranks(plan: Plan) -> list[float]:
         SHARDED if plan.dp_replicate > 1 else PLAIN,
         SHARDED if plan.optimizer_in_backward else PLAIN,
         OFFLOADED if plan.activation_offload else PLAIN,
-        (UNSEEN if plan.offload_target is not OffloadTarget.CPU else OFFLOADED) if offloads else PLAIN,
+        (UNSEEN if plan.offload_target is not OffloadTarget.CPU else OFFLOADED)
+        if offloads
+        else PLAIN,
         TENSOR if layout.tp > 1 else PLAIN,
         CONTEXT if layout.cp > 1 else PLAIN,
         CONTEXT if plan.expert_parallel > 1 else PLAIN,
@@ -82,7 +98,14 @@ def _ranks(plan: Plan) -> list[float]:
 def kind(plan: Plan) -> tuple[object, ...]:
     """Return a key of the plan's engine and sharding; equal where only batches, ranks or checkpointing differ."""
     mechanics, layout = plan.mechanics, plan.layout
-    state = plan.engine, type(mechanics), mechanics.stage, plan.offload, plan.offload_target, plan.optimizer_in_backward
+    state = (
+        plan.engine,
+        type(mechanics),
+        mechanics.stage,
+        plan.offload,
+        plan.offload_target,
+        plan.optimizer_in_backward,
+    )
     return (*state, layout.tp, layout.cp, layout.pp, plan.expert_parallel, plan.dp_replicate > 1)
 
 
@@ -169,7 +192,10 @@ class Rule:
         trusted = INCUMBENT if choice.plan in self.incumbents else trust(choice.plan)
         if self.before is None:
             return trusted, choice.seconds
-        leaves = choice.plan.engine is not self.before.engine, kind(choice.plan) != kind(self.before)
+        leaves = (
+            choice.plan.engine is not self.before.engine,
+            kind(choice.plan) != kind(self.before),
+        )
         touched = sum(change.setting not in BATCHES for change in changes(self.before, choice.plan))
         return *leaves, touched, trusted, choice.seconds
 

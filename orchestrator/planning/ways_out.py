@@ -44,7 +44,9 @@ class Unfit:
     capacity_bytes: int
     calibrated: Calibration
     refuted: frozenset[Plan] = frozenset()
-    work: Work = field(default_factory=Work, compare=False)  # of all searches for it, also with changes
+    work: Work = field(
+        default_factory=Work, compare=False
+    )  # of all searches for it, also with changes
 
     @property
     def is_worn_out(self) -> bool:
@@ -57,7 +59,9 @@ class WayOut:
     """A change with which a job would fit, and the plan that it would then have."""
 
     label: str
-    settings: Mapping[str, str] = field(default_factory=dict)  # key of the job file: value, as `--set` takes them
+    settings: Mapping[str, str] = field(
+        default_factory=dict
+    )  # key of the job file: value, as `--set` takes them
     plan: Plan | None = None
     needed_bytes: int  # of each device
     degradation: Degradation = Degradation.EXACT  # what changes of the training
@@ -65,7 +69,9 @@ class WayOut:
     @property
     def options(self) -> str:
         """The change as `--set` options of a command line; "" where no key of the job file makes it."""
-        return " ".join(shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items())
+        return " ".join(
+            shlex.join(["--set", f"{key}={value}"]) for key, value in self.settings.items()
+        )
 
     @property
     def sentence(self) -> str:
@@ -84,7 +90,14 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
     Each changes one setting. Where no single setting helps on these devices, two are tried together. No model is traced
     anew, since the scheduler asks for these changes in its decisions, too: `orc plan` adds adapters.
     """
-    single = (_other_settings, _numeric, _eight_bit, _fewer_normalised, _smaller_batch, _shorter_samples)
+    single = (
+        _other_settings,
+        _numeric,
+        _eight_bit,
+        _fewer_normalised,
+        _smaller_batch,
+        _shorter_samples,
+    )
     here = [way for find in single for way in find(case)] or list(_smaller_and_numeric(case))
     more = list(_more_devices(case)) or list(_more_devices_and_smaller_batch(case))
     return (*here, *more, *_larger_devices(case), *_more_host_memory(case))
@@ -116,16 +129,22 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
         "data": replace(spec.data, text=("text.txt",)),  # a file that nothing reads here
     }
     for way in adapters(replace(case, spec=spec.model_copy(update=changes)), trace):
-        label = f"a job with `model: {{hf: ...}}` in place of `command` and `trains`, with {way.label}"
+        label = (
+            f"a job with `model: {{hf: ...}}` in place of `command` and `trains`, with {way.label}"
+        )
         yield replace(way, label=label, settings={})
 
 
-def _adapted(case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: bool) -> Iterator[WayOut]:
+def _adapted(
+    case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: bool
+) -> Iterator[WayOut]:
     model = case.spec.known_model
     assert model is not None
     key = "trains" if case.spec.is_script else "model"
     lora = LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits)
-    settings = {f"{key}.lora.rank": str(ADAPTER_RANK)} | ({f"{key}.lora.quantise_base": "true"} if in_4_bits else {})
+    settings = {f"{key}.lora.rank": str(ADAPTER_RANK)} | (
+        {f"{key}.lora.quantise_base": "true"} if in_4_bits else {}
+    )
     label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
     label += ", where its trainer has a switch for them" if case.spec.is_script else ""
     try:
@@ -135,7 +154,12 @@ def _adapted(case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: boo
     changed = replace(case, spec=adapted)
     for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
         label = label if way.settings == settings else f"{label}, and {way.label}"
-        yield replace(way, label=label, settings={**settings, **way.settings}, degradation=Degradation.SEMANTIC)
+        yield replace(
+            way,
+            label=label,
+            settings={**settings, **way.settings},
+            degradation=Degradation.SEMANTIC,
+        )
 
 
 def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
@@ -149,7 +173,9 @@ def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator
             smaller = trace(case.spec.model_copy(update={"model": sibling, "traced": ()}))
         except SpecError:
             continue
-        ways = list(_way(replace(case, spec=smaller), "a smaller model of its line", {"model.hf": name}))
+        ways = list(
+            _way(replace(case, spec=smaller), "a smaller model of its line", {"model.hf": name})
+        )
         if ways:
             yield replace(ways[0], degradation=Degradation.SEMANTIC)
             return
@@ -157,11 +183,17 @@ def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator
 
 def with_batch_knobs(spec: JobSpec) -> tuple[tuple[str, ...], JobSpec]:
     """Return (names of the batch knobs that a script lacks, the job with them). Our own trainings lack none."""
-    knobs, missing = spec.knobs, tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
+    knobs, missing = (
+        spec.knobs,
+        tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None),
+    )
     if not spec.is_script or not missing:
         return (), spec
     accumulation = knobs.gradient_accumulation_steps or "derived"
-    batch = {"micro_batch_size": knobs.micro_batch_size or Knob(flag="--"), "gradient_accumulation_steps": accumulation}
+    batch = {
+        "micro_batch_size": knobs.micro_batch_size or Knob(flag="--"),
+        "gradient_accumulation_steps": accumulation,
+    }
     return missing, spec.model_copy(update={"knobs": knobs.model_copy(update=batch)})
 
 
@@ -178,7 +210,9 @@ def _missing_batch_knobs(case: Unfit) -> Iterator[str]:
     best = _first_fit(case, knobs=with_them.knobs) if missing else None
     if best is None:
         return
-    sizes = {candidate.plan.micro_batch_size for candidate in frontier(spec, case.hardware).candidates}
+    sizes = {
+        candidate.plan.micro_batch_size for candidate in frontier(spec, case.hardware).candidates
+    }
     verb = "is" if len(missing) == 1 else "are"
     cut = f"no plan may cut the micro-batch of {min(sizes)} ({in_short(best.plan)} fits)"
     yield f"{' and '.join(f'knobs.{name}' for name in missing)} {verb} not given, so {cut}"
@@ -191,7 +225,11 @@ def _missing_batch_knobs(case: Unfit) -> Iterator[str]:
 
 def _missing_checkpointing(case: Unfit) -> Iterator[str]:
     knobs = case.spec.knobs
-    best = _first_fit(case, knobs=_checkpointing(knobs)) if knobs.activation_checkpointing is None else None
+    best = (
+        _first_fit(case, knobs=_checkpointing(knobs))
+        if knobs.activation_checkpointing is None
+        else None
+    )
     if best is not None:
         yield f"knobs.activation_checkpointing is not given ({in_short(best.plan)} fits)"
         yield "  to do:   knobs.activation_checkpointing: {switch: --FLAG}, its own flag for gradient checkpointing"
@@ -214,9 +252,16 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
         return
     case.work.looked += searched.looked
     least = min(needed_bytes(candidate, case.calibrated) for candidate in searched.candidates)
-    together = f"{in_short(best.plan)} fits" if best is not None else f"each device needs {format_bytes(least)}"
+    together = (
+        f"{in_short(best.plan)} fits"
+        if best is not None
+        else f"each device needs {format_bytes(least)}"
+    )
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
-    keys, with_all = ", ".join(f"`knobs.{name}`" for name in missing), "it" if len(missing) == 1 else "all of them"
+    keys, with_all = (
+        ", ".join(f"`knobs.{name}`" for name in missing),
+        "it" if len(missing) == 1 else "all of them",
+    )
     yield f"the script has no knob for {levers} ({keys}): with {with_all} {together}"
 
 
@@ -231,7 +276,12 @@ def _other_settings(case: Unfit) -> Iterator[WayOut]:
 
 def _numeric(case: Unfit) -> Iterator[WayOut]:
     if case.spec.degrade.limit < Degradation.NUMERIC:
-        yield from _way(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=_allowing(case.spec, "numeric"))
+        yield from _way(
+            case,
+            "other arithmetic",
+            {"degrade.allow": "numeric"},
+            degrade=_allowing(case.spec, "numeric"),
+        )
 
 
 def _eight_bit(case: Unfit) -> Iterator[WayOut]:
@@ -240,7 +290,11 @@ def _eight_bit(case: Unfit) -> Iterator[WayOut]:
     if not spec.is_script or spec.training.optimizer is not Optimizer.ADAMW:
         return
     by_trainer = spec.trainer in TRANSFORMERS_TRAINERS
-    switch = "with `--optim adamw_8bit` in its command" if by_trainer else "where the script itself has a switch for it"
+    switch = (
+        "with `--optim adamw_8bit` in its command"
+        if by_trainer
+        else "where the script itself has a switch for it"
+    )
     training = replace(spec.training, optimizer=Optimizer.ADAMW_8BIT)
     settings = {"training.optimizer": Optimizer.ADAMW_8BIT.value}
     for way in _way(case, f"AdamW in 8 bits, {switch}", settings, training=training):
@@ -250,8 +304,15 @@ def _eight_bit(case: Unfit) -> Iterator[WayOut]:
 def _fewer_normalised(case: Unfit) -> Iterator[WayOut]:
     """Yield the most samples over which BatchNorm may take its statistics, where the job says no number."""
     spec, samples = case.spec, case.spec.global_batch_size
-    while has_batch_norm(spec) and spec.training.batch_norm_samples is None and (samples := samples // 2):
-        label, settings = f"BatchNorm over {samples} samples", {"training.batch_norm_samples": str(samples)}
+    while (
+        has_batch_norm(spec)
+        and spec.training.batch_norm_samples is None
+        and (samples := samples // 2)
+    ):
+        label, settings = (
+            f"BatchNorm over {samples} samples",
+            {"training.batch_norm_samples": str(samples)},
+        )
         training = replace(spec.training, batch_norm_samples=samples)
         for way in _way(case, label, settings, training=training):
             yield replace(way, degradation=Degradation.SEMANTIC)
@@ -297,7 +358,9 @@ def _more_devices(case: Unfit) -> Iterator[WayOut]:
     while (devices := devices * 2) <= DEVICES_MAX:
         settings, gpus = {"gpus": str(devices)}, GpuRange(min=devices, max=devices)
         for larger in _with_devices(hardware, devices):
-            label = f"{devices} devices instead of {there}" + (f", on {larger.nodes} nodes" * (larger.nodes > 1))
+            label = f"{devices} devices instead of {there}" + (
+                f", on {larger.nodes} nodes" * (larger.nodes > 1)
+            )
             ways = list(_way(replace(case, hardware=larger), label, settings, gpus=gpus))
             if ways:
                 yield from ways
@@ -311,7 +374,9 @@ def _more_devices_and_smaller_batch(case: Unfit) -> Iterator[WayOut]:
         return
     for devices in (there * factor for factor in (2, 4, 8)):
         larger = next(_with_devices(case.hardware, devices))
-        for way in _smaller_batch(replace(case, hardware=larger), gpus=GpuRange(min=devices, max=devices)):
+        for way in _smaller_batch(
+            replace(case, hardware=larger), gpus=GpuRange(min=devices, max=devices)
+        ):
             label = f"{devices} devices instead of {there}, and {way.label}"
             yield replace(way, label=label, settings={"gpus": str(devices), **way.settings})
             return
@@ -325,9 +390,14 @@ def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
 
 
 def _larger_devices(case: Unfit) -> Iterator[WayOut]:
-    candidates = frontier(case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead).candidates
+    candidates = frontier(
+        case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead
+    ).candidates
     exact = [candidate for candidate in candidates if candidate.degradation is Degradation.EXACT]
-    least = min(exact, key=lambda candidate: (not candidate.fits_host, needed_bytes(candidate, case.calibrated)))
+    least = min(
+        exact,
+        key=lambda candidate: (not candidate.fits_host, needed_bytes(candidate, case.calibrated)),
+    )
     needed = needed_bytes(least, case.calibrated)
     if needed > case.capacity_bytes:
         cards = _cards_with(needed)
@@ -345,38 +415,61 @@ def _cards_with(least_bytes: int) -> list[str]:
 
 
 def _more_host_memory(case: Unfit) -> Iterator[WayOut]:
-    candidates = frontier(case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead).candidates
+    candidates = frontier(
+        case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead
+    ).candidates
     fits_device = [
-        candidate for candidate in candidates if needed_bytes(candidate, case.calibrated) <= case.capacity_bytes
+        candidate
+        for candidate in candidates
+        if needed_bytes(candidate, case.calibrated) <= case.capacity_bytes
     ]
     short = [candidate for candidate in fits_device if not candidate.fits_host]
     if short:
         least = min(short, key=lambda candidate: (candidate.degradation, candidate.host_bytes))
         has = format_bytes(case.hardware.host_memory)
         label = f"nodes with {format_bytes(least.host_bytes)} of host memory instead of {has}"
-        yield WayOut(label=label, plan=least.plan, needed_bytes=needed_bytes(least, case.calibrated))
+        yield WayOut(
+            label=label, plan=least.plan, needed_bytes=needed_bytes(least, case.calibrated)
+        )
 
 
-def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object) -> Iterator[WayOut]:
+def _way(
+    case: Unfit, label: str, settings: Mapping[str, str], **changes: object
+) -> Iterator[WayOut]:
     """Yield the job with these `changes` as a way out, if a plan then fits."""
     best = _first_fit(case, **changes)
     if best is not None:
         needed = needed_bytes(best, case.calibrated)
-        yield WayOut(label=label, settings=settings, plan=best.plan, needed_bytes=needed, degradation=best.degradation)
+        yield WayOut(
+            label=label,
+            settings=settings,
+            plan=best.plan,
+            needed_bytes=needed,
+            degradation=best.degradation,
+        )
 
 
 def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
-    spec, hardware, calibrated = case.spec.model_copy(update=changes), case.hardware, case.calibrated
+    spec, hardware, calibrated = (
+        case.spec.model_copy(update=changes),
+        case.hardware,
+        case.calibrated,
+    )
     if case.is_worn_out:
         return None
     try:
-        candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True)
+        candidates = frontier(
+            spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True
+        )
         case.work.looked += candidates.looked
         return next(fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)
     except TooManyPlans:
         case.work.looked += OTHER_PLANS_MAX
         return None
-    except (SpecError, ValueError):  # so many devices cannot share the global batch, or have too many plans
+    except (
+        SpecError,
+        ValueError,
+    ):  # so many devices cannot share the global batch, or have too many plans
         return None
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from orchestrator.specs.errors import SpecError
 
-# A 405B model on 4,096 devices with a batch of 2,048 samples looks at 38,000, which takes 2.4 s (one Xeon core,
+# A 405B model on 4,096 devices with a batch of 2,048 samples looks at 38,000, which takes 2.4 s
+# (one Xeon core,
 # 2026-11).
 PLANS_MAX = 65_536
-OTHER_PLANS_MAX = PLANS_MAX // 4  # in the search after each change by which a job without a plan would fit
+# in the search after each change by which a job without a plan would fit
+OTHER_PLANS_MAX = PLANS_MAX // 4
 ALL_OTHER_PLANS_MAX = 2 * PLANS_MAX  # in all of these searches, of which none begins beyond it
 
 

@@ -12,7 +12,13 @@ from orchestrator.scheduling.base.job_updates import archive_if_done
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.demand import record_demand
 from orchestrator.scheduling.queue.dependencies import on_dependency_ended
-from orchestrator.scheduling.scheduling_pass.dispatch import climb, empty_nodes, end_expired, give_up, schedule
+from orchestrator.scheduling.scheduling_pass.dispatch import (
+    climb,
+    empty_nodes,
+    end_expired,
+    give_up,
+    schedule,
+)
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply
 from orchestrator.specs.actions import Action, Record
@@ -58,14 +64,21 @@ class Scheduler:
         state = index.state = _with_demand(before, state, index, event)
         state, expired = end_expired(state, index)
         state, stopped = empty_nodes(state, index)
-        state, climbing = climb(state, index, event) if isinstance(event, PaceReported) else (state, ())
+        state, climbing = (
+            climb(state, index, event) if isinstance(event, PaceReported) else (state, ())
+        )
         state, given_up = give_up(state, index)
-        actions, news = (*immediate, *expired, *stopped, *climbing, *given_up), (*immediate, *given_up)
+        actions, news = (
+            (*immediate, *expired, *stopped, *climbing, *given_up),
+            (*immediate, *given_up),
+        )
         while True:
             state, followed = _tell_followers(state, index, news)
             state, news = schedule(state, index)
             actions = (*actions, *followed, *news)
-            if not _has_left(news):  # otherwise a job was refused, or asks, for which others may wait
+            if not _has_left(
+                news
+            ):  # otherwise a job was refused, or asks, for which others may wait
                 break
         index.state = state
         return actions
@@ -77,7 +90,11 @@ class Scheduler:
         headroom (devices left for shorter jobs) suffices.
         """
         at_s, reevaluate_at_s = self.state.at_s, self.state.reevaluate_at_s
-        times_s = [time_s for time_s in (self._index.wake_at_s(at_s), reevaluate_at_s) if time_s is not None]
+        times_s = [
+            time_s
+            for time_s in (self._index.wake_at_s(at_s), reevaluate_at_s)
+            if time_s is not None
+        ]
         return min((time_s for time_s in times_s if time_s > at_s), default=None)
 
     def expected_ends_s(self) -> dict[str, float]:
@@ -90,7 +107,9 @@ class Scheduler:
         }
 
 
-def _update_index(index: SchedulerIndex, before: State, after: State, event: Event) -> SchedulerIndex:
+def _update_index(
+    index: SchedulerIndex, before: State, after: State, event: Event
+) -> SchedulerIndex:
     """Return the index of the state after the event."""
     index.state = after
     if after.observations is not before.observations:
@@ -130,7 +149,9 @@ def _with_demand(before: State, state: State, index: SchedulerIndex, event: Even
     return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
 
 
-def _tell_followers(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
+def _tell_followers(
+    state: State, index: SchedulerIndex, actions: Sequence[Action]
+) -> tuple[State, tuple[Action, ...]]:
     """Return (state, actions) in which jobs that depend on ended jobs stop waiting for them, or end too."""
     done: list[Action] = []
     ended = _ended_jobs(actions)
@@ -153,4 +174,6 @@ def _has_left(actions: Sequence[Action]) -> bool:
 
 
 def _ended_jobs(actions: Sequence[Action]) -> list[Job]:
-    return [action.job for action in actions if isinstance(action, Record) and action.job.status.ended]
+    return [
+        action.job for action in actions if isinstance(action, Record) and action.job.status.ended
+    ]

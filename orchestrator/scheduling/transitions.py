@@ -18,7 +18,14 @@ from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
 from orchestrator.specs.actions import Action, Record, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind, Verdict
+from orchestrator.specs.attempt import (
+    Attempt,
+    AttemptStatus,
+    Evidence,
+    Failure,
+    FailureKind,
+    Verdict,
+)
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -99,7 +106,9 @@ def _apply_submitted(state: State, event: Submitted) -> tuple[State, tuple[Actio
     return replace(state, submitted=event.order), (*records, *archived)
 
 
-def _apply_cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:
+def _apply_cancel_requested(
+    state: State, event: CancelRequested
+) -> tuple[State, tuple[Action, ...]]:
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling:
         return state, ()
@@ -111,7 +120,9 @@ def _apply_cancel_requested(state: State, event: CancelRequested) -> tuple[State
         return state, (Record(job=job), *archived)
     job = replace(job, cancelling=True, cancel_reason=event.reason)
     job = _with_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
-    return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
+    return with_job(state, job), (
+        Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),
+    )
 
 
 def _describe_cancelled(job: Job) -> str:
@@ -119,7 +130,9 @@ def _describe_cancelled(job: Job) -> str:
     if job.last is None:
         return "cancelled before it ran"
     failure = job.last.failure
-    return f"cancelled after attempt {job.last.number}" + (f": {failure.kind}: {failure.reason}" if failure else "")
+    return f"cancelled after attempt {job.last.number}" + (
+        f": {failure.kind}: {failure.reason}" if failure else ""
+    )
 
 
 def _apply_retry_requested(state: State, event: RetryRequested) -> State:
@@ -150,7 +163,12 @@ def _apply_pace(state: State, event: PaceReported) -> tuple[State, tuple[Action,
 
 def _apply_released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
-    if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED or attempt.released:
+    if (
+        job is None
+        or attempt is None
+        or attempt.status is not AttemptStatus.ENDED
+        or attempt.released
+    ):
         return state, ()
     state = replace(state, usage=charge_usage(state, job, attempt))
     return archive_if_done(state, _with_attempt(job, replace(attempt, released=True)))
@@ -161,14 +179,20 @@ def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action,
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
     capacity_bytes = _capacity_bytes(state, attempt)
-    attempt = replace(attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence)
+    attempt = replace(
+        attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence
+    )
     failure = classify(job, attempt, event.evidence, capacity_bytes)
     if failure is not None and not job.cancelling:
         failure = judge(job, attempt, failure, state.ends, state.nodes)
     state = with_places(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
-    job = _succeed(job, attempt, event.evidence) if failure is None else _fail(job, attempt, failure, event.at_s)
+    job = (
+        _succeed(job, attempt, event.evidence)
+        if failure is None
+        else _fail(job, attempt, failure, event.at_s)
+    )
     if job.status is JobStatus.QUEUED and is_over(job, event.at_s):
         over = over_limit(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
@@ -180,7 +204,11 @@ def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action,
 
 
 def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
-    lost = f"; its last start did not take up again {', '.join(evidence.lost)}" if evidence.lost else ""
+    lost = (
+        f"; its last start did not take up again {', '.join(evidence.lost)}"
+        if evidence.lost
+        else ""
+    )
     doubts = "".join(f"; {warning}" for warning in warnings(attempt))
     return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}{doubts}")
 
@@ -202,7 +230,9 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     restart, verdict = failure.kind.restart, failure.verdict
     if restart is not None and restart.refutes_plan:
         job = replace(job, refuted=job.refuted | {attempt.plan})
-    if attempt.probe and (restart is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)):
+    if attempt.probe and (
+        restart is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)
+    ):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if verdict is not None:
         return _apply_verdict(job, failure, verdict, at_s)
@@ -222,16 +252,24 @@ def _apply_verdict(job: Job, failure: Failure, verdict: Verdict, at_s: float) ->
     """Return the job after an end that nothing explains, or after a shortage."""
     if verdict.wait_s is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
-    if verdict.budget and _count_used(job, verdict.budget) > getattr(job.spec.retries, verdict.budget):
+    if verdict.budget and _count_used(job, verdict.budget) > getattr(
+        job.spec.retries, verdict.budget
+    ):
         return _fail_used_up(job, failure, verdict.budget)
     return _restart(job, failure, at_s + verdict.wait_s)
 
 
 def _count_used(job: Job, budget: str) -> int:
     """Return how many failures of the job have used that budget, the last one included."""
-    failures = [attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe]
+    failures = [
+        attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe
+    ]
     budgets = (
-        failure.verdict.budget if failure.verdict else failure.kind.restart.budget if failure.kind.restart else ""
+        failure.verdict.budget
+        if failure.verdict
+        else failure.kind.restart.budget
+        if failure.kind.restart
+        else ""
         for failure in failures
     )
     return sum(used == budget for used in budgets)
@@ -251,7 +289,11 @@ def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:
 def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     """Return what a restart without a checkpoint does again, in words; "" where there is one, or no step was made."""
     evidence = attempt.evidence
-    steps = max((beat.steps_done for beat in evidence.heartbeats), default=0) if evidence is not None else 0
+    steps = (
+        max((beat.steps_done for beat in evidence.heartbeats), default=0)
+        if evidence is not None
+        else 0
+    )
     if evidence is None or evidence.checkpoint_step is not None or not steps:
         return ""
     again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
@@ -273,13 +315,21 @@ def _live_attempt(job: Job) -> Attempt | None:
 
 
 def _with_observations(state: State, observed: Sequence[Observation]) -> State:
-    return replace(state, observations=select_newest((*state.observations, *observed))) if observed else state
+    return (
+        replace(state, observations=select_newest((*state.observations, *observed)))
+        if observed
+        else state
+    )
 
 
 def _with_attempt(job: Job, attempt: Attempt) -> Job:
     attempts: Sequence[Attempt] = job.attempts
-    return replace(job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :]))
+    return replace(
+        job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :])
+    )
 
 
 def _capacity_bytes(state: State, attempt: Attempt) -> int | None:
-    return next((node.device.memory for node in state.nodes if node.device.name == attempt.device), None)
+    return next(
+        (node.device.memory for node in state.nodes if node.device.name == attempt.device), None
+    )

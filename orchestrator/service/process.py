@@ -6,7 +6,9 @@ from orchestrator.service.server.own_environment import hide_environment
 
 if __name__ == "__main__":
     hide_environment()
-    from orchestrator.service.pages.routes import PAGES_OF_SERVICE  # seconds: once, not before and after
+    from orchestrator.service.pages.routes import (
+        PAGES_OF_SERVICE,
+    )  # seconds: once, not before and after
     from orchestrator.service.server.daemon import main
 
     main(PAGES_OF_SERVICE)

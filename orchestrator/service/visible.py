@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Control characters but tab and line feed, those that turn the direction of text (UTR 36, section 2.10), and the halves
+# Control characters but tab and line feed, those that turn the direction of text (UTR 36, section
+# 2.10), and the halves
 # of surrogate pairs, which a name of a file may have and no stream takes.
 _OTHERS = r"\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _STEERING = re.compile(rf"[\x00-\x08\x0b-\x1f{_OTHERS}]")

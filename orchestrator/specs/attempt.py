@@ -25,7 +25,13 @@ class NodeDevices:
 Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
 
 
-VERSIONS = ("torch_version", "python_version", "cuda_version", "driver_version", "device_model")  # of heartbeats
+VERSIONS = (
+    "torch_version",
+    "python_version",
+    "cuda_version",
+    "driver_version",
+    "device_model",
+)  # of heartbeats
 PROBE_STEPS = 2  # in the second step, optimizer states and activations are there together
 LEARNED_STEPS = 20  # after which an attempt of a recovered job tells the peak that it measured
 
@@ -67,14 +73,26 @@ class FailureKind(StrEnum):
     HOST_OOM = "host_oom", Restart(budget="oom", refutes_plan=True, at_once=True)
     # Other processes took the device's memory; the plan is not to blame.
     MEMORY_CONTENTION = "memory_contention", Restart(budget="node")
-    NODE_LOST = "node_lost", Restart(budget="node")  # node, device or launcher gone; the plan is not to blame
-    PREEMPTED = "preempted", Restart(budget="preemption", at_once=True)  # the ranks got a signal from outside
-    MOVED = "moved"  # the scheduler ended them: the job resumes elsewhere or later, at no cost to a budget
+    NODE_LOST = (
+        "node_lost",
+        Restart(budget="node"),
+    )  # node, device or launcher gone; the plan is not to blame
+    PREEMPTED = (
+        "preempted",
+        Restart(budget="preemption", at_once=True),
+    )  # the ranks got a signal from outside
+    # the scheduler ended them: the job resumes elsewhere or later, at no cost to a budget
+    MOVED = "moved"
     HUNG = "hung", Restart(budget="hang")  # no progress within the job's limits
-    STARTUP = "startup", Restart(budget="startup")  # not launched, or ended before the first step without a proven bug
-    # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the job goes on.
+    STARTUP = (
+        "startup",
+        Restart(budget="startup"),
+    )  # not launched, or ended before the first step without a proven bug
+    # Nothing explains the end, and it had trained: `scheduling/failures/verdict.py` says how the
+    # job goes on.
     UNKNOWN = "unknown", Restart(budget="unknown")
-    GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
+    # it ran past the cap of its virtual device; what it needs is unknown
+    GUARD_ABSENT = "guard_absent"
     DISK_FULL = "disk_full", Shortage(missing="space")  # for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong
     CANCELLED = "cancelled"  # a user cancelled the job
@@ -94,7 +112,8 @@ class Cause(StrEnum):
     HOST_OOM_SUSPECT = "host_oom_suspect"  # only if a kernel counter rose
     DISK_FULL = "disk_full"
     HARDWARE = "hardware"  # a device, its link or its driver is broken, lost or busy
-    PREEMPTED = "preempted"  # a launcher or a batch system names a signal, a time limit or a preemption
+    # a launcher or a batch system names a signal, a time limit or a preemption
+    PREEMPTED = "preempted"
     NODE_LOST = "node_lost"  # another node or a batch system's own part is gone
     TIMEOUT = "timeout"  # a rank waited in vain for others: examine the other ranks
     PROGRAM = "user_error"  # an error that would recur on any device at any time
@@ -130,7 +149,8 @@ class Verdict:
     row: int  # of the tables in docs/reference/failures-and-retries.md
     wait_s: float | None  # before the next attempt; None: there is none
     budget: str = ""  # the field of the job's `retries` that it uses up; "": none
-    elsewhere: bool = False  # the next attempt waits for other devices, as long as others could hold the job
+    # the next attempt waits for other devices, as long as others could hold the job
+    elsewhere: bool = False
 
 
 class Extent(StrEnum):
@@ -166,7 +186,8 @@ class OomReport:
     capacity_bytes: int
     foreign_bytes: int = 0  # used on the device by other processes
     overhead_bytes: int = 0  # used by context and communicators, so that no tensor can have them
-    pass_done: float | None = None  # done share of the forward or backward pass, 0 to 1; None: unknown
+    # done share of the forward or backward pass, 0 to 1; None: unknown
+    pass_done: float | None = None
     injected: bool = False  # by `orc rehearse`: says nothing about the plan
     message: str = ""
     steps_done: int = 0  # optimizer steps completed before it in this attempt
@@ -202,11 +223,13 @@ class Heartbeat:
     driver_version: str = ""
     device_model: str = ""  # as its driver names it; "" before the rank has used it
     reserved_bytes: int = 0  # that PyTorch's CUDA allocator held, highest so far; 0 without CUDA
-    allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
+    # free, or held by PyTorch's allocator; the least so far; None without CUDA
+    allocator_room_bytes: int | None = None
     pid: int = 0
     backwards: int = 0  # backward passes completed in this attempt
     live_bytes: int = 0  # allocated at `at_s`
-    group_size: int | None = None  # ranks of the largest process group it joined; 0: none, None: unknown
+    # ranks of the largest process group it joined; 0: none, None: unknown
+    group_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +267,9 @@ class Evidence:
 
     ranks: tuple[RankEnd, ...] = ()
     ooms: tuple[OomReport, ...] = ()
-    caught: tuple[OomReport, ...] = ()  # the last out-of-memory error of each rank, even if the script caught it
+    caught: tuple[
+        OomReport, ...
+    ] = ()  # the last out-of-memory error of each rank, even if the script caught it
     errors: tuple[ErrorReport, ...] = ()
     heartbeats: tuple[Heartbeat, ...] = ()
     nodes_lost: tuple[str, ...] = ()  # nodes that disappeared, or whose launchers did
@@ -252,17 +277,27 @@ class Evidence:
     host_oom_kills: int = 0  # increase of the kernel's oom_kill counters
     hung_for_s: float | None = None  # set if the watchdog ended it
     launch_error: str | None = None  # set if no rank ever ran
-    no_program: bool = False  # exec failed: the program or folder is missing, or the node cannot run it
+    # exec failed: the program or folder is missing, or the node cannot run it
+    no_program: bool = False
     stopped: bool = False  # the service ended it (cancel)
     missing_artifacts: tuple[str, ...] = ()  # required by `success`, but absent
-    finished: bool = False  # its log reports success and all artifacts exist, however its processes ended
+    # its log reports success and all artifacts exist, however its processes ended
+    finished: bool = False
     lost: tuple[str, ...] = ()  # state that a restarted script did not restore
     checkpoint_step: int | None = None  # newest complete checkpoint
-    unmatched: tuple[str, ...] = ()  # newest files of a script's output, where `resume.checkpoints` matches nothing
-    free_before_bytes: tuple[int, ...] = ()  # free on each rank's device just before launch; (): unknown
-    unwatched: tuple[str, ...] = ()  # processes that trained without the guard, and why: no peaks or steps of them
+    unmatched: tuple[
+        str, ...
+    ] = ()  # newest files of a script's output, where `resume.checkpoints` matches nothing
+    free_before_bytes: tuple[
+        int, ...
+    ] = ()  # free on each rank's device just before launch; (): unknown
+    unwatched: tuple[
+        str, ...
+    ] = ()  # processes that trained without the guard, and why: no peaks or steps of them
     virtual: bool = False  # on virtual devices, whose size only the guard enforces
-    unread: tuple[str, ...] = ()  # what it left that could not be read, or was not evaluated; each a sentence
+    unread: tuple[
+        str, ...
+    ] = ()  # what it left that could not be read, or was not evaluated; each a sentence
     collect_error: str | None = None  # nothing that it left could be read: the error
 
 
@@ -300,12 +335,15 @@ class Attempt:
     estimate: MemoryEstimate  # as predicted, before correction
     correction: float  # measured / predicted activations of the family, at launch
     step_s: float  # as predicted
-    needed_bytes: int | None = None  # free bytes required per device, corrected and with margin; None: measured before
+    # free bytes required per device, corrected and with margin; None: measured before
+    needed_bytes: int | None = None
     fit_probability: float | None = None  # on its devices; None: memory unknown, or measured before
     change: tuple[Change, ...] = ()  # differences of the plan from the attempt before
     change_reason: str = ""
-    relative_to: OwnSettings | None = None  # script settings to which an assumed estimate is relative; None: none
-    probe: bool = False  # only measures: trains PROBE_STEPS into a separate folder, and is then ended
+    # script settings to which an assumed estimate is relative; None: none
+    relative_to: OwnSettings | None = None
+    # only measures: trains PROBE_STEPS into a separate folder, and is then ended
+    probe: bool = False
     status: AttemptStatus = AttemptStatus.LAUNCHING
     moved_for: str = ""  # why the scheduler ended it to migrate the job
     leaves_by_s: float | None = None  # latest end, if the scheduler asked it to end
@@ -335,7 +373,9 @@ class Attempt:
             return None
         beats = self.evidence.heartbeats
         if self.failure is not None and not self.evidence.ooms:
-            beats = tuple(beat for beat in beats if beat.steps_done > 0 or beat.phase != Phase.STARTUP)
+            beats = tuple(
+                beat for beat in beats if beat.steps_done > 0 or beat.phase != Phase.STARTUP
+            )
         return max((beat.peak_bytes for beat in beats), default=None)
 
     @property
@@ -347,7 +387,11 @@ class Attempt:
     @property
     def measured_step_s(self) -> float | None:
         """Measured seconds per optimizer step of the slowest rank; None where no rank reported any."""
-        steps = [beat.step_s for beat in self.evidence.heartbeats if beat.step_s] if self.evidence else []
+        steps = (
+            [beat.step_s for beat in self.evidence.heartbeats if beat.step_s]
+            if self.evidence
+            else []
+        )
         return max(steps, default=None)
 
     @property
@@ -359,7 +403,9 @@ class Attempt:
     def versions(self) -> dict[str, str]:
         """Versions under which the ranks ran, and the model of their devices; without what no rank reported."""
         beats = self.evidence.heartbeats if self.evidence else ()
-        newest = {name: max((getattr(beat, name) for beat in beats), default="") for name in VERSIONS}
+        newest = {
+            name: max((getattr(beat, name) for beat in beats), default="") for name in VERSIONS
+        }
         return {name: text for name, text in newest.items() if text}
 
 

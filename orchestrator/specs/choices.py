@@ -52,7 +52,8 @@ class ActivationCheckpointing(StrEnum):
     """Which activations the backward pass recomputes instead of keeping them."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # every layer keeps its input and what matrix products and attention returned
+    # every layer keeps its input and what matrix products and attention returned
+    SELECTIVE = "selective"
     FULL = "full"  # every layer keeps its input only
 
 
@@ -68,7 +69,8 @@ class MasterWeights(StrEnum):
     """The dtype of the weights that the optimizer updates, and of their gradients."""
 
     FP32 = "fp32"
-    BF16 = "bf16"  # rounded stochastically after each update, so that small changes add up (arXiv:2010.06192)
+    # rounded stochastically after each update, so that small changes add up (arXiv:2010.06192)
+    BF16 = "bf16"
 
 
 class Optimizer(StrEnum):
@@ -84,7 +86,8 @@ class Degradation(IntEnum):
     """How much a changed plan may alter the training, mildest first."""
 
     EXACT = 0  # the same mathematics: layout, micro-batch, checkpointing, ZeRO, offload
-    NUMERIC = 1  # the same training in other arithmetic: precision, master weights in bf16, moments in 8 bits
+    # the same training in other arithmetic: precision, master weights in bf16, moments in 8 bits
+    NUMERIC = 1
     SEMANTIC = 2  # another training: sequence length
 
 

@@ -11,7 +11,8 @@ from zoneinfo import ZoneInfo
 
 DAY_MIN = 24 * 60
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
-# How far the next opening may be. A window of one day a week can lie in the hour that a spring night leaves out. No
+# How far the next opening may be. A window of one day a week can lie in the hour that a spring
+# night leaves out. No
 # zone has changed its clocks on the same weekday of two consecutive weeks.
 LOOKED_AHEAD_DAYS = 16
 ALLOWED_WINDOW = "22:00-08:00, with a zone and days if you like: 22:00-08:00 Europe/Berlin mon-fri"
@@ -47,11 +48,16 @@ class Window:
         if self.closes_min > self.opens_min:
             return local.weekday() in self.days and self.opens_min <= minute < self.closes_min
         is_late, is_early = minute >= self.opens_min, minute < self.closes_min
-        return (is_late and local.weekday() in self.days) or (is_early and (local.weekday() - 1) % 7 in self.days)
+        return (is_late and local.weekday() in self.days) or (
+            is_early and (local.weekday() - 1) % 7 in self.days
+        )
 
     def counted_from(self, at_s: float) -> Window:
         """Return the same window on a clock that shows 0 at `at_s`, to the minute. Later clock changes are ignored."""
-        local, epoch = datetime.fromtimestamp(at_s, _zone(self.zone)), datetime.fromtimestamp(0.0, UTC)
+        local, epoch = (
+            datetime.fromtimestamp(at_s, _zone(self.zone)),
+            datetime.fromtimestamp(0.0, UTC),
+        )
         days, opens_min = divmod(self.opens_min - local.hour * 60 - local.minute, DAY_MIN)
         later = days + epoch.weekday() - local.weekday()
         return Window(
@@ -85,10 +91,15 @@ class Deadline:
         """Return when a job submitted at `after_s` is due, in seconds since 1970. With a `day`, it may be past."""
         zone = _zone(self.zone)
         today = datetime.fromtimestamp(after_s, zone).date()
-        days = [today, today + timedelta(days=1)] if self.day is None else [date.fromisoformat(self.day)]
+        days = (
+            [today, today + timedelta(days=1)]
+            if self.day is None
+            else [date.fromisoformat(self.day)]
+        )
         midnights = (datetime(day.year, day.month, day.day) for day in days)
         moments_s = [
-            (midnight + timedelta(seconds=self.time_s)).replace(tzinfo=zone).timestamp() for midnight in midnights
+            (midnight + timedelta(seconds=self.time_s)).replace(tzinfo=zone).timestamp()
+            for midnight in midnights
         ]
         return next((at_s for at_s in moments_s if at_s > after_s), moments_s[-1])
 
@@ -109,7 +120,9 @@ def parse_deadline(text: object) -> Deadline:
             moment, zone = moment.astimezone(UTC), "UTC"
     except ValueError:
         raise ValueError(f"expected a deadline such as {ALLOWED_DEADLINE}") from None
-    return Deadline(time_s=_seconds_since_midnight(moment.time()), day=moment.date().isoformat(), zone=zone)
+    return Deadline(
+        time_s=_seconds_since_midnight(moment.time()), day=moment.date().isoformat(), zone=zone
+    )
 
 
 def deadline_at(at_s: float) -> Deadline:
@@ -145,9 +158,17 @@ def parse_window(text: object) -> Window:
         else:
             zone = check_zone(word)
     window = Window(opens_min=opens_min, closes_min=closes_min, zone=zone)
-    if opens_min == closes_min or (days in (None, window.days) and closes_min - opens_min == DAY_MIN):
-        raise ValueError(f"{spans[0][0]} is all day: leave `start_window` out, or say 00:00-24:00 and days")
-    return window if days is None else Window(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
+    if opens_min == closes_min or (
+        days in (None, window.days) and closes_min - opens_min == DAY_MIN
+    ):
+        raise ValueError(
+            f"{spans[0][0]} is all day: leave `start_window` out, or say 00:00-24:00 and days"
+        )
+    return (
+        window
+        if days is None
+        else Window(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
+    )
 
 
 def check_zone(name: str) -> str:
@@ -155,7 +176,9 @@ def check_zone(name: str) -> str:
     try:
         ZoneInfo(name)
     except (KeyError, OSError, ValueError):
-        raise ValueError(f"{name!r} is no time zone, nor days; zones are called Europe/Berlin or UTC") from None
+        raise ValueError(
+            f"{name!r} is no time zone, nor days; zones are called Europe/Berlin or UTC"
+        ) from None
     return name
 
 
@@ -190,10 +213,15 @@ def _spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
 
     It opens and closes only where clocks show one of its two times, or are put forward or back.
     """
-    zone, first = _zone(window.zone), today - timedelta(days=8)  # as far back as an open window may have begun
+    zone, first = (
+        _zone(window.zone),
+        today - timedelta(days=8),
+    )  # as far back as an open window may have begun
     dates = [first + timedelta(days=day) for day in range(LOOKED_AHEAD_DAYS + 9)]
     bounds = {at_s for day in dates for at_s in _bounds(window, day, zone)}
-    bounds |= {at_s for day, after in pairwise(dates) if (at_s := _change_s(day, after, zone)) is not None}
+    bounds |= {
+        at_s for day, after in pairwise(dates) if (at_s := _change_s(day, after, zone)) is not None
+    }
     spans: list[tuple[float, float]] = []
     for begin_s, end_s in pairwise(sorted(bounds)):
         if not window.holds(begin_s):
@@ -218,7 +246,8 @@ def _bounds(window: Window, day: date, zone: ZoneInfo) -> set[float]:
 def _change_s(day: date, after: date, zone: ZoneInfo) -> float | None:
     """Return when clocks are put forward or back on this day; None where they are not."""
     low, high = (
-        int(datetime(bound.year, bound.month, bound.day, tzinfo=zone).timestamp()) for bound in (day, after)
+        int(datetime(bound.year, bound.month, bound.day, tzinfo=zone).timestamp())
+        for bound in (day, after)
     )  # seconds: the IANA database knows no parts of them
     offset = _offset(low, zone)
     if _offset(high, zone) == offset:

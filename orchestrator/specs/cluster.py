@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, model_validator
 
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
@@ -20,8 +20,10 @@ from orchestrator.specs.order import Order
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
-# From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
-# what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says
+# From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch,
+# 2026-11); the rest is
+# what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which
+# a cluster file says
 # what is true of its own programs and disks.
 LAUNCH_COST_S = 30.0
 TFLOPS_MAX = 1e6
@@ -29,17 +31,12 @@ MULTIPROCESSORS_MAX = 100_000
 PRICE_MAX = 1e9
 
 
-class DeviceKind(StrEnum):
-    """The kind of a device: a CUDA device, or a CPU rank with an enforced memory cap."""
-
-    CUDA = "cuda"
-    VIRTUAL = "virtual"
-
-
 class DeviceSpec(SpecModel):
     """A device model. FLOP/s are dense peaks of the data sheet."""
 
-    name: str = Field(description="Name of the device; calibration is kept per name.", examples=["my-gpu-24gb"])
+    name: str = Field(
+        description="Name of the device; calibration is kept per name.", examples=["my-gpu-24gb"]
+    )
     kind: DeviceKind = Field(
         default=DeviceKind.CUDA,
         description="A CUDA device, or a virtual one: a CPU rank with an enforced memory cap.",
@@ -61,7 +58,10 @@ class DeviceSpec(SpecModel):
         examples=[165.2],
     )
     fp32_tflops: float = Field(
-        gt=0, le=TFLOPS_MAX, description="Dense fp32 peak of the data sheet in TFLOP/s.", examples=[82.6]
+        gt=0,
+        le=TFLOPS_MAX,
+        description="Dense fp32 peak of the data sheet in TFLOP/s.",
+        examples=[82.6],
     )
     measured_tflops: float | None = Field(
         default=None,
@@ -77,9 +77,12 @@ class DeviceSpec(SpecModel):
         description="Number of multiprocessors, for the tiles of a matrix product; null: unknown.",
         examples=[128],
     )
-    memory_bandwidth: Bandwidth = Field(description="Bandwidth of the device memory.", examples=["1008GB/s"])
+    memory_bandwidth: Bandwidth = Field(
+        description="Bandwidth of the device memory.", examples=["1008GB/s"]
+    )
     link_bandwidth: Bandwidth = Field(
-        description="Bandwidth between devices of one node, per device and direction.", examples=["450GB/s"]
+        description="Bandwidth between devices of one node, per device and direction.",
+        examples=["450GB/s"],
     )
     host_bandwidth: Bandwidth = Field(
         default=25_000_000_000,  # PCIe 4.0 x16
@@ -140,7 +143,9 @@ def _from_catalogue(device: object) -> Any:
             "the catalogue has no such device",
             got=device,
             allowed=", ".join(DEVICES),
-            hint=f"did you mean {near!r}?" if near else "describe it: name, memory, fp32_tflops, bf16_tflops, ...",
+            hint=f"did you mean {near!r}?"
+            if near
+            else "describe it: name, memory, fp32_tflops, bf16_tflops, ...",
         )
     return {"name": device} | dict(DEVICES[device])
 
@@ -155,8 +160,11 @@ class NodeSpec(SpecModel):
     )
     count: int = Field(default=1, ge=1, le=65536, description="Number of such nodes.", examples=[8])
     devices: int = Field(ge=1, le=64, description="Devices per node.", examples=[8])
-    device: Annotated[DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)] = (
-        Field(description="Kind of device: a name of the catalogue, or a full description.", examples=["h100-80gb"])
+    device: Annotated[
+        DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)
+    ] = Field(
+        description="Kind of device: a name of the catalogue, or a full description.",
+        examples=["h100-80gb"],
     )
     host_memory: Bytes = Field(description="Host memory of one node.", examples=["1TiB"])
     rack: str = Field(
@@ -167,7 +175,11 @@ class NodeSpec(SpecModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name,) if self.count == 1 else tuple(f"{self.name}{index}" for index in range(self.count))
+        return (
+            (self.name,)
+            if self.count == 1
+            else tuple(f"{self.name}{index}" for index in range(self.count))
+        )
 
 
 def _check_nodes(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
@@ -180,7 +192,9 @@ def _check_nodes(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
 def _refuse_number(moment: object) -> object:
     """Refuse a bare number, which pydantic takes for seconds since 1970."""
     if isinstance(moment, int | float):
-        raise ValueError("a date and a time with an offset is wanted, such as 2026-12-24T22:00+01:00")
+        raise ValueError(
+            "a date and a time with an offset is wanted, such as 2026-12-24T22:00+01:00"
+        )
     return moment
 
 
@@ -190,7 +204,9 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_refuse_number)]
 class Maintenance(SpecModel):
     """A maintenance window, in which nothing runs on the named nodes."""
 
-    start: Moment = Field(description="Begin, with an offset from UTC.", examples=["2026-12-24T22:00+01:00"])
+    start: Moment = Field(
+        description="Begin, with an offset from UTC.", examples=["2026-12-24T22:00+01:00"]
+    )
     end: Moment = Field(description="End, with an offset from UTC.", examples=["2026-12-25T06:00Z"])
     nodes: tuple[str, ...] = Field(
         default=(), description="Names of the nodes concerned; empty: all nodes.", examples=[["n0"]]
@@ -208,7 +224,11 @@ class UserSpec(SpecModel):
 
     uid: int = Field(ge=1, le=2**32 - 2, description="User id.", examples=[1001])
     gid: int | None = Field(
-        default=None, ge=1, le=2**32 - 2, description="Group id; null: the same number.", examples=[1001]
+        default=None,
+        ge=1,
+        le=2**32 - 2,
+        description="Group id; null: the same number.",
+        examples=[1001],
     )
 
 
@@ -222,7 +242,9 @@ class ClusterSpec(SpecModel):
     )
     nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_check_nodes)] = Field(
         description="Nodes of the cluster, one entry per kind.",
-        examples=[[{"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}]],
+        examples=[
+            [{"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}]
+        ],
         json_schema_extra={"minItems": 1},
     )
     network_bandwidth: Bandwidth = Field(
@@ -253,11 +275,13 @@ class ClusterSpec(SpecModel):
         "records.jsonl in the home), or both.",
         examples=[["mlflow", "jsonl"]],
     )
-    inherit_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,126}\*?$")], ...] = Field(
-        default=(),
-        max_length=100,
-        description="Variables of the service that every job gets, by name, or by a beginning and *.",
-        examples=[["WANDB_MODE", "AWS_REGION", "MY_*"]],
+    inherit_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,126}\*?$")], ...] = (
+        Field(
+            default=(),
+            max_length=100,
+            description="Variables of the service that every job gets, by name, or by a beginning and *.",
+            examples=[["WANDB_MODE", "AWS_REGION", "MY_*"]],
+        )
     )
     users: dict[UserName, UserSpec] = Field(
         default={},
@@ -268,7 +292,9 @@ class ClusterSpec(SpecModel):
     oidc: OidcSpec | None = Field(
         default=None,
         description="OpenID provider that signs people in at the pages; null: tokens alone.",
-        examples=[{"issuer": "https://login.example.org", "client_id": "orc", "user_claim": "email"}],
+        examples=[
+            {"issuer": "https://login.example.org", "client_id": "orc", "user_claim": "email"}
+        ],
     )
     notify: NotifySpec = Field(
         default=UNNOTIFIED,
@@ -290,7 +316,11 @@ class ClusterSpec(SpecModel):
     @model_validator(mode="after")
     def _distinct_names(self) -> ClusterSpec:
         names = [name for node in self.nodes for name in node.names]
-        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        twice = (
+            {name for name in names if names.count(name) > 1}
+            if len(set(names)) < len(names)
+            else set()
+        )
         if twice:
             raise ValueError(f"two nodes are named {sorted(twice)[0]!r}")
         return self
@@ -314,25 +344,35 @@ class ClusterSpec(SpecModel):
         devices = sum(node.devices * node.count for node in self.nodes)
         quotas = sum(team.quota for team in self.policy.teams)
         if quotas > devices:
-            raise ValueError(f"the quotas of all teams together are {quotas} devices: there are {devices}")
+            raise ValueError(
+                f"the quotas of all teams together are {quotas} devices: there are {devices}"
+            )
         return self
 
     def with_objective(self, objective: Objective) -> ClusterSpec:
         """Return a copy of the cluster whose queue has this objective."""
-        return self.model_copy(update={"policy": self.policy.model_copy(update={"objective": objective})})
+        return self.model_copy(
+            update={"policy": self.policy.model_copy(update={"objective": objective})}
+        )
 
     def with_order(self, order: Order) -> ClusterSpec:
         """Return a copy whose queue has this order. Teams and objective are dropped where the order ignores them."""
         is_read = order is Order.ADAPTIVE
-        policy = self.policy.model_copy(update={"order": order}) if is_read else PolicySpec(order=order)
+        policy = (
+            self.policy.model_copy(update={"order": order}) if is_read else PolicySpec(order=order)
+        )
         return self.model_copy(update={"policy": policy})
 
     def maintenance_of(self, node: str) -> tuple[Window, ...]:
         """Return (begin, end) of each maintenance window of this node, in seconds since 1970, in order."""
         windows = (
-            maintenance for maintenance in self.maintenance if not maintenance.nodes or node in maintenance.nodes
+            maintenance
+            for maintenance in self.maintenance
+            if not maintenance.nodes or node in maintenance.nodes
         )
-        return tuple(sorted((window.start.timestamp(), window.end.timestamp()) for window in windows))
+        return tuple(
+            sorted((window.start.timestamp(), window.end.timestamp()) for window in windows)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +387,8 @@ class Node:
     launch_cost_s: float = LAUNCH_COST_S  # from a launch to the first training step
     maintenance: tuple[Window, ...] = ()  # when nothing may run on it, earliest first
     rack: str = ""
-    # by device index: why the driver cannot read it, "" where it can; () where it can read all. Such a device has 0
+    # by device index: why the driver cannot read it, "" where it can; () where it can read all.
+    # Such a device has 0
     # free bytes and takes no new attempt.
     driver_errors: tuple[str, ...] = ()
 
@@ -369,7 +410,9 @@ def describe_unreadable(nodes: Iterable[Node], limit: int = 3) -> str:
         if len(errors) == node.devices and len(set(errors.values())) == 1:
             places.append(f"{node.name} ({errors[0]})")
         else:
-            places += [f"device {index} of {node.name} ({error})" for index, error in errors.items()]
+            places += [
+                f"device {index} of {node.name} ({error})" for index, error in errors.items()
+            ]
     more = len(places) - limit
     return ", ".join(places[:limit]) + (f" and {more} more" if more > 0 else "")
 

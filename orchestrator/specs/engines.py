@@ -26,7 +26,9 @@ class EngineFacts:
     """Fixed properties of an engine. How it shards training state is in the plan's `mechanics`."""
 
     is_ours: bool  # whether the training loop and its checkpoints are ours, not a script's
-    why_illegal: Callable[[PlanFields], str | None]  # returns why it cannot run a plan, as a sentence; None if it can
+    why_illegal: Callable[
+        [PlanFields], str | None
+    ]  # returns why it cannot run a plan, as a sentence; None if it can
     shares_samples: bool  # whether it supports context parallelism
     has_bf16_masters: bool  # whether it supports `master_weights=bf16`
     has_low_gradients: bool  # whether gradients are summed and exchanged in the compute dtype
@@ -35,7 +37,10 @@ class EngineFacts:
 
 
 def why_illegal(plan: PlanFields) -> str | None:
-    if min(plan.micro_batch_size, plan.gradient_accumulation_steps, plan.pipeline_stages_per_rank) < 1:
+    if (
+        min(plan.micro_batch_size, plan.gradient_accumulation_steps, plan.pipeline_stages_per_rank)
+        < 1
+    ):
         return "micro_batch_size, gradient_accumulation_steps and pipeline_stages_per_rank are at least 1"
     if min(plan.full_checkpointing_layers, plan.first_stage_layers, plan.last_stage_layers) < 0:
         return "full_checkpointing_layers, first_stage_layers and last_stage_layers are at least 0"
@@ -43,7 +48,10 @@ def why_illegal(plan: PlanFields) -> str | None:
     others = ActivationCheckpointing.SELECTIVE if engine.is_ours else ActivationCheckpointing.NONE
     if plan.full_checkpointing_layers and plan.activation_checkpointing is not others:
         return f"full_checkpointing_layers > 0 needs activation_checkpointing={others}, which the other layers have"
-    if plan.activation_offload and plan.activation_checkpointing is not ActivationCheckpointing.FULL:
+    if (
+        plan.activation_offload
+        and plan.activation_checkpointing is not ActivationCheckpointing.FULL
+    ):
         return "activation_offload=true needs activation_checkpointing=full: it moves the inputs of all layers"
     if plan.activation_offload and not engine.is_ours:
         return "activation_offload=true is for our engines: nothing tells a script to move its layers' inputs"
@@ -86,7 +94,9 @@ def _why_layout_is_illegal(plan: PlanFields, engine: EngineFacts) -> str | None:
                 "zero_stage=3 with pp > 1 would gather every layer again for every micro-batch in flight; "
                 "zero_stage=2 keeps what it gathers"
             )
-        return why_pipeline_stalls(layout.pp, plan.pipeline_stages_per_rank, plan.gradient_accumulation_steps)
+        return why_pipeline_stalls(
+            layout.pp, plan.pipeline_stages_per_rank, plan.gradient_accumulation_steps
+        )
     return None
 
 
@@ -96,7 +106,8 @@ def _why_not_in_backward(plan: PlanFields) -> str | None:
     match plan.mechanics:
         case Zero():
             return (
-                "optimizer_in_backward=true is not for DeepSpeed, which updates flat pieces of all parameters at once"
+                "optimizer_in_backward=true is not for DeepSpeed, "
+                "which updates flat pieces of all parameters at once"
             )
         case Replicated() | Fsdp2() | ScriptFsdp():
             pass
@@ -129,7 +140,9 @@ def _why_no_expert_parallel(plan: PlanFields) -> str | None:
     if layout.dp % plan.expert_parallel:
         return f"expert_parallel={plan.expert_parallel} does not divide dp={layout.dp}, whose ranks it spreads over"
     if max(layout.cp, layout.tp, layout.pp) > 1:
-        return "expert_parallel > 1 needs cp=tp=pp=1: tokens are sent between data-parallel ranks only"
+        return (
+            "expert_parallel > 1 needs cp=tp=pp=1: tokens are sent between data-parallel ranks only"
+        )
     if plan.dp_replicate > 1:
         return "expert_parallel > 1 needs dp_replicate=1: experts have other copies than the rest of a layer"
     if plan.offload is not Offload.NONE:
@@ -145,7 +158,9 @@ def _why_not_in_bf16(plan: PlanFields, engine: EngineFacts) -> str | None:
     if not engine.has_bf16_masters:
         return "master_weights=bf16 is for engine=torch: DeepSpeed and scripts keep weights of their own"
     if plan.precision is not Precision.BF16:
-        return "master_weights=bf16 needs precision=bf16: what computes in more has to be held in more"
+        return (
+            "master_weights=bf16 needs precision=bf16: what computes in more has to be held in more"
+        )
     if plan.optimizer is not Optimizer.ADAMW_8BIT:
         return "master_weights=bf16 needs optimizer=adamw_8bit: other updates round small changes of weights away"
     return None
@@ -181,7 +196,9 @@ def _why_illegal_for_torch(plan: PlanFields) -> str | None:
         return "tp > 1 with dp x cp > 1 needs zero_stage 2 or 3: DistributedDataParallel does not take DTensors"
     if plan.optimizer is Optimizer.ADAMW_8BIT and plan.offload is not Offload.NONE:
         return "optimizer=adamw_8bit needs offload=none: its update is compiled for the device"
-    if plan.optimizer is Optimizer.ADAFACTOR and (plan.zero_stage is not ZeroStage.NONE or plan.layout.tp > 1):
+    if plan.optimizer is Optimizer.ADAFACTOR and (
+        plan.zero_stage is not ZeroStage.NONE or plan.layout.tp > 1
+    ):
         return (
             "optimizer=adafactor factors whole matrices, and torch.optim.Adafactor refuses DTensors: "
             "engine=torch with zero_stage=0 and tp=1"
@@ -207,20 +224,30 @@ def _why_illegal_for_script(plan: PlanFields) -> str | None:
     if plan.offload_target is OffloadTarget.NVME:
         return "engine=script offloads to host memory only: no one removes the files that a script leaves"
     if plan.sharding is Sharding.FSDP and plan.zero_stage is ZeroStage.OPTIMIZER:
-        return "FSDP shards gradients and optimizer (zero_stage=2) or all (3); stage 1 is DeepSpeed's"
+        return (
+            "FSDP shards gradients and optimizer (zero_stage=2) or all (3); stage 1 is DeepSpeed's"
+        )
     if plan.sharding is Sharding.FSDP and plan.offload is Offload.OPTIMIZER:
         return "FSDP offloads parameters and optimizer together (offload=parameters)"
-    if plan.sharding is Sharding.FSDP and plan.offload is not Offload.NONE and plan.gradient_accumulation_steps > 1:
+    if (
+        plan.sharding is Sharding.FSDP
+        and plan.offload is not Offload.NONE
+        and plan.gradient_accumulation_steps > 1
+    ):
         return (
             "a script's FSDP with offload needs gradient_accumulation_steps=1: gradients that add up on the host may "
             "be wrong (torch/distributed/fsdp/fully_sharded_data_parallel.py)"
         )
-    if plan.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT) and plan.zero_stage is not ZeroStage.NONE:
+    if (
+        plan.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT)
+        and plan.zero_stage is not ZeroStage.NONE
+    ):
         return f"optimizer={plan.optimizer} works on whole tensors; a script's ZeRO stages hold flat pieces of them"
     return None
 
 
-# DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). Its
+# DeepSpeed runs a Python hook per gradient and copies it into a bucket
+# (deepspeed/runtime/zero/stage_1_and_2.py). Its
 # step factor is a guess that keeps the simpler engine where the two would be about equally fast.
 ENGINES: Mapping[Engine, EngineFacts] = {
     Engine.TORCH: EngineFacts(

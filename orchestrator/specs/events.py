@@ -62,7 +62,8 @@ class UpdateRequested:
 
     job_id: str
     spec: JobSpec  # with these
-    held_by: str | None = None  # the user who holds it: a running attempt is asked to save and end; None: nobody
+    # the user who holds it: a running attempt is asked to save and end; None: nobody
+    held_by: str | None = None
     at_s: float
     type: Literal["update_requested"] = "update_requested"
 

@@ -46,7 +46,11 @@ Seconds = Annotated[
 
 
 def _speed_pairs(speeds: object) -> object:
-    return tuple((int(str(count)), step_s) for count, step_s in speeds.items()) if isinstance(speeds, dict) else speeds
+    return (
+        tuple((int(str(count)), step_s) for count, step_s in speeds.items())
+        if isinstance(speeds, dict)
+        else speeds
+    )
 
 
 Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest devices first
@@ -54,9 +58,12 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
     BeforeValidator(_speed_pairs),
     AfterValidator(lambda speeds: tuple(sorted(speeds))),
     PlainSerializer(
-        lambda speeds: {str(count): f"{_digits(step_s)}s" for count, step_s in speeds}, return_type=dict[str, str]
+        lambda speeds: {str(count): f"{_digits(step_s)}s" for count, step_s in speeds},
+        return_type=dict[str, str],
     ),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
+    WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}
+    ),
 ]
 
 Hours = Annotated[

@@ -25,7 +25,9 @@ def parse_glob(pattern: str) -> tuple[str, ...]:
     if "\0" in pattern or not _is_utf8(pattern):
         raise ValueError("a pattern of files is text in UTF-8 without NUL")
     if pattern.startswith("~"):
-        raise ValueError("`~` is not expanded: write an absolute path, or one below the output folder")
+        raise ValueError(
+            "`~` is not expanded: write an absolute path, or one below the output folder"
+        )
     parts = ["/"] if pattern.startswith("/") else []
     for part in pattern.split("/"):
         is_repeated = part == ANY_FOLDERS and parts[-1:] == [ANY_FOLDERS]

@@ -45,7 +45,8 @@ class Job:
     cancelling: bool = False
     held_by: str | None = None  # user who holds it from starting until it is released
     retry_of: str | None = None  # id of the ended job that it retries
-    continues_from: str | None = None  # id of the job whose newest checkpoint it starts from; None: step 0
+    # id of the job whose newest checkpoint it starts from; None: step 0
+    continues_from: str | None = None
     continues_step: int = 0  # of that checkpoint
     asks: str = ""  # question to a person; until the answer it waits for no devices
     asks_until_s: float = 0.0  # when it fails without an answer
@@ -53,7 +54,8 @@ class Job:
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again
     fault: Fault | None = None
-    unreadable: str = ""  # why its row could not be read; only an operator can end such a placeholder
+    # why its row could not be read; only an operator can end such a placeholder
+    unreadable: str = ""
 
     @property
     def key(self) -> str:

@@ -28,7 +28,9 @@ class Jobs(Mapping[str, "Job"]):
             chunks.setdefault(job.order // CHUNK, {})[job.id] = job
             orders[hash(job.id) % BUCKETS][job.id] = job.order
         self._chunks = chunks  # by order
-        self._orders = tuple(orders)  # of each id, by hash: strings keep theirs, so that this costs nothing
+        self._orders = tuple(
+            orders
+        )  # of each id, by hash: strings keep theirs, so that this costs nothing
         self._count = sum(map(len, orders))
 
     def __getitem__(self, job_id: str) -> Job:
@@ -78,7 +80,9 @@ class Jobs(Mapping[str, "Job"]):
     def _indexed(self, job_id: str, entry: dict[str, int]) -> tuple[dict[str, int], ...]:
         """Return the index with this entry in the place of the id's old one."""
         number = hash(job_id) % BUCKETS
-        bucket = {other: order for other, order in self._orders[number].items() if other != job_id} | entry
+        bucket = {
+            other: order for other, order in self._orders[number].items() if other != job_id
+        } | entry
         return (*self._orders[:number], bucket, *self._orders[number + 1 :])
 
 
@@ -96,7 +100,9 @@ class _Items(ItemsView[str, "Job"]):
         return (item for chunk in self._mapping._chunks.values() for item in chunk.items())
 
 
-def _jobs(chunks: dict[int, dict[str, Job]], orders: tuple[dict[str, int], ...], count: int) -> Jobs:
+def _jobs(
+    chunks: dict[int, dict[str, Job]], orders: tuple[dict[str, int], ...], count: int
+) -> Jobs:
     jobs = Jobs.__new__(Jobs)
     jobs._chunks, jobs._orders, jobs._count = chunks, orders, count
     return jobs

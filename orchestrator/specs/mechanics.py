@@ -18,19 +18,23 @@ class Replicated:
     """Unsharded state: every rank holds its part of the model whole; DistributedDataParallel if several share it."""
 
     ranks: int  # that hold the same part; 1: alone, without buckets
-    is_ours: bool  # whether our loop wraps it: gradients are views of the buckets, and updated one by one
+    # whether our loop wraps it: gradients are views of the buckets, and updated one by one
+    is_ours: bool
     shards: ClassVar[int] = 1
     stage: ClassVar[ZeroStage] = ZeroStage.NONE
-    # In low precision: weights stay in the masters' type and are cast where they are used; else they are cast ahead.
+    # In low precision: weights stay in the masters' type and are cast where they are used; else
+    # they are cast ahead.
     autocasts: ClassVar[bool] = True
-    has_fp32_states: ClassVar[bool] = False  # else the optimizer's states have the type of the weights
+    # else the optimizer's states have the type of the weights
+    has_fp32_states: ClassVar[bool] = False
     talks_alone: ClassVar[bool] = False  # whether one rank alone has a communicator, too
 
 
 @dataclass(frozen=True, slots=True)
 class _Units:
     shards: int
-    stage: ZeroStage  # OPTIMIZER: gathered and reduced once a step; GRADIENTS: gathered once a micro-batch
+    # OPTIMIZER: gathered and reduced once a step; GRADIENTS: gathered once a micro-batch
+    stage: ZeroStage
     autocasts: ClassVar[bool] = False
     talks_alone: ClassVar[bool] = True
 
@@ -50,7 +54,8 @@ class Fsdp2(_Units):
     """State sharded by torch's `fully_shard`, each layer separately (arXiv:2304.11277). `copies` above 1 is HSDP."""
 
     copies: int
-    is_pipelined: bool  # then everything is gathered once a step, and reduced behind the last micro-batch
+    # then everything is gathered once a step, and reduced behind the last micro-batch
+    is_pipelined: bool
     has_fp32_states: ClassVar[bool] = True
 
 
@@ -84,7 +89,12 @@ Mechanics = Replicated | Fsdp | Zero
 
 @lru_cache(maxsize=4096)
 def mechanics_of(
-    engine: Engine, zero_stage: ZeroStage, sharding: Sharding, ranks: int, copies: int, is_pipelined: bool
+    engine: Engine,
+    zero_stage: ZeroStage,
+    sharding: Sharding,
+    ranks: int,
+    copies: int,
+    is_pipelined: bool,
 ) -> Mechanics:
     """Return how these settings shard the state, whether legal or not. Raises AssertionError for an unknown engine.
 
@@ -93,12 +103,20 @@ def mechanics_of(
     is_whole = zero_stage is ZeroStage.NONE
     match engine:
         case Engine.TORCH:
-            return Replicated(ranks, True) if is_whole else Fsdp2(ranks // copies, zero_stage, copies, is_pipelined)
+            return (
+                Replicated(ranks, True)
+                if is_whole
+                else Fsdp2(ranks // copies, zero_stage, copies, is_pipelined)
+            )
         case Engine.DEEPSPEED:
             return Zero(1 if is_whole else ranks, zero_stage)
         case Engine.SCRIPT:
             if is_whole:
                 return Replicated(ranks, False)
-            return ScriptFsdp(ranks, zero_stage) if sharding is Sharding.FSDP else Zero(ranks, zero_stage)
+            return (
+                ScriptFsdp(ranks, zero_stage)
+                if sharding is Sharding.FSDP
+                else Zero(ranks, zero_stage)
+            )
         case _:
             refuse_unknown(engine)

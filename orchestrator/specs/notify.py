@@ -36,7 +36,9 @@ def _variable(name: object) -> object:
     return name
 
 
-Variable = Annotated[str, BeforeValidator(_variable), WithJsonSchema({"type": "string", "pattern": VARIABLE})]
+Variable = Annotated[
+    str, BeforeValidator(_variable), WithJsonSchema({"type": "string", "pattern": VARIABLE})
+]
 
 
 def _parse_hour(text: object) -> object:
@@ -119,7 +121,9 @@ class NotifySpec(SpecModel):
         names = [target.name for target in self.targets]
         if len(set(names)) < len(names):
             raise ValueError("a target is named once")
-        if self.report_at is not None and not any(NoticeKind.REPORT in target.kinds for target in self.targets):
+        if self.report_at is not None and not any(
+            NoticeKind.REPORT in target.kinds for target in self.targets
+        ):
             raise ValueError("`report_at` needs a target whose `kinds` has `report`")
         return self
 

@@ -25,10 +25,14 @@ class Observation:
     step_ratio: float | None  # measured / predicted seconds of a step; None: unknown
     at_s: float  # when it ended
     probe: bool = False  # no prediction: it measures what a micro-batch needs
-    phase: str = ""  # phase in which it ran out of memory, as the guard reports it; "" otherwise or unknown
-    pass_done: float | None = None  # done share of that forward or backward pass, 0 to 1; None: unknown
+    # phase in which it ran out of memory, as the guard reports it; "" otherwise or unknown
+    phase: str = ""
+    # done share of that forward or backward pass, 0 to 1; None: unknown
+    pass_done: float | None = None
     steps_done: int = 0  # completed in this attempt before it ran out of memory
-    steps_left: int | None = None  # steps of the training still to do then; None: unknown, or it did not run out
+    # steps of the training still to do then; None: unknown, or it did not run out
+    steps_left: int | None = None
     finished: bool = False  # it ended the training, and did at least half of it
-    overhead_bytes: int | None = None  # used on the fullest device outside PyTorch's allocator; None: not reported
+    # used on the fullest device outside PyTorch's allocator; None: not reported
+    overhead_bytes: int | None = None
     relative_to: OwnSettings | None = None  # as of its attempt

@@ -37,7 +37,9 @@ class OidcSpec(SpecModel):
         examples=["https://login.example.org/realms/lab"],
     )
     client_id: str = Field(
-        min_length=1, description="This service, as the provider knows it: the audience.", examples=["orc"]
+        min_length=1,
+        description="This service, as the provider knows it: the audience.",
+        examples=["orc"],
     )
     client_secret: Variable | None = Field(
         default=None,
@@ -65,14 +67,18 @@ class OidcSpec(SpecModel):
         examples=[{"gpu-users": "member", "gpu-admins": "admin"}],
     )
     session: Annotated[Seconds, Field(gt=0, le=86_400)] = Field(
-        default=8 * 3600.0, description="Time after which people sign in again; a day at most.", examples=["8h"]
+        default=8 * 3600.0,
+        description="Time after which people sign in again; a day at most.",
+        examples=["8h"],
     )
 
     def role(self, claims: Mapping[str, Any]) -> Role | None:
         """Return the highest role that the claims grant; None where they grant none."""
         claim = claims.get(self.roles_claim) if self.roles_claim else None
         groups = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
-        roles = [self.roles[word] for word in groups if isinstance(word, str) and word in self.roles]
+        roles = [
+            self.roles[word] for word in groups if isinstance(word, str) and word in self.roles
+        ]
         return max(roles, key=list(Role).index, default=None)
 
     def user(self, claims: Mapping[str, Any]) -> str:

@@ -61,7 +61,9 @@ AnyNoun = TypeVar("AnyNoun", bound=BaseModel)
 _NAME_RULE = "lower-case letters, digits and . _ -, first a letter or digit, at most 63"
 
 
-def parse_job(text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None) -> JobSpec:
+def parse_job(
+    text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None
+) -> JobSpec:
     """Return the job in a job file's text, with `overrides` applied. Raises one SpecError that lists every problem.
 
     `read_text` reads a preset file that `trainer` names. None means that no file can be read, and no preset is allowed.
@@ -69,26 +71,39 @@ def parse_job(text: str, source: str, overrides: Sequence[Override] = (), read_t
     (spec, *others) = parse_jobs(text, source, overrides, read_text)
     if others:
         raise SpecError(
-            "an array is many jobs", source=source, path="array", got=f"{len(others) + 1} jobs", hint="`orc submit` it"
+            "an array is many jobs",
+            source=source,
+            path="array",
+            got=f"{len(others) + 1} jobs",
+            hint="`orc submit` it",
         )
     if spec.trial is not None:
         got = f"{spec.trial.sweep.trials} trials"
-        raise SpecError("a sweep is many jobs", source=source, path="sweep", got=got, hint="`orc submit` it")
+        raise SpecError(
+            "a sweep is many jobs", source=source, path="sweep", got=got, hint="`orc submit` it"
+        )
     return spec
 
 
-def parse_jobs(text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None) -> list[JobSpec]:
+def parse_jobs(
+    text: str, source: str, overrides: Sequence[Override] = (), read_text: ReadText = None
+) -> list[JobSpec]:
     """Return all jobs in a job file's text: one, or those of its `array`. Raises SpecError as `parse_job` does."""
     document = with_preset_file(_override(read_document(text, source), overrides), read_text)
     for name, section in (("member", "array"), ("trial", "sweep")):
         if name in document.data:
-            what = f"which job of {'an' if section == 'array' else 'a'} {section} it is, is no setting"
+            what = (
+                f"which job of {'an' if section == 'array' else 'a'} {section} it is, is no setting"
+            )
             raise SpecError(what, source=source, path=name, hint=f"say `{section}`")
     if "sweep" in document.data:
         return [_first_trial(document)]
     if "array" not in document.data:
         return [_validate(JobSpec, document)]
-    return [_validate(JobSpec, replace(document, data=data)) for data in expand_array(document.data, source)]
+    return [
+        _validate(JobSpec, replace(document, data=data))
+        for data in expand_array(document.data, source)
+    ]
 
 
 def parse_cluster(text: str, source: str) -> ClusterSpec:
@@ -104,16 +119,23 @@ def node_from_data(data: Mapping[str, Any], source: str) -> NodeSpec:
 def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
     """Return the JobSpec from the output of `JobSpec.model_dump(mode="json")`. Raises SpecError."""
     spec = _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
-    if spec.known_model is not None and spec.known_model.factory and not (spec.profile or spec.traced):
-        hint = "service/server/intake.py has it traced where a job file is read; or say `profile`"
-        raise SpecError("the costs of the model are unknown", source=source, path="traced", hint=hint)
+    if (
+        spec.known_model is not None
+        and spec.known_model.factory
+        and not (spec.profile or spec.traced)
+    ):
+        hint = "service/intake/intake.py has it traced where a job file is read; or say `profile`"
+        raise SpecError(
+            "the costs of the model are unknown", source=source, path="traced", hint=hint
+        )
     return spec
 
 
 def with_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
     """Return the job with `--set key=value` overrides, parsed and validated like a job file. Raises SpecError."""
     return _validate(
-        JobSpec, _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides)
+        JobSpec,
+        _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides),
     )
 
 
@@ -128,13 +150,24 @@ def _first_trial(document: Document) -> JobSpec:
     source, data = document.source, document.data
     sweep = _validate(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
     if "array" in data:
-        raise SpecError("a file says `array` or `sweep`", source=source, path="array", hint="put it in `parameters`")
-    rest = with_family({key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")})
+        raise SpecError(
+            "a file says `array` or `sweep`",
+            source=source,
+            path="array",
+            hint="put it in `parameters`",
+        )
+    rest = with_family(
+        {key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")}
+    )
     names = {name for name, _ in sweep.parameters}
     if unused := sorted(names - set(placeholders(rest))):
         hint = f"write {{{unused[0]}}} where it belongs, such as in `command`"
         raise SpecError(
-            "no part of the job says this parameter", source=source, path="sweep.parameters", got=unused[0], hint=hint
+            "no part of the job says this parameter",
+            source=source,
+            path="sweep.parameters",
+            got=unused[0],
+            hint=hint,
         )
     template = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
     parts = [(keys, json.dumps(part)) for keys, part in template]
@@ -142,11 +175,19 @@ def _first_trial(document: Document) -> JobSpec:
         _validate(JobSpec, replace(document, data=fill_placeholders(rest, {INDEX: 0, **row})))
         for row in sweep.to_check()
     ]
-    trial = {"sweep": sweep, "max_concurrent": read_max_concurrent(data, TRIALS_AT_ONCE, source), "template": parts}
-    return _validate(JobSpec, replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial}))
+    trial = {
+        "sweep": sweep,
+        "max_concurrent": read_max_concurrent(data, TRIALS_AT_ONCE, source),
+        "template": parts,
+    }
+    return _validate(
+        JobSpec, replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial})
+    )
 
 
-def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]) -> JobSpec:
+def trial_of(
+    first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]
+) -> JobSpec:
     """Return trial `number` of the sweep, built from its first trial. Raises SpecError for illegal parameters."""
     assert first.trial is not None, first.name
     data: dict[str, Any] = first.model_dump(mode="json")
@@ -157,7 +198,9 @@ def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapp
             place[key] = place = dict(place.get(key) or {})
         place[keys[-1]] = fill_placeholders(json.loads(text), row)
     data["trial"] |= {"of": sweep_id, "number": number, "parameters": dict(parameters)}
-    return _validate(JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={}))
+    return _validate(
+        JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={})
+    )
 
 
 def join_problems(problems: Sequence[SpecError], source: str, unexplained: int = 0) -> SpecError:
@@ -189,10 +232,14 @@ def _override(document: Document, overrides: Sequence[Override]) -> Document:
         for section in sections:
             inner = place.get(section)
             if inner is not None and not isinstance(inner, dict):
-                raise SpecError("there is nothing to set inside a value", source="--set", path=key, got=text)
+                raise SpecError(
+                    "there is nothing to set inside a value", source="--set", path=key, got=text
+                )
             place[section] = place = dict(inner or {})
         place[last] = read_value(text, f"--set {key}")
-        lines = {path: line for path, line in lines.items() if dotted(path[: len(sections) + 1]) != key}
+        lines = {
+            path: line for path, line in lines.items() if dotted(path[: len(sections) + 1]) != key
+        }
         lines[tuple(key.split("."))] = 0
     return Document(source=document.source, data=data, lines=lines)
 
@@ -200,7 +247,9 @@ def _override(document: Document, overrides: Sequence[Override]) -> Document:
 # ----------------------------------------------------------------------------------------------- plain data to nouns
 
 
-def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = None, length_max: float = inf) -> None:
+def check_plain(
+    data: object, source: str, lines: Mapping[Path, int] | None = None, length_max: float = inf
+) -> None:
     """Raise SpecError at the first value that a journal, a process or a path cannot hold.
 
     Such values are NaN and infinities, integers beyond 2**53, lone surrogates, NUL, very long texts and deep nesting.
@@ -217,22 +266,37 @@ def check_plain(data: object, source: str, lines: Mapping[Path, int] | None = No
         if isinstance(value, Mapping):
             for key in value:
                 if not isinstance(key, str) or why_no_text(key):
-                    raise _not_plain("the name of a key is no text", path, key, "text in UTF-8", source, lines)
+                    raise _not_plain(
+                        "the name of a key is no text", path, key, "text in UTF-8", source, lines
+                    )
             left += [((*path, key), inner) for key, inner in value.items()]
         elif isinstance(value, list | tuple):
             left += [((*path, index), inner) for index, inner in enumerate(value)]
         elif isinstance(value, str) and (length := length + len(value)) > length_max:
-            raise _not_plain("too much text", (), None, f"{length_max:,} characters in all", source, lines)
+            raise _not_plain(
+                "too much text", (), None, f"{length_max:,} characters in all", source, lines
+            )
         elif isinstance(value, str) and (why := why_no_text(value)):
             got = value[:GIVEN_LENGTH_MAX]
             raise _not_plain(
-                why, path, got, f"{VALUE_LENGTH_MAX:,} characters of UTF-8, none of them NUL", source, lines
+                why,
+                path,
+                got,
+                f"{VALUE_LENGTH_MAX:,} characters of UTF-8, none of them NUL",
+                source,
+                lines,
             )
         elif isinstance(value, float) and not isfinite(value):
             raise _not_plain("not a finite number", path, value, "a finite number", source, lines)
         elif isinstance(value, int) and abs(value) > EXACT_MAX:
-            got = str(value) if value.bit_length() < BITS_SHOWN_MAX else f"a number of {value.bit_length()} bits"
-            raise _not_plain("the number is too large", path, got, f"at most {EXACT_MAX}", source, lines)
+            got = (
+                str(value)
+                if value.bit_length() < BITS_SHOWN_MAX
+                else f"a number of {value.bit_length()} bits"
+            )
+            raise _not_plain(
+                "the number is too large", path, got, f"at most {EXACT_MAX}", source, lines
+            )
 
 
 def _not_plain(
@@ -244,7 +308,11 @@ def _not_plain(
 
 def printable(text: str) -> str:
     """Return the text with unprintable characters escaped."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    )
 
 
 def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
@@ -257,7 +325,9 @@ def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
         details = error.errors(include_url=False)
         for number, detail in enumerate(details):
             if len(problems) == PROBLEMS_MAX:  # each explanation takes a millisecond
-                raise join_problems(list(problems.values()), document.source, len(details) - number) from None
+                raise join_problems(
+                    list(problems.values()), document.source, len(details) - number
+                ) from None
             problem = _problem(noun, detail, document, places)
             problems.setdefault((problem.path, problem.what), problem)
         raise join_problems(list(problems.values()), document.source) from None
@@ -295,10 +365,23 @@ def _problem(noun: type[BaseModel], detail: Any, document: Document, places: _Pl
             allowed=cause.allowed,
             hint=cause.hint,
         )
-    if isinstance(got, (Mapping, list)) and (kind == "value_error" or len(repr(got)) > GIVEN_LENGTH_MAX):
+    if isinstance(got, (Mapping, list)) and (
+        kind == "value_error" or len(repr(got)) > GIVEN_LENGTH_MAX
+    ):
         got = None  # the message names the parts; the whole section would hide them
-    what, allowed = (str(cause), "") if kind == "value_error" else _what_and_allowed(kind, detail["msg"], context)
-    return SpecError(what, source=source, path=dotted(path), got=got, allowed=allowed, hint=_hint(kind, got, context))
+    what, allowed = (
+        (str(cause), "")
+        if kind == "value_error"
+        else _what_and_allowed(kind, detail["msg"], context)
+    )
+    return SpecError(
+        what,
+        source=source,
+        path=dotted(path),
+        got=got,
+        allowed=allowed,
+        hint=_hint(kind, got, context),
+    )
 
 
 def _where(document: Document, path: Path) -> str:
@@ -314,7 +397,9 @@ def _where(document: Document, path: Path) -> str:
 def _what_and_allowed(kind: str, message: str, context: Mapping[str, Any]) -> tuple[str, str]:
     if kind == "none_required" or kind.endswith(("_parsing", "_type")):
         section = kind in ("model_type", "dataclass_type", "dict_type", "model_attributes_type")
-        allowed = "a section of `key: value`" if section else message.removeprefix("Input should be ")
+        allowed = (
+            "a section of `key: value`" if section else message.removeprefix("Input should be ")
+        )
         return "the value is of the wrong kind", allowed.split(", unable")[0]
     if kind in ("enum", "literal_error"):
         return "not one of the possible values", str(context["expected"])
@@ -342,8 +427,14 @@ def _hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
 def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -> SpecError:
     key, fields = str(path[-1]), _fields(place)
     if place is JobSpec:
-        fields |= {"array": str, "sweep": str, "max_concurrent": str}  # a file's, which is many jobs
-    by_name = {str(where[-1]): where for where in reversed(places)}  # of equal names the shortest path stays
+        fields |= {
+            "array": str,
+            "sweep": str,
+            "max_concurrent": str,
+        }  # a file's, which is many jobs
+    by_name = {
+        str(where[-1]): where for where in reversed(places)
+    }  # of equal names the shortest path stays
     elsewhere = by_name.get(key)
     is_short = len(key) <= KEY_CHARACTERS_MAX
     matches = difflib.get_close_matches(key, fields, n=1, cutoff=KEY_LIKENESS) if is_short else []
@@ -359,14 +450,25 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
         hint = f"instead write {instead}"
     elif elsewhere:
         section = dotted(elsewhere[:-1])
-        hint = f"did you mean to put it under `{section}:`?" if section else "did you mean to put it at the top level?"
+        hint = (
+            f"did you mean to put it under `{section}:`?"
+            if section
+            else "did you mean to put it at the top level?"
+        )
     elif near:
         hint = f"did you mean {near!r}?"
     elif distant:
         hint = f"did you mean `{dotted(by_name[distant])}`?"
     else:
         hint = ""
-    return SpecError("unknown key", source=source, path=dotted(path), got=key, allowed=", ".join(fields), hint=hint)
+    return SpecError(
+        "unknown key",
+        source=source,
+        path=dotted(path),
+        got=key,
+        allowed=", ".join(fields),
+        hint=hint,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the tree of nouns
@@ -378,7 +480,9 @@ def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type
     place, kind = noun, noun
     for part in loc:
         fields = _fields(kind)
-        if isinstance(part, int) and isinstance(data, dict):  # words are validated as pairs: this one by its number
+        if isinstance(part, int) and isinstance(
+            data, dict
+        ):  # words are validated as pairs: this one by its number
             keys = [*data]
             return (*path, *keys[part : part + 1]), place
         if isinstance(part, str) and not fields:
@@ -403,7 +507,11 @@ def _places(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterat
 def _fields(noun: type) -> dict[str, type]:
     """Return the keys that a file may have of a noun, with the type of each; empty for what is no noun."""
     if issubclass(noun, BaseModel):
-        fields = {name: field for name, field in noun.model_fields.items() if IN_NO_SCHEMA not in field.metadata}
+        fields = {
+            name: field
+            for name, field in noun.model_fields.items()
+            if IN_NO_SCHEMA not in field.metadata
+        }
         return {name: _noun_of(field.annotation) for name, field in fields.items()}
     if dataclasses.is_dataclass(noun):
         hints = get_type_hints(noun)

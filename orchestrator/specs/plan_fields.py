@@ -24,7 +24,14 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.errors import refuse_unknown
-from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero, mechanics_of
+from orchestrator.specs.mechanics import (
+    Fsdp2,
+    Mechanics,
+    Replicated,
+    ScriptFsdp,
+    Zero,
+    mechanics_of,
+)
 
 
 def _declare(
@@ -47,7 +54,9 @@ def _declare(
         "alias": alias,
         "least": least,
     }
-    return {"setting": declaration}  # under a key of its own, since pydantic reads keys such as `alias` as its own
+    return {
+        "setting": declaration
+    }  # under a key of its own, since pydantic reads keys such as `alias` as its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +77,16 @@ class PlanFields:
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
     dp_replicate: int = field(default=1, metadata=_declare(Degradation.EXACT))
-    # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no ranks.
+    # So many data-parallel ranks hold other experts of every layer: like `dp_replicate` it adds no
+    # ranks.
     expert_parallel: int = field(
         default=1,
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _list_if(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
-            rows=lambda plan: {"expert_parallel": str(plan.expert_parallel)} if plan.expert_parallel > 1 else {},
+            rows=lambda plan: (
+                {"expert_parallel": str(plan.expert_parallel)} if plan.expert_parallel > 1 else {}
+            ),
             alias="ep",
         ),
     )
@@ -88,7 +100,8 @@ class PlanFields:
             ),
         ),
     )
-    # Layers of the first and of the last pipeline stage, which have embedding and head beside; 0: an even share.
+    # Layers of the first and of the last pipeline stage, which have embedding and head beside; 0:
+    # an even share.
     first_stage_layers: int = field(
         default=0,
         metadata=_declare(
@@ -108,12 +121,15 @@ class PlanFields:
         ),
     )
     zero_stage: ZeroStage = field(
-        default=ZeroStage.NONE, metadata=_declare(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan))
+        default=ZeroStage.NONE,
+        metadata=_declare(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan)),
     )
     micro_batch_size: int = field(
         metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: [f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}"],
+            short=lambda plan: [
+                f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}"
+            ],
             alias="micro_batch",
         )
     )
@@ -131,14 +147,17 @@ class PlanFields:
             }[plan.activation_checkpointing],
         ),
     )
-    # The first so many layers of every pipeline stage keep their input only: of selective checkpointing, or of a
+    # The first so many layers of every pipeline stage keep their input only: of selective
+    # checkpointing, or of a
     # script's layers that keep everything else.
     full_checkpointing_layers: int = field(
         default=0,
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _partial_in_short(plan),
-            rows=lambda plan: _row_where("full_checkpointing_layers", plan.full_checkpointing_layers),
+            rows=lambda plan: _row_where(
+                "full_checkpointing_layers", plan.full_checkpointing_layers
+            ),
             least=0,
         ),
     )
@@ -161,7 +180,9 @@ class PlanFields:
             ),
         ),
     )
-    offload_target: OffloadTarget = field(default=OffloadTarget.CPU, metadata=_declare(Degradation.EXACT))
+    offload_target: OffloadTarget = field(
+        default=OffloadTarget.CPU, metadata=_declare(Degradation.EXACT)
+    )
     precision: Precision = field(
         default=Precision.FP32,
         metadata=_declare(
@@ -183,8 +204,12 @@ class PlanFields:
         default=MasterWeights.FP32,
         metadata=_declare(
             Degradation.NUMERIC,
-            short=lambda plan: _list_if("master weights in bf16", plan.master_weights is MasterWeights.BF16),
-            rows=lambda plan: {"master_weights": "bf16"} if plan.master_weights is MasterWeights.BF16 else {},
+            short=lambda plan: _list_if(
+                "master weights in bf16", plan.master_weights is MasterWeights.BF16
+            ),
+            rows=lambda plan: (
+                {"master_weights": "bf16"} if plan.master_weights is MasterWeights.BF16 else {}
+            ),
             cheaper=(MasterWeights.BF16,),
         ),
     )
@@ -194,7 +219,9 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _list_if("optimizer in backward", plan.optimizer_in_backward),
-            rows=lambda plan: {"optimizer_in_backward": "true"} if plan.optimizer_in_backward else {},
+            rows=lambda plan: (
+                {"optimizer_in_backward": "true"} if plan.optimizer_in_backward else {}
+            ),
         ),
     )
     # Of a script's ZeRO stages; ours follow from the engine.
@@ -202,7 +229,9 @@ class PlanFields:
         default=Sharding.DEEPSPEED,
         metadata=_declare(
             Degradation.EXACT,
-            rows=lambda plan: {"sharding": plan.sharding.value} if plan.sharding is Sharding.FSDP else {},
+            rows=lambda plan: (
+                {"sharding": plan.sharding.value} if plan.sharding is Sharding.FSDP else {}
+            ),
             is_given=False,
         ),
     )
@@ -212,7 +241,9 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: [f"{phase} {samples}" for phase, samples in plan.phase_batch_sizes],
-            rows=lambda plan: {f"{phase}_batch_size": str(samples) for phase, samples in plan.phase_batch_sizes},
+            rows=lambda plan: {
+                f"{phase}_batch_size": str(samples) for phase, samples in plan.phase_batch_sizes
+            },
             is_given=False,
         ),
     )
@@ -221,7 +252,11 @@ class PlanFields:
         default=None,
         metadata=_declare(
             Degradation.SEMANTIC,
-            rows=lambda plan: {} if plan.sequence_length is None else {"sequence_length": str(plan.sequence_length)},
+            rows=lambda plan: (
+                {}
+                if plan.sequence_length is None
+                else {"sequence_length": str(plan.sequence_length)}
+            ),
         ),
     )
 
@@ -238,7 +273,9 @@ class PlanFields:
     def mechanics(self) -> Mechanics:
         """How the plan's ranks shard or replicate training state."""
         ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
-        return mechanics_of(self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined)
+        return mechanics_of(
+            self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined
+        )
 
 
 def _list_if(text: str, is_said: bool) -> list[str]:
@@ -248,7 +285,9 @@ def _list_if(text: str, is_said: bool) -> list[str]:
 def _layout_in_short(plan: PlanFields) -> list[str]:
     layout = plan.layout
     parts = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
-    return parts + [f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1]
+    return parts + [
+        f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1
+    ]
 
 
 def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
@@ -275,7 +314,11 @@ def _sharding_in_short(plan: PlanFields) -> list[str]:
     mechanics = plan.mechanics
     match mechanics:
         case Replicated():
-            return ["DDP"] if mechanics.is_ours and (mechanics.ranks > 1 or plan.world_size == 1) else []
+            return (
+                ["DDP"]
+                if mechanics.is_ours and (mechanics.ranks > 1 or plan.world_size == 1)
+                else []
+            )
         case Fsdp2():
             name = f"HSDP x{mechanics.copies}" if mechanics.copies > 1 else "FSDP2"
         case ScriptFsdp():

@@ -54,12 +54,17 @@ class TeamSpec(SpecModel):
         examples=["12h"],
     )
     max_time_limit: Seconds | None = Field(
-        default=None, gt=0, description="Longest `time_limit` of a job of the team; null: any.", examples=["3d"]
+        default=None,
+        gt=0,
+        description="Longest `time_limit` of a job of the team; null: any.",
+        examples=["3d"],
     )
 
     @model_validator(mode="after")
     def _default_is_allowed(self) -> TeamSpec:
-        if self.time_limit is not None and self.time_limit > (self.max_time_limit or self.time_limit):
+        if self.time_limit is not None and self.time_limit > (
+            self.max_time_limit or self.time_limit
+        ):
             raise ValueError(f"`time_limit` of team {self.name!r} is above its `max_time_limit`")
         return self
 
@@ -91,10 +96,15 @@ class PolicySpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_order(self) -> PolicySpec:
-        settings = {"objective": self.objective is not Objective.COMPLETION, "teams": bool(self.teams)}
+        settings = {
+            "objective": self.objective is not Objective.COMPLETION,
+            "teams": bool(self.teams),
+        }
         unread = [f"`{key}`" for key, is_said in settings.items() if is_said]
         if self.order is not Order.ADAPTIVE and unread:
-            raise ValueError(f"order {self.order.value!r} does not read {' and '.join(unread)}: order 'adaptive' does")
+            raise ValueError(
+                f"order {self.order.value!r} does not read {' and '.join(unread)}: order 'adaptive' does"
+            )
         return self
 
     @model_validator(mode="after")
@@ -111,7 +121,9 @@ class PolicySpec(SpecModel):
     @model_validator(mode="after")
     def _check_half_life(self) -> PolicySpec:
         if self.half_life != HALF_LIFE_S and not self.teams:
-            raise ValueError("`half_life` counts what teams have used: name `teams`, or leave it out")
+            raise ValueError(
+                "`half_life` counts what teams have used: name `teams`, or leave it out"
+            )
         return self
 
     def team_of(self, user: str) -> TeamSpec:

@@ -11,7 +11,17 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.yaml_text import Document, read_document
 
 SUFFIXES = (".yaml", ".yml")
-KEYS = ("extends", "launch", "precision", "knobs", "config", "resume", "success", "progress", "phases")
+KEYS = (
+    "extends",
+    "launch",
+    "precision",
+    "knobs",
+    "config",
+    "resume",
+    "success",
+    "progress",
+    "phases",
+)
 
 
 def with_preset_file(document: Document, read_text: Callable[[str], str] | None) -> Document:
@@ -24,7 +34,10 @@ def with_preset_file(document: Document, read_text: Callable[[str], str] | None)
     if not isinstance(trainer, str) or not trainer.endswith(SUFFIXES):
         return document
     if read_text is None:
-        what, hint = "a preset file is read where the job file lies", "`orc submit FILE` does; or write its keys here"
+        what, hint = (
+            "a preset file is read where the job file lies",
+            "`orc submit FILE` does; or write its keys here",
+        )
         raise SpecError(what, source=document.source, path="trainer", got=trainer, hint=hint)
     text = read_text(trainer)
     preset = read_document(text, trainer).data
@@ -32,10 +45,22 @@ def with_preset_file(document: Document, read_text: Callable[[str], str] | None)
         if key not in KEYS:
             nearest = closest(key, KEYS)
             hint = f"did you mean `{nearest}`?" if nearest else "say it in the job file"
-            raise SpecError("unknown key of a preset", source=trainer, path=key, allowed=", ".join(KEYS), hint=hint)
+            raise SpecError(
+                "unknown key of a preset",
+                source=trainer,
+                path=key,
+                allowed=", ".join(KEYS),
+                hint=hint,
+            )
     base = preset.pop("extends", None)
     if base is not None and base not in get_args(Framework):
         allowed = ", ".join(get_args(Framework))
-        raise SpecError("a preset extends a framework", source=trainer, path="extends", got=base, allowed=allowed)
+        raise SpecError(
+            "a preset extends a framework",
+            source=trainer,
+            path="extends",
+            got=base,
+            allowed=allowed,
+        )
     data = {key: value for key, value in document.data.items() if key != "trainer"}
     return replace(document, data=with_preset({**data, "trainer": base}, preset))

@@ -17,7 +17,9 @@ class LossChunks:
     chunk_tokens: int
     sample_tokens: int
     per_sample_bytes: int  # of all tokens: its input
-    peaks: tuple[tuple[int, int], ...]  # (bytes per token of the chunk, fixed bytes): the largest counts
+    peaks: tuple[
+        tuple[int, int], ...
+    ]  # (bytes per token of the chunk, fixed bytes): the largest counts
     gradients: int  # elements of the weight whose gradient it makes in the forward pass already
 
     def peak_bytes(self, micro_batch_size: int) -> int:
@@ -48,33 +50,62 @@ class Segment:
     transient_bytes: int  # above the saved bytes at the part's peak, per sample
     forward_flops: float  # per sample
     forward_transient_bytes: int = 0  # above the saved bytes in its forward pass, per sample
-    cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
+    # low-precision copies of its weights that autocast keeps from forward to backward
+    cast_bytes: int = 0
     largest_parameter: int = 0  # elements of its largest tensor
-    summed_gradients: int = 0  # elements of a shared weight's gradients that come up in its backward pass
-    waiting_gradients: int = 0  # elements of a shared weight's gradient that waits for those of its earlier uses
-    looked_up: int = 0  # elements of trained tables that ZeRO-3 lets go of when all has gone backward, as no input asks
-    trained: int | None = None  # of `parameters`, those that have gradients and optimizer states; None: all
+    # elements of a shared weight's gradients that come up in its backward pass
+    summed_gradients: int = 0
+    # elements of a shared weight's gradient that waits for those of its earlier uses
+    waiting_gradients: int = 0
+    # elements of trained tables that ZeRO-3 lets go of when all has gone backward, as no input asks
+    looked_up: int = 0
+    # of `parameters`, those that have gradients and optimizer states; None: all
+    trained: int | None = None
     frozen_bytes: int = 0  # stored size of frozen parameters, instead of 4 bytes each
-    selective_bytes: int | None = None  # saved per sample under selective checkpointing; None: unavailable
-    selective_transient_bytes: int = 0  # above the saved bytes at its peak, under selective checkpointing
-    factored: int | None = None  # rows and columns of all its matrices, and its vectors; None: as if one square
+    # saved per sample under selective checkpointing; None: unavailable
+    selective_bytes: int | None = None
+    # above the saved bytes at its peak, under selective checkpointing
+    selective_transient_bytes: int = 0
+    # rows and columns of all its matrices, and its vectors; None: as if one square
+    factored: int | None = None
     chunks: LossChunks | None = None  # of a loss that never holds all of its logits
-    matmuls: tuple[tuple[int, int, int], ...] = ()  # products with weights: (rows per sample, inputs, outputs)
+    matmuls: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # products with weights: (rows per sample, inputs, outputs)
     unit: bool = False  # counts as a layer although no other part is like it
-    tensors: tuple[int, ...] = ()  # elements of what is trained, as its gradients come; none: as if one tensor
-    side_by_side: int = 0  # elements of the parameters of the largest module with several parameters
-    viewed: int = 0  # elements of weights of which the forward pass saves views, not the parameters themselves
-    leaf: tuple[int, ...] = ()  # elements of what is trained of a module that ZeRO-3 takes as one, as it was registered
-    leaf_until: int = 0  # elements of the part's gradients by which those of the leaf have all been made
-    last_parameter: int | None = None  # elements of the last parameter of its module; None: of the first in `tensors`
-    peaks: tuple[BackwardPeak, ...] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
-    arrivals: tuple[BackwardPeak, ...] = ()  # the most that is live as its gradients come, up to so many; none: unknown
-    holds_boundaries: bool = False  # recomputed parts keep their input, and its gradient, to the end of backward
-    registered: tuple[int, ...] = ()  # `tensors` in the order of the module; none: in that of its forward pass
-    exchanged_bytes: int = 0  # what context-parallel ranks exchange for it in a forward pass, per sample
-    experts: int = 0  # of `parameters`, those of experts, of which expert-parallel ranks hold an equal part each
-    routed_bytes: int = 0  # what expert-parallel ranks send to the experts of it in a forward pass, per sample
-    # What operators other than products and attention read and write, per sample; 0: nobody counted.
+    tensors: tuple[
+        int, ...
+    ] = ()  # elements of what is trained, as its gradients come; none: as if one tensor
+    # elements of the parameters of the largest module with several parameters
+    side_by_side: int = 0
+    # elements of weights of which the forward pass saves views, not the parameters themselves
+    viewed: int = 0
+    leaf: tuple[
+        int, ...
+    ] = ()  # elements of what is trained of a module that ZeRO-3 takes as one, as it was registered
+    # elements of the part's gradients by which those of the leaf have all been made
+    leaf_until: int = 0
+    # elements of the last parameter of its module; None: of the first in `tensors`
+    last_parameter: int | None = None
+    peaks: tuple[
+        BackwardPeak, ...
+    ] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
+    arrivals: tuple[
+        BackwardPeak, ...
+    ] = ()  # the most that is live as its gradients come, up to so many; none: unknown
+    # recomputed parts keep their input, and its gradient, to the end of backward
+    holds_boundaries: bool = False
+    registered: tuple[
+        int, ...
+    ] = ()  # `tensors` in the order of the module; none: in that of its forward pass
+    # what context-parallel ranks exchange for it in a forward pass, per sample
+    exchanged_bytes: int = 0
+    # of `parameters`, those of experts, of which expert-parallel ranks hold an equal part each
+    experts: int = 0
+    # what expert-parallel ranks send to the experts of it in a forward pass, per sample
+    routed_bytes: int = 0
+    # What operators other than products and attention read and write, per sample; 0: nobody
+    # counted.
     forward_moved_bytes: int = 0
     backward_moved_bytes: int = 0
 
@@ -105,7 +136,9 @@ class Segment:
     def weight_bytes(self, width: int) -> int:
         """Return the weights' bytes at `width` bytes each. Frozen weights in a narrower format count as stored."""
         frozen = width * (self.parameters - self.trained_parameters)
-        return width * self.trained_parameters + (min(self.frozen_bytes, frozen) if self.frozen_bytes else frozen)
+        return width * self.trained_parameters + (
+            min(self.frozen_bytes, frozen) if self.frozen_bytes else frozen
+        )
 
 
 class TracedMoment(NamedTuple):
@@ -127,10 +160,13 @@ class TracedMoment(NamedTuple):
     done: int  # all other gradient elements
     ends_done: int  # part of `done` that belongs to no layer
     units_done: int  # parameters of layers that have finished their backward pass
-    sharded: bool = False  # of recipes in turn under FSDP2, where those that stand still have gradients all the same
+    # of recipes in turn under FSDP2, where those that stand still have gradients all the same
+    sharded: bool = False
     outside: bool = False  # in the loss outside of the model, before its gradient reaches the model
-    fresh: int = 0  # of a gradient that has just come, the last of `own`, which here are those of any part; else 0
-    zero3: bool = False  # as under ZeRO-3, where a product saves what it was given although its weight is frozen
+    # of a gradient that has just come, the last of `own`, which here are those of any part; else 0
+    fresh: int = 0
+    # as under ZeRO-3, where a product saves what it was given although its weight is frozen
+    zero3: bool = False
 
 
 class Source(StrEnum):
@@ -141,14 +177,19 @@ class Source(StrEnum):
     DECLARED = "declared"
     DECLARED_MEMORY = "declared, without FLOPs"  # of a script: how long a sample takes is not said
     PROBED = "probed"  # a line through what a script was measured to need at two micro-batches
-    ASSUMED = "assumed"  # nothing is known of a script: its own micro-batch is taken to fill a device
+    # nothing is known of a script: its own micro-batch is taken to fill a device
+    ASSUMED = "assumed"
 
 
-# Of CUDA's caching allocator: a small and a large segment of which next to nothing is used (kSmallBuffer and
+# Of CUDA's caching allocator: a small and a large segment of which next to nothing is used
+# (kSmallBuffer and
 # kLargeBuffer in c10/cuda/CUDACachingAllocator.cpp).
 SEGMENTS_BYTES = (2 + 20) * 2**20
 UNTIMED = (Source.PROBED, Source.ASSUMED)  # say nothing of seconds: only the order of their plans
-WITHOUT_SECONDS = (*UNTIMED, Source.DECLARED_MEMORY)  # the same, until an attempt has measured a step
+WITHOUT_SECONDS = (
+    *UNTIMED,
+    Source.DECLARED_MEMORY,
+)  # the same, until an attempt has measured a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,11 +226,16 @@ class ModelProfile:
     moments: tuple[TracedMoment, ...] = ()  # of a trace: they replace the segments' activations
     turns: tuple[int, ...] = ()  # trained parameters per alternating recipe; (): all train at once
     attention: str = ""  # the kernel that the trace assumed
-    # How often over its live bytes CUDA's allocator needs, beside SEGMENTS_BYTES, under each kind of checkpointing
-    fragmentation: tuple[tuple[ActivationCheckpointing, float], ...] = ()  # none: its steps were not replayed
-    updated_before_largest: int = 0  # elements that an update holds besides those for the largest tensor
+    # How often over its live bytes CUDA's allocator needs, beside SEGMENTS_BYTES, under each kind
+    # of checkpointing
+    fragmentation: tuple[
+        tuple[ActivationCheckpointing, float], ...
+    ] = ()  # none: its steps were not replayed
+    # elements that an update holds besides those for the largest tensor
+    updated_before_largest: int = 0
     has_batch_norm: bool = False  # its training depends on which samples go together
-    parameter_bytes: int = 4  # of one trained weight, and of its gradient and each of its states without masters
+    # of one trained weight, and of its gradient and each of its states without masters
+    parameter_bytes: int = 4
 
     def __hash__(self) -> int:
         return self._hash
@@ -200,12 +246,19 @@ class ModelProfile:
         None as `mode` returns the least factor over all kinds.
         """
         return min(
-            (factor for measured_mode, factor in self.fragmentation if mode in (measured_mode, None)), default=1.0
+            (
+                factor
+                for measured_mode, factor in self.fragmentation
+                if mode in (measured_mode, None)
+            ),
+            default=1.0,
         )
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.family, self.precision, self.segments, self.workspace_bytes, self.tensor_parallel))
+        return hash(
+            (self.family, self.precision, self.segments, self.workspace_bytes, self.tensor_parallel)
+        )
 
     @cached_property
     def parameters(self) -> int:
@@ -221,7 +274,9 @@ class ModelProfile:
 
     def made(self, segment: Segment) -> int:
         """Return for how many trained parameters of one part a rank makes gradients."""
-        return segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
+        return (
+            segment.trained_parameters - segment.experts + segment.experts // self.expert_parallel
+        )
 
     @cached_property
     def gathered_parameters(self) -> int:
@@ -245,7 +300,11 @@ class ModelProfile:
     @cached_property
     def layer_inputs_bytes(self) -> int:
         """Bytes per sample that full checkpointing saves for all layers."""
-        return sum(segment.count * segment.checkpointed_bytes for segment in self.segments if segment.is_unit)
+        return sum(
+            segment.count * segment.checkpointed_bytes
+            for segment in self.segments
+            if segment.is_unit
+        )
 
     @cached_property
     def forward_flops(self) -> float:
@@ -268,7 +327,8 @@ class MomentBytes:
     """Live bytes of one rank at one candidate for the memory peak, split by how they are predicted."""
 
     name: str
-    counted_bytes: int  # parameters, gradients, optimizer states, buffers: they follow from the parameter count
+    # parameters, gradients, optimizer states, buffers: they follow from the parameter count
+    counted_bytes: int
     activation_bytes: int  # as the profile says: what measurements correct
 
 
@@ -277,15 +337,21 @@ class MemoryEstimate:
     """Predicted peak memory of the rank that needs most, in bytes."""
 
     moment: str  # when the peak comes: "forward head", "optimizer step", ...
-    by_cause: tuple[tuple[str, int], ...]  # (cause, bytes) at that moment; they add up to allocated_bytes
+    by_cause: tuple[
+        tuple[str, int], ...
+    ]  # (cause, bytes) at that moment; they add up to allocated_bytes
     allocated_bytes: int  # live tensors
     reserved_bytes: int  # what the allocator holds
     device_bytes: int  # and context, communicators, workspaces: compared with what is free
     host_bytes: int = 0
     source: Source = Source.DECLARED
-    moments: tuple[MomentBytes, ...] = ()  # every one that can become the worst when activations turn out larger
+    moments: tuple[
+        MomentBytes, ...
+    ] = ()  # every one that can become the worst when activations turn out larger
 
     def __post_init__(self) -> None:
         total = sum(count for _, count in self.by_cause)
-        assert total == self.allocated_bytes, f"causes add up to {total}, not {self.allocated_bytes}"
+        assert total == self.allocated_bytes, (
+            f"causes add up to {total}, not {self.allocated_bytes}"
+        )
         assert self.allocated_bytes <= self.reserved_bytes <= self.device_bytes, self

@@ -41,11 +41,19 @@ Judge = Callable[[object], None]
 
 
 @cache
-def _slots_of(kind: type) -> tuple[Sequence[tuple[Read, Write]], dict[str, Write], Judge | None] | None:
+def _slots_of(
+    kind: type,
+) -> tuple[Sequence[tuple[Read, Write]], dict[str, Write], Judge | None] | None:
     """Return what reads and writes each field, what writes it by name, and `__post_init__`; None without slots."""
     fields = dataclasses.fields(kind)
-    if not all(field.init and hasattr(getattr(kind, field.name, None), "__set__") for field in fields):
+    if not all(
+        field.init and hasattr(getattr(kind, field.name, None), "__set__") for field in fields
+    ):
         return None
     slots = {field.name: getattr(kind, field.name) for field in fields}
     copy = [(slot.__get__, slot.__set__) for slot in slots.values()]
-    return copy, {name: slot.__set__ for name, slot in slots.items()}, getattr(kind, "__post_init__", None)
+    return (
+        copy,
+        {name: slot.__set__ for name, slot in slots.items()},
+        getattr(kind, "__post_init__", None),
+    )

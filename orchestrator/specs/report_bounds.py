@@ -79,7 +79,9 @@ def bounded_report(report: Report) -> Report:
     values, _ = bounded_values(kind, stored)
     if values == stored:
         return report
-    zeros = {name: type(value)(0) for name, value in stored.items() if isinstance(value, int | float)}
+    zeros = {
+        name: type(value)(0) for name, value in stored.items() if isinstance(value, int | float)
+    }
     defaults = {entry.name for entry in fields(kind) if entry.default is not MISSING}  # type: ignore[arg-type]
     required = {name: zero for name, zero in zeros.items() if name not in defaults}
     return kind(**{**required, **values})

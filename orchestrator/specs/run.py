@@ -48,8 +48,11 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import plan_from_json
 
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
-UPLOADED_AT_S = 946_684_800.0  # modification time of each uploaded file: 2000-01-01, so that a later write shows
-GUARDED_RANK = "ORC_RANK"  # variable of each process that the service starts as one rank: its number, for the guard
+# modification time of each uploaded file: 2000-01-01, so that a later write shows
+UPLOADED_AT_S = 946_684_800.0
+DEFAULT_HOME = Path("~/.orc")  # of the service of this machine, where no other home is named
+# variable of each process that the service starts as one rank: its number, for the guard
+GUARDED_RANK = "ORC_RANK"
 STALE_EXIT_CODE = 78  # the guard's own: a newer attempt of the job exists
 
 
@@ -132,7 +135,8 @@ class GuardSettings:
 
     attempt_folder: str
     virtual_capacity_bytes: int | None  # cap to enforce on a virtual device; None on a real one
-    fault_kind: str | None = None  # a FaultKind to raise for real, in rank `fault_rank` at step `fault_step`
+    # a FaultKind to raise for real, in rank `fault_rank` at step `fault_step`
+    fault_kind: str | None = None
     fault_rank: int = 0
     fault_step: int = 0
     heartbeat_interval_s: float = 0.5

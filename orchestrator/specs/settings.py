@@ -22,8 +22,11 @@ class Setting:
     degradation: Degradation  # how much a change of it may alter the training
     short: Callable[[Plan], Sequence[str]] | None  # its part of a plan in one line; None: no part
     rows: Callable[[Plan], dict[str, str]] | None  # its rows in a table; None: its name and value
-    cheaper: tuple[Any, ...]  # values that `degrade: numeric` may use instead of the default, best first
-    is_given: bool  # whether users may set it (`plan:`, `orc estimate --set`); else it follows from the job
+    cheaper: tuple[
+        Any, ...
+    ]  # values that `degrade: numeric` may use instead of the default, best first
+    # whether users may set it (`plan:`, `orc estimate --set`); else it follows from the job
+    is_given: bool
     alias: str  # second name for `--set`
     least: int  # smallest value of a number
 
@@ -45,7 +48,11 @@ class Setting:
             return ParallelLayout(**value)
         if _is_enum(self.kind):
             return self.kind(value)
-        return tuple((phase, samples) for phase, samples in value) if isinstance(value, list) else value
+        return (
+            tuple((phase, samples) for phase, samples in value)
+            if isinstance(value, list)
+            else value
+        )
 
 
 def _is_enum(kind: Any) -> bool:
@@ -55,7 +62,12 @@ def _is_enum(kind: Any) -> bool:
 def _plan_settings() -> tuple[Setting, ...]:
     kinds = get_type_hints(Plan)
     return tuple(
-        Setting(name=field.name, kind=kinds[field.name], usual=field.default, **field.metadata["setting"])
+        Setting(
+            name=field.name,
+            kind=kinds[field.name],
+            usual=field.default,
+            **field.metadata["setting"],
+        )
         for field in fields(Plan)
     )
 
@@ -84,7 +96,11 @@ def settings(plan: Plan) -> dict[str, str]:
     """Return the plan's settings as {name: text}, in display order."""
     flat: dict[str, str] = {}
     for setting in SETTINGS:
-        flat |= {setting.name: text_of(getattr(plan, setting.name))} if setting.rows is None else setting.rows(plan)
+        flat |= (
+            {setting.name: text_of(getattr(plan, setting.name))}
+            if setting.rows is None
+            else setting.rows(plan)
+        )
     return flat | {"global_batch_size": str(plan.global_batch_size)}
 
 
@@ -117,4 +133,6 @@ def degradation(request: Mapping[str, Any], plan: Plan) -> Degradation:
 
 def in_short(plan: Plan) -> str:
     """Return the plan as one line of text: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
-    return " · ".join(text for setting in SETTINGS if setting.short is not None for text in setting.short(plan))
+    return " · ".join(
+        text for setting in SETTINGS if setting.short is not None for text in setting.short(plan)
+    )

@@ -6,15 +6,25 @@ import re
 import shlex
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+)
 
 from orchestrator.specs import units
 from orchestrator.specs.globs import parse_glob
 from orchestrator.specs.patterns import compile_pattern
 
-# Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of variables may be longer.
+# Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of
+# variables may be longer.
 TEXT_LENGTH_MAX = 4096
-WORD_LENGTH_MAX = 2**17 - 1  # of one argument or variable: MAX_ARG_STRLEN of Linux (execve(2)), less its NUL
+# of one argument or variable: MAX_ARG_STRLEN of Linux (execve(2)), less its NUL
+WORD_LENGTH_MAX = 2**17 - 1
 WORDS_MAX = 4096
 
 Word = Annotated[str, Field(max_length=WORD_LENGTH_MAX)]
@@ -26,7 +36,9 @@ HISTORY = "history"  # context of pydantic under which rows of a journal are rea
 class SpecModel(BaseModel):
     """Immutable pydantic base class that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, str_max_length=TEXT_LENGTH_MAX)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, str_max_length=TEXT_LENGTH_MAX
+    )
 
 
 def _split_command(command: object) -> object:
@@ -62,7 +74,9 @@ Variable = Annotated[str, Field(pattern=VARIABLE)]  # name of an environment var
 def _check_variables(variables: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     for name, _ in variables:
         if re.fullmatch(VARIABLE, name) is None:
-            raise ValueError(f"no name of an environment variable: {name[:80]!r} (without = and spaces, at most 255)")
+            raise ValueError(
+                f"no name of an environment variable: {name[:80]!r} (without = and spaces, at most 255)"
+            )
     return variables
 
 
@@ -76,7 +90,9 @@ def _check_pattern(pattern: str) -> str:
 
 def _check_counter(pattern: str) -> str:
     if compile_pattern(pattern).groups != 1:
-        raise ValueError(r"the pattern needs one group, around the number that counts up: 'epoch (\d+)'")
+        raise ValueError(
+            r"the pattern needs one group, around the number that counts up: 'epoch (\d+)'"
+        )
     return pattern
 
 
@@ -92,10 +108,16 @@ def _check_glob(pattern: str) -> str:
 
 
 Glob = Annotated[str, AfterValidator(_check_glob)]  # a shell pattern of files
-Pattern = Annotated[str, AfterValidator(_check_pattern), WithJsonSchema({"type": "string", "format": "regex"})]
-Counter = Annotated[str, AfterValidator(_check_counter), WithJsonSchema({"type": "string", "format": "regex"})]
+Pattern = Annotated[
+    str, AfterValidator(_check_pattern), WithJsonSchema({"type": "string", "format": "regex"})
+]
+Counter = Annotated[
+    str, AfterValidator(_check_counter), WithJsonSchema({"type": "string", "format": "regex"})
+]
 
-Number = Annotated[str, AfterValidator(_check_number), WithJsonSchema({"type": "string", "format": "regex"})]
+Number = Annotated[
+    str, AfterValidator(_check_number), WithJsonSchema({"type": "string", "format": "regex"})
+]
 
 
 def json_schema_of(noun: type[SpecModel]) -> dict[str, Any]:

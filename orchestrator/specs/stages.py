@@ -30,5 +30,7 @@ def layer_ranges(layers: int, stages: int, first: int = 0, last: int = 0) -> tup
     """Return the layer indices of each pipeline stage. Raises ValueError for an empty stage or a leftover layer."""
     sizes = stage_layers(layers, stages, first, last)
     if min(sizes) < 1 or sum(sizes) != layers:
-        raise ValueError(f"{stages} stages of {', '.join(map(str, sizes))} layers are no cut of {layers}")
+        raise ValueError(
+            f"{stages} stages of {', '.join(map(str, sizes))} layers are no cut of {layers}"
+        )
     return tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))

@@ -64,16 +64,17 @@ class State:
     declared: tuple[Node, ...] = ()  # nodes of the cluster file, live or not
     observations: tuple[Observation, ...] = ()
     reservations: tuple[Reservation, ...] = ()  # reservations of the last decision round, in order
-    reevaluate_at_s: float | None = (
-        None  # when somebody has left room for shorter jobs long enough, as of the last decision
-    )
+    # when somebody has left room for shorter jobs long enough, as of the last decision
+    reevaluate_at_s: float | None = None
     demand: Demand | None = None  # None: no submission since the cluster was first reported
     drained: tuple[str, ...] = ()  # names of drained nodes, sorted
     policy: PolicySpec = UNSHARED
     usage: tuple[Usage, ...] = ()  # by user, sorted
     ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
     suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
-    unreadable: tuple[UnreadableDevice, ...] = ()  # also of nodes that went away so, as long as they are declared
+    unreadable: tuple[
+        UnreadableDevice, ...
+    ] = ()  # also of nodes that went away so, as long as they are declared
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

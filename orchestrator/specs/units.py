@@ -34,7 +34,9 @@ def parse_bandwidth(text: object) -> int:
     number, unit = _split(text, "a bandwidth such as 450GB/s", DECIMAL_UNITS)
     if unit.endswith("/s") and unit[:-2] in DECIMAL_UNITS:
         return round(number * DECIMAL_UNITS[unit[:-2]])
-    raise ValueError(f"bandwidths take one of {', '.join(f'{u}/s' for u in DECIMAL_UNITS)}, not {unit!r}")
+    raise ValueError(
+        f"bandwidths take one of {', '.join(f'{u}/s' for u in DECIMAL_UNITS)}, not {unit!r}"
+    )
 
 
 def parse_seconds(text: object) -> float:
@@ -59,13 +61,21 @@ def in_words(number: float, pattern: str) -> str | float:
     """
     if pattern not in _UNITS_OF:
         return number
-    sizes = [(unit, size) for unit, size in _UNITS_OF[pattern].items() if number >= size and 10 * number % size == 0]
+    sizes = [
+        (unit, size)
+        for unit, size in _UNITS_OF[pattern].items()
+        if number >= size and 10 * number % size == 0
+    ]
     unit, size = sizes[-1] if sizes else next(iter(_UNITS_OF[pattern].items()))
     return f"{number / size:g}{unit}"
 
 
 def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip()) if isinstance(text, str) else None
+    match = (
+        re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip())
+        if isinstance(text, str)
+        else None
+    )
     if match is None:
         raise ValueError(f"expected {example} with one of {', '.join(units)}")
     number = float(match[1])
@@ -78,7 +88,11 @@ def format_bytes(count: float) -> str:
     """Return a byte count as text: three significant digits in the largest fitting binary unit."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(count) >= BINARY_UNITS[unit]:
-            return f"{count / BINARY_UNITS[unit]:.2f} {unit}" if unit != "KiB" else f"{count / 2**10:.0f} KiB"
+            return (
+                f"{count / BINARY_UNITS[unit]:.2f} {unit}"
+                if unit != "KiB"
+                else f"{count / 2**10:.0f} KiB"
+            )
     return f"{count:.0f} B"
 
 

@@ -22,7 +22,9 @@ Path = tuple[str | int, ...]
 _STR_TAG = "tag:yaml.org,2002:str"
 _PLAIN_TAGS = {_STR_TAG, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
 _INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")  # YAML 1.2: 1e-3 is a number
+_FLOAT = re.compile(
+    r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
+)  # YAML 1.2: 1e-3 is a number
 _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
@@ -38,7 +40,9 @@ class Document:
 def read_document(text: str, source: str) -> Document:
     """Return the parsed YAML document (1.2 core schema, no tags). Raises SpecError on bad syntax or a repeated key."""
     if len(text) > TEXT_LENGTH_MAX:
-        raise SpecError("the file is too long", source=source, got=f"{len(text)} characters", allowed="256 KiB")
+        raise SpecError(
+            "the file is too long", source=source, got=f"{len(text)} characters", allowed="256 KiB"
+        )
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
@@ -48,13 +52,24 @@ def read_document(text: str, source: str) -> Document:
     except RecursionError:
         raise SpecError("nested too deeply", source=source, allowed=f"{DEPTH_MAX} levels") from None
     if root is None:
-        raise SpecError("the file is empty", source=source, hint="`orc schema` prints what it may say")
+        raise SpecError(
+            "the file is empty", source=source, hint="`orc schema` prints what it may say"
+        )
     lines: dict[Path, int] = {}
     data = _plain(root, (), source, lines)
     if not isinstance(data, dict):
         is_script = text.startswith("#!") or "\n#SBATCH" in text
-        hint = f"it is a script: `orc init {source} > job.yaml` writes a job file from it" if is_script else ""
-        raise SpecError("the top level must be a mapping of `key: value`", source=source, got=text[:80], hint=hint)
+        hint = (
+            f"it is a script: `orc init {source} > job.yaml` writes a job file from it"
+            if is_script
+            else ""
+        )
+        raise SpecError(
+            "the top level must be a mapping of `key: value`",
+            source=source,
+            got=text[:80],
+            hint=hint,
+        )
     return Document(source=source, data=data, lines=lines)
 
 
@@ -79,13 +94,17 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
     lines.setdefault(path, line)
     where = f"{source}:{line}"
     if len(path) > DEPTH_MAX or len(lines) > NODES_MAX:
-        raise SpecError("too large or nested too deeply", source=where, path=dotted(path), allowed=SIZES)
+        raise SpecError(
+            "too large or nested too deeply", source=where, path=dotted(path), allowed=SIZES
+        )
     if node.tag not in _PLAIN_TAGS:
         raise SpecError("YAML tags are not read", source=where, path=dotted(path), got=node.tag)
     if isinstance(node, yaml.ScalarNode):
         return plain_scalar(node.value) if node.style is None else node.value
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(value, (*path, index), source, lines) for index, value in enumerate(node.value)]
+        return [
+            _plain(value, (*path, index), source, lines) for index, value in enumerate(node.value)
+        ]
     data: dict[str, Any] = {}
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
@@ -115,4 +134,6 @@ def plain_scalar(text: str) -> Any:
 
 def dotted(path: Path) -> str:
     """Return a key path as text, such as `nodes[0].device.memory`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(
+        "."
+    )

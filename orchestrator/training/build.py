@@ -34,14 +34,18 @@ def build_recipe(run: TrainingRun) -> Recipe:
             from orchestrator.training.models.hf_model import hf_recipe
         except ImportError as error:
             hint = "pip install 'orchestrator[finetune]'"
-            raise SpecError(f"not installed here: {error.name}", path="model.hf", hint=hint) from None
+            raise SpecError(
+                f"not installed here: {error.name}", path="model.hf", hint=hint
+            ) from None
         return hf_recipe(run)
     assert run.model.factory is not None, "a job names a decoder, a transformers model or a factory"
     torch.manual_seed(run.training.seed)
     return from_factory(run.model.factory, run.model.config)
 
 
-def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None) -> Engine:
+def build_engine(
+    run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None
+) -> Engine:
     """Return the plan's engine on this rank, with the state of the checkpoint `resume_from` if any. Collective.
 
     Its optimizer is the plan's: a restart may use another one than the job's.
@@ -56,10 +60,14 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
     for part in recipes:
         stages: tuple[range, ...] = ()
         if part.stages and plan.layout.pp > 1:
-            from orchestrator.training.engines.pipeline import plan_ranges  # only here: as in torch_engine
+            from orchestrator.training.engines.pipeline import (
+                plan_ranges,
+            )  # only here: as in torch_engine
 
             stages = plan_ranges(len(part.layers), plan)
-        recompute(part.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages)
+        recompute(
+            part.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages
+        )
         if run.training.compile:
             compile_layers(part.layers)
         if plan.activation_offload:
@@ -71,15 +79,22 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
         return RunningStatistics(engine, norms) if own_statistics else engine
 
     training = replace(run.training, optimizer=plan.optimizer)
-    return AlternatingEngine(recipe, plan, training, build) if recipe.then else build(recipe, training)
+    return (
+        AlternatingEngine(recipe, plan, training, build) if recipe.then else build(recipe, training)
+    )
 
 
 def _engine(
-    recipe: Recipe, run: TrainingRun, training: TrainingSpec, device: torch.device, resume_from: Saved | None
+    recipe: Recipe,
+    run: TrainingRun,
+    training: TrainingSpec,
+    device: torch.device,
+    resume_from: Saved | None,
 ) -> Engine:
     match run.plan.engine:
         case choices.Engine.DEEPSPEED:
-            # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
+            # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it
+            # is imported.
             if device.type == "cpu":
                 os.environ["DS_ACCELERATOR"] = "cpu"
             from orchestrator.training.engines.deepspeed_engine import DeepSpeedEngine

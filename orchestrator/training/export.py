@@ -63,10 +63,14 @@ def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
     sizes = {
         name.removeprefix("model."): about.size
         for name, about in stored.items()
-        if name.startswith("model.") and ".lora_" in name and isinstance(about, TensorStorageMetadata)
+        if name.startswith("model.")
+        and ".lora_" in name
+        and isinstance(about, TensorStorageMetadata)
     }
     values = _read(saved, {name: torch.empty(size) for name, size in sizes.items()})
-    files = {f"base_model.model.{name.replace(ADAPTER, '')}": tensor for name, tensor in values.items()}
+    files = {
+        f"base_model.model.{name.replace(ADAPTER, '')}": tensor for name, tensor in values.items()
+    }
     save_file(files, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = lora_config(
         lora,
@@ -88,10 +92,17 @@ def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(_values(shard, built, saved), folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shard, file)
-    total = sum(tensor.numel() for shard in shards for tensor in shard.values()) * built.stored_dtype.itemsize
+    total = (
+        sum(tensor.numel() for shard in shards for tensor in shard.values())
+        * built.stored_dtype.itemsize
+    )
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    generation = found_file(run.model.hf, "generation_config.json") if isinstance(run.model.hf, str) else None
+    generation = (
+        found_file(run.model.hf, "generation_config.json")
+        if isinstance(run.model.hf, str)
+        else None
+    )
     if generation is not None:
         shutil.copyfile(generation, folder / "generation_config.json")
 
@@ -116,7 +127,11 @@ def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
 def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str, Tensor]:
     """The values of a shard: from the checkpoint, and untrained ones from the model's source."""
     stored = FileSystemReader(saved).read_metadata().state_dict_metadata
-    values = {name: torch.empty(tensor.shape) for name, tensor in shard.items() if f"model.{name}" in stored}
+    values = {
+        name: torch.empty(tensor.shape)
+        for name, tensor in shard.items()
+        if f"model.{name}" in stored
+    }
     _read(saved, values)
     for name, tensor in shard.items():
         if name not in values:

@@ -27,8 +27,11 @@ from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.data.dataset import global_batch, micro_batches
 from orchestrator.training.engines import freezing
 
-SAVING_TIMEOUT = timedelta(hours=1)  # longest wait for a slower rank's write; a dead rank is noticed at once
-LAST_SAVE_S = 30.0  # longest wait of a failing attempt for the save in flight; its evidence is delayed as long
+SAVING_TIMEOUT = timedelta(
+    hours=1
+)  # longest wait for a slower rank's write; a dead rank is noticed at once
+# longest wait of a failing attempt for the save in flight; its evidence is delayed as long
+LAST_SAVE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,9 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     return cursor.step >= run.training.max_steps
 
 
-def _phase(run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, stop: list[int]) -> tuple[Cursor, bool]:
+def _phase(
+    run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, stop: list[int]
+) -> tuple[Cursor, bool]:
     """Train to the next thaw step or the end, and save; also returns whether any rank received SIGTERM."""
     cursor, stopping = saved.cursor if saved else Cursor(), False
     thaw, last = freezing.next_thaw(cursor.step, run.training.freeze), run.training.max_steps
@@ -77,7 +82,11 @@ def _phase(run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, st
     saver.prepare(engine.state())
     while cursor.step < last and not stopping:
         cursor, stopping = _step(run, ranks, recipe, engine, saver, cursor, stop)
-        if stopping or cursor.step == last or cursor.step % run.training.checkpoint_every_steps == 0:
+        if (
+            stopping
+            or cursor.step == last
+            or cursor.step % run.training.checkpoint_every_steps == 0
+        ):
             saver.save(engine.state(), cursor)
     saver.release()
     return cursor, stopping
@@ -95,7 +104,13 @@ def _listen_for_stop() -> list[int]:
 
 
 def _step(
-    run: TrainingRun, ranks: Ranks, recipe: Recipe, engine: Engine, saver: Saver, cursor: Cursor, stop: list[int]
+    run: TrainingRun,
+    ranks: Ranks,
+    recipe: Recipe,
+    engine: Engine,
+    saver: Saver,
+    cursor: Cursor,
+    stop: list[int],
 ) -> tuple[Cursor, bool]:
     """Make an optimizer step; return the cursor after it, and whether any rank received SIGTERM.
 
@@ -107,7 +122,9 @@ def _step(
     tokens = sum(dataset.token_count(sample) for sample in samples)
     dp_rank = plan.layout.dp_rank(ranks.rank)
     together = plan.layout.dp if run.training.sync_batch_norm else 1
-    mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps, together=together)
+    mine = micro_batches(
+        samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps, together=together
+    )
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
     status = [result.loss, float(bool(stop)), float(saver.failed)]
     shared = torch.tensor(status, dtype=torch.float64, device=ranks.device)

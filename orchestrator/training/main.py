@@ -19,7 +19,9 @@ from orchestrator.specs.run import STALE_EXIT_CODE, TrainingRun, training_run_fr
 from orchestrator.training import loop
 from orchestrator.training.checkpoint.saver import StaleAttempt
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a dead peer is noticed at once; this bounds the wait for a hanging one
+COLLECTIVE_TIMEOUT = timedelta(
+    minutes=10
+)  # a dead peer is noticed at once; this bounds the wait for a hanging one
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +31,10 @@ def main(arguments: list[str]) -> int:
     try:
         finished = loop.train(run, ranks)
     except StaleAttempt:
-        print(f"attempt {run.epoch} is stale: a newer one exists; nothing was published", file=sys.stderr)
+        print(
+            f"attempt {run.epoch} is stale: a newer one exists; nothing was published",
+            file=sys.stderr,
+        )
         return STALE_EXIT_CODE
     if finished and ranks.rank == 0 and run.model.hf is not None:
         from orchestrator.training.export import export  # late: it imports transformers
@@ -43,18 +48,24 @@ def main(arguments: list[str]) -> int:
 
 def _join(run: TrainingRun) -> loop.Ranks:
     """Join the process group that the environment describes."""
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     assert world_size == run.plan.world_size, f"{world_size} ranks were started for {run.plan}"
     device = torch.device("cuda", local_rank) if run.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     cuda = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",  # the norm of offloaded gradients is reduced in host memory
+        "cpu:gloo,cuda:nccl"
+        if cuda
+        else "gloo",  # the norm of offloaded gradients is reduced in host memory
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if cuda and world_size > 1 else None,  # one rank alone needs NCCL for shards only
+        device_id=device
+        if cuda and world_size > 1
+        else None,  # one rank alone needs NCCL for shards only
     )
     return loop.Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
 

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 REPETITIONS = 5
-SIDE = 384  # of the matrices: larger than a core's first-level cache, as the layers of small models are
+# of the matrices: larger than a core's first-level cache, as the layers of small models are
+SIDE = 384
 COPIED = 16 * 2**20  # bytes: too many for a core's caches to hold twice
 SENT = 8 * 2**20  # bytes: large enough to hide the latency of a message
 LIMIT_S = 20  # longest wait of a rank for the other one
@@ -60,7 +61,8 @@ def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
         "fp32_flops": operations / _best_s(lambda: fp32 @ fp32),
         "bf16_flops": operations / _best_s(lambda: bf16 @ bf16),
         "memory_bandwidth": 2.0 * COPIED * threads / _best_s(lambda: target.copy_(source)),
-        "link_bandwidth": SENT / _best_s(lambda: dist.all_reduce(message)),  # each of two sends that many
+        "link_bandwidth": SENT
+        / _best_s(lambda: dist.all_reduce(message)),  # each of two sends that many
     }
 
 

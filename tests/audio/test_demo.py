@@ -15,9 +15,9 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier
+from orchestrator.service.client import lifecycle
 from orchestrator.service.demo.promises import recovered
-from orchestrator.service.server import lifecycle
-from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.job.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,9 @@ def job(name: str, tmp_path: Path) -> JobSpec:
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.arange(100, dtype=np.int32))
     here = (("data.tokens", f"[{tokens}]"),) if name == "orpheus.yaml" else ()
-    profile = (("profile", "{parameters: 1, activations_per_sample: 1MiB}"),) if name == TRACED else ()
+    profile = (
+        (("profile", "{parameters: 1, activations_per_sample: 1MiB}"),) if name == TRACED else ()
+    )
     return read_job(FOLDER / name, (*here, *profile))
 
 
@@ -36,7 +38,9 @@ def fit(spec: JobSpec) -> list[Candidate]:
     cluster = read_cluster(CLUSTER)
     (node,) = cluster.nodes
     bandwidth = cluster.network_bandwidth
-    where = Hardware(device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=bandwidth)
+    where = Hardware(
+        device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=bandwidth
+    )
     return list(fitting(frontier(spec, where), node.device.memory, UNMEASURED))
 
 
@@ -49,7 +53,8 @@ def test_every_job_of_the_demo_is_planned_to_fit(name: str, tmp_path: Path) -> N
 def test_orpheus_is_never_whole_on_a_device(tmp_path: Path) -> None:
     candidates = fit(job("orpheus.yaml", tmp_path))
     assert all(
-        candidate.plan.zero_stage or candidate.plan.layout.dp < candidate.plan.world_size for candidate in candidates
+        candidate.plan.zero_stage or candidate.plan.layout.dp < candidate.plan.world_size
+        for candidate in candidates
     )
 
 

@@ -31,7 +31,10 @@ def pitch_of(spoken: Speech, clip: int) -> float:
 
 
 def test_sentences_of_the_standard_library_are_spoken_by_several_voices(spoken: Speech) -> None:
-    assert spoken.texts[:2] == ("Beautiful is better than ugly.", "Explicit is better than implicit.")
+    assert spoken.texts[:2] == (
+        "Beautiful is better than ugly.",
+        "Explicit is better than implicit.",
+    )
     seconds = np.diff([0, *spoken.ends]) * features.HOP / speech.RATE_HZ
     rates = [len(text) / length for text, length in zip(spoken.texts, seconds, strict=True)]
     assert all(5 < rate < 30 for rate in rates), "characters a second, as people speak"
@@ -46,7 +49,9 @@ def test_a_sentence_always_sounds_the_same() -> None:
     assert all(map(np.array_equal, first, again))
 
 
-def test_cached_features_are_mapped_and_not_recomputed(spoken: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_features_are_mapped_and_not_recomputed(
+    spoken: Speech, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes = features.codes_of(spoken, scales=(1, 1), words=8)
     monkeypatch.setattr(speech, "clips", lambda _: pytest.fail("spoken again"))
     monkeypatch.setattr(features, "quantised", lambda *_: pytest.fail("quantised again"))
@@ -77,23 +82,31 @@ def test_each_level_lowers_the_quantisation_error(spoken: Speech) -> None:
     errors = [float((left**2).mean())]
     for scale, numbers in zip((4, 2, 1), levels, strict=True):
         means = left.reshape(-1, scale, features.MELS).mean(axis=1)
-        centres = np.stack([means[numbers == n].mean(axis=0) if n in numbers else means[0] for n in range(16)])
+        centres = np.stack(
+            [means[numbers == n].mean(axis=0) if n in numbers else means[0] for n in range(16)]
+        )
         left = left - np.repeat(centres[numbers], scale, axis=0)
         errors.append(float((left**2).mean()))
     assert all(after < 0.9 * before for before, after in itertools.pairwise(errors))
 
 
 def test_the_delay_pattern_is_that_of_transformers() -> None:
-    config = decoder_config({"vocab_size": 16, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1})
+    config = decoder_config(
+        {"vocab_size": 16, "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1}
+    )
     codebooks, frames = config.num_codebooks, 9
     codes_KT = np.random.default_rng(0).integers(0, config.vocab_size, (codebooks, frames))
     steps, labels = delayed(codes_KT, frames, config.pad_token_id)
     module = MusicgenForCausalLM._from_config(config)
     first = torch.full((codebooks, 1), config.pad_token_id)
     inputs = torch.cat((first, torch.from_numpy(codes_KT)), dim=1)
-    _, mask = module.build_delay_pattern_mask(inputs, config.pad_token_id, max_length=frames + codebooks)
+    _, mask = module.build_delay_pattern_mask(
+        inputs, config.pad_token_id, max_length=frames + codebooks
+    )
     assert np.array_equal(steps, mask[:, :-1].numpy())
-    assert np.array_equal(np.where(labels == IGNORED_LABEL, config.pad_token_id, labels), mask[:, 1:].numpy())
+    assert np.array_equal(
+        np.where(labels == IGNORED_LABEL, config.pad_token_id, labels), mask[:, 1:].numpy()
+    )
 
 
 def test_seven_tokens_of_a_frame_have_ranges_of_their_own(spoken: Speech) -> None:
@@ -112,7 +125,9 @@ def test_seven_tokens_of_a_frame_have_ranges_of_their_own(spoken: Speech) -> Non
 def test_mouths_open_as_loud_as_the_sound_is(spoken: Speech) -> None:
     latents = latents_of(spoken, frames=8, resolution=64)
     loudness = latents.sound_VNAM.mean(axis=(2, 3)).ravel()
-    mouths = latents.latents_VCNYX[..., 4:7, 2:6].transpose(0, 2, 1, 3, 4).reshape(len(loudness), -1)
+    mouths = (
+        latents.latents_VCNYX[..., 4:7, 2:6].transpose(0, 2, 1, 3, 4).reshape(len(loudness), -1)
+    )
     alike = [abs(np.corrcoef(loudness, mouth)[0, 1]) for mouth in mouths.T if mouth.std() > 1e-3]
     assert max(alike) > 0.7
 

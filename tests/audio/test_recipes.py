@@ -22,8 +22,10 @@ from tests.training.gang import Part
 
 AUDIO = Path(__file__).parents[2] / "jobs" / "audio"
 FP32_TOLERANCE = 2e-6
-# Two networks that answer each other amplify what rounding there is: over two ranks less than 4e-7 of the first three
-# losses, and 2e-8 to 2.8e-4 of the next three, by the sound that they learn from (8 sets of it, 2026-11-23, CPU);
+# Two networks that answer each other amplify what rounding there is: over two ranks less than 4e-7
+# of the first three
+# losses, and 2e-8 to 2.8e-4 of the next three, by the sound that they learn from (8 sets of it,
+# 2026-11-23, CPU);
 # 2.4e-3 of the second loss where gradients are not averaged.
 ADVERSARIAL_TOLERANCE = 1e-3
 ADVERSARIAL_STEPS_ALIKE = 3
@@ -41,7 +43,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "musicgen": {"text_width": 16, "segment_frames": 20, "decoder": DECODER},
     "parler": {"text_width": 16, "longest": 50, "decoder": DECODER},
     "latent_unet": {"width": 8, "levels": 2, "frames": 4, "resolution": 32},
-    "voice_conversion": {"width": 16, "latent": 8, "units": 16, "discriminator_width": 4, "frames": 8},
+    "voice_conversion": {
+        "width": 16,
+        "latent": 8,
+        "units": 16,
+        "discriminator_width": 4,
+        "frames": 8,
+    },
 }
 LLAMA = {
     "model_type": "llama",
@@ -54,7 +62,9 @@ LLAMA = {
 TRAINING = dataclasses.replace(gang.TRAINING, max_steps=6, checkpoint_every_steps=100)
 
 
-def plan(*, dp: int = 1, micro: int = 2, stage: int = 0, tp: int = 1, pp: int = 1, **fields: Any) -> Plan:
+def plan(
+    *, dp: int = 1, micro: int = 2, stage: int = 0, tp: int = 1, pp: int = 1, **fields: Any
+) -> Plan:
     return gang.torch_plan(
         micro,
         layout=ParallelLayout(dp=dp, tp=tp, pp=pp),
@@ -97,7 +107,9 @@ def trainings(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Training
     }
 
     def run(family: str, name: str, chosen: Plan) -> TrainingRun:
-        return gang.training_run(home, f"{family}-{name}", chosen, (), training=TRAINING, **models[family])
+        return gang.training_run(
+            home, f"{family}-{name}", chosen, (), training=TRAINING, **models[family]
+        )
 
     trained = Trainings(
         alone={family: run(family, "alone", plan()) for family in models},
@@ -154,7 +166,9 @@ def recipe(name: str, cache: Path, **more: Any) -> Recipe:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["musicgen", "parler", "latent_unet"])
-def test_weights_are_read_from_this_machines_disk(trainings: Trainings, cache: Path, tmp_path: Path, name: str) -> None:
+def test_weights_are_read_from_this_machines_disk(
+    trainings: Trainings, cache: Path, tmp_path: Path, name: str
+) -> None:
     del trainings  # it made the cache
     torch.manual_seed(1)
     stored = {key: value.clone() for key, value in recipe(name, cache).module.named_parameters()}

@@ -36,7 +36,10 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is not None:
         target = str(folder / "libnvidia-ml.so.1")
-        subprocess.run([compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", target, str(NVML_SOURCE)], check=True)
+        subprocess.run(
+            [compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", target, str(NVML_SOURCE)],
+            check=True,
+        )
     return folder
 
 
@@ -57,7 +60,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> It
 
 @pytest.fixture(scope="session")
 def reader(embedded: Embedded) -> Iterator[Reader]:
-    connection.connect(embedded.address, embedded.home)  # as the backend's agent: tests look at what it did
+    connection.connect(
+        embedded.address, embedded.home
+    )  # as the backend's agent: tests look at what it did
     backend = RayBackend(embedded.home, CLUSTER, lambda: embedded.address, Alone())
     reader = Reader(backend)
     reader.await_nodes()

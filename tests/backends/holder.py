@@ -39,7 +39,11 @@ def wait_at(border: str) -> None:
 
 class WaitingGroup(LocalGroup):
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
+        self,
+        ranks: Mapping[str, Sequence[RankStart]],
+        counts: Mapping[str, int],
+        workdir: str,
+        fence: Fence | None,
     ) -> list[LauncherStatus]:
         wait_at("start")
         statuses = super().start(ranks, counts, workdir, fence)
@@ -48,7 +52,9 @@ class WaitingGroup(LocalGroup):
 
 
 class WaitingLaunchers(LocalLaunchers):
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LocalGroup | str:
+    def place(
+        self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
+    ) -> LocalGroup | str:
         wait_at("place")
         return super().place(attempt, folders, live)
 
@@ -73,7 +79,9 @@ class Telling(Journal):
 
 def main() -> None:
     ownership.LEASE_S = float(sys.argv[3])
-    backend = ProcessBackend(Path(sys.argv[2]), CLUSTER, LocalNodes(CLUSTER), WaitingLaunchers(), Telling(sys.argv[1]))
+    backend = ProcessBackend(
+        Path(sys.argv[2]), CLUSTER, LocalNodes(CLUSTER), WaitingLaunchers(), Telling(sys.argv[1])
+    )
     backend.launch(LAUNCH)
     threading.Event().wait()
 

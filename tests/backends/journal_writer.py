@@ -41,7 +41,9 @@ def append_until_the_disk_is_full(folder: Path) -> None:
     """Append under a limit of file size, and write down which event was refused and how."""
     journal = Journal(f"sqlite:///{folder}/journal.db")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "journal.db-wal").stat().st_size + 65536, hard))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, ((folder / "journal.db-wal").stat().st_size + 65536, hard)
+    )
     try:
         for number in range(1000):
             journal.append([(TimerFired(at_s=number), [record(number, "x" * 3000)])])

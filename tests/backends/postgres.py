@@ -69,17 +69,39 @@ def running() -> Iterator[Server]:
 
         def run(*command: str) -> None:
             done = subprocess.run(
-                command, user=user, cwd=home, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+                command,
+                user=user,
+                cwd=home,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
             )
             assert done.returncode == 0, done.stderr
 
-        run(f"{folder}/initdb", "-D", str(data), "-U", "orc", "-A", "scram-sha-256", f"--pwfile={secret}", "-E", "UTF8")
+        run(
+            f"{folder}/initdb",
+            "-D",
+            str(data),
+            "-U",
+            "orc",
+            "-A",
+            "scram-sha-256",
+            f"--pwfile={secret}",
+            "-E",
+            "UTF8",
+        )
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         settings = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": home}
         server = subprocess.Popen(
-            [f"{folder}/postgres", "-D", str(data), *(f"--{name}={value}" for name, value in settings.items())],
+            [
+                f"{folder}/postgres",
+                "-D",
+                str(data),
+                *(f"--{name}={value}" for name, value in settings.items()),
+            ],
             user=user,
             cwd=home,
             stdout=subprocess.DEVNULL,

@@ -23,10 +23,16 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if verb == "polite":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-    first = {"pid": os.getpid(), "cwd": os.getcwd(), "env": {k: v for k, v in os.environ.items() if "SECRET" not in k}}
+    first = {
+        "pid": os.getpid(),
+        "cwd": os.getcwd(),
+        "env": {k: v for k, v in os.environ.items() if "SECRET" not in k},
+    }
     first["secret_length"] = len(os.environ.get("TEST_SECRET", ""))
     if verb == "daemon":
-        sleeper = subprocess.Popen(["sleep", str(PATIENCE_S)], start_new_session=True, stdout=subprocess.DEVNULL)
+        sleeper = subprocess.Popen(
+            ["sleep", str(PATIENCE_S)], start_new_session=True, stdout=subprocess.DEVNULL
+        )
         first["child"] = sleeper.pid
     print(json.dumps(first), flush=True)
     behave(rank, verb, argument)
@@ -39,7 +45,13 @@ def behave(rank: int, verb: str, argument: str) -> None:
     if verb == "signal":
         os.kill(os.getpid(), int(argument))
     if verb == "oom":
-        report = {"rank": rank, "step": 3, "phase": "forward", "requested_bytes": 8, "live_bytes": 9}
+        report = {
+            "rank": rank,
+            "step": 3,
+            "phase": "forward",
+            "requested_bytes": 8,
+            "live_bytes": 9,
+        }
         with open(os.path.join(argument, f"rank{rank}.oom.json"), "w") as file:
             json.dump({**report, "capacity_bytes": 10}, file)
     deadline_s = time.monotonic() + PATIENCE_S

@@ -14,7 +14,8 @@ from orchestrator.backends.ports import Backend
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.choices import Engine, ParallelLayout
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -36,7 +37,9 @@ DEVICE = DeviceSpec(
     memory_bandwidth="10GB/s",  # type: ignore[arg-type]
     link_bandwidth="1GB/s",  # type: ignore[arg-type]
 )
-FAKE_GPU = DEVICE.model_copy(update={"name": "fake-h200", "kind": DeviceKind.CUDA, "memory": 1000 * MIB})
+FAKE_GPU = DEVICE.model_copy(
+    update={"name": "fake-h200", "kind": DeviceKind.CUDA, "memory": 1000 * MIB}
+)
 CLUSTER = ClusterSpec(
     name="three-virtual-and-a-gpu",
     nodes=(
@@ -59,14 +62,21 @@ class Alone:
 
 def script(*behaviours: str, **changes: object) -> JobSpec:
     """A job whose rank `r` does what `behaviours[r]` says; see rank_program.py. The guard is not in its way."""
-    spec = {"name": "ranks", "command": (str(PROGRAM), *behaviours), "global_batch_size": 1, **changes}
+    spec = {
+        "name": "ranks",
+        "command": (str(PROGRAM), *behaviours),
+        "global_batch_size": 1,
+        **changes,
+    }
     return JobSpec.model_validate(spec)
 
 
 def launch_of(job_id: str, spec: JobSpec, placement: Placement = ONE, number: int = 1) -> Launch:
     """The action that starts attempt `number` of `spec`."""
     world_size = sum(len(part.devices) for part in placement)
-    estimate = MemoryEstimate(moment="-", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
+    estimate = MemoryEstimate(
+        moment="-", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0
+    )
     attempt = Attempt(
         job_id=job_id,
         number=number,
@@ -78,10 +88,15 @@ def launch_of(job_id: str, spec: JobSpec, placement: Placement = ONE, number: in
         step_s=0.1,
         launched_at_s=0.0,
     )
-    return Launch(job=Job(id=job_id, spec=spec, order=0, submitted_at_s=0.0, attempts=(attempt,)), attempt=attempt)
+    return Launch(
+        job=Job(id=job_id, spec=spec, order=0, submitted_at_s=0.0, attempts=(attempt,)),
+        attempt=attempt,
+    )
 
 
-def until(condition: Callable[[], Found | None], what: str, deadline_s: float = DEADLINE_S) -> Found:
+def until(
+    condition: Callable[[], Found | None], what: str, deadline_s: float = DEADLINE_S
+) -> Found:
     """The first true answer of `condition`; fails the test after `deadline_s`."""
     end_s = time.monotonic() + deadline_s
     while time.monotonic() < end_s:
@@ -123,11 +138,15 @@ class Reader:
             return any(isinstance(event, NodesSeen) and event.nodes for event in self.received)
 
         until(has_nodes, "nodes")
-        self.received = [event for event in self.received if not isinstance(event, NodesSeen) or event.nodes]
+        self.received = [
+            event for event in self.received if not isinstance(event, NodesSeen) or event.nodes
+        ]
 
     def forget(self, launch: Launch) -> None:
         """Drop the events of `launch`, as if none had come yet."""
-        self.received = [event for event in self.received if getattr(event, "job_id", None) != launch.job.id]
+        self.received = [
+            event for event in self.received if getattr(event, "job_id", None) != launch.job.id
+        ]
 
     def await_start(self, launch: Launch) -> Started:
         return self.wait(launch, Started)
@@ -176,6 +195,9 @@ def descendants_of(folder: AttemptFolder, ranks: Sequence[int]) -> list[int]:
     pids = []
     for rank in ranks:
         first = first_line(folder, rank)
-        pids += [int(str(first["pid"])), *([int(str(first["child"]))] if first.get("child") else [])]
+        pids += [
+            int(str(first["pid"])),
+            *([int(str(first["child"]))] if first.get("child") else []),
+        ]
     assert all(pid != os.getpid() for pid in pids)
     return pids

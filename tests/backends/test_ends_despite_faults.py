@@ -27,7 +27,15 @@ from tests.local_cluster import LocalLaunchers, LocalNodes
 from tests.scheduling.factories import attempt, job, script_spec
 
 SECONDS_UNTIL_FREE = 10.0
-GOOD = {"rank": 0, "step": 3, "steps_done": 3, "step_s": 0.5, "peak_bytes": 2**20, "phase": "forward", "at_s": 1e9}
+GOOD = {
+    "rank": 0,
+    "step": 3,
+    "steps_done": 3,
+    "step_s": 0.5,
+    "peak_bytes": 2**20,
+    "phase": "forward",
+    "at_s": 1e9,
+}
 POISONS = (
     *({"step_s": value} for value in (float("nan"), float("inf"), "x", -1.0, 1e300, [])),
     *({"loss": value} for value in ("x", [1], float("nan"), 1e300, {})),
@@ -99,7 +107,9 @@ def test_whatever_raises_while_an_attempt_ends_its_job_ends_and_its_devices_are_
     assert classify(other.job, other.attempt, reader.await_end(other).evidence) is None
 
 
-@pytest.mark.parametrize("place", ["evidence is collected", "an earlier ending is read", "devices are released"])
+@pytest.mark.parametrize(
+    "place", ["evidence is collected", "an earlier ending is read", "devices are released"]
+)
 def test_an_end_that_raises_again_after_a_restart_is_an_end(
     backends: Callable[[], Reader], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -126,7 +136,9 @@ def test_an_end_that_nobody_could_read_is_final_and_says_so() -> None:
     assert failure.verdict.wait_s is None
 
 
-def leave(home: Path, name: str, text: bytes | str, exit_code: str = "0", spec: JobSpec | None = None) -> Evidence:
+def leave(
+    home: Path, name: str, text: bytes | str, exit_code: str = "0", spec: JobSpec | None = None
+) -> Evidence:
     """The evidence of an attempt that left this text in one of its files, and trained to its end."""
     jobs = JobFolder(home, "lm-1")
     folder = jobs.attempt(1)
@@ -141,8 +153,17 @@ def leave(home: Path, name: str, text: bytes | str, exit_code: str = "0", spec: 
 
 
 def names_of(folder: AttemptFolder) -> list[str]:
-    files = (folder.heartbeat(0), folder.oom(0), folder.caught(0), folder.error(0), folder.resume, folder.guard)
-    return [path.name for path in (*files, folder.unwatched, folder.log(0), folder.path / "ending.json")]
+    files = (
+        folder.heartbeat(0),
+        folder.oom(0),
+        folder.caught(0),
+        folder.error(0),
+        folder.resume,
+        folder.guard,
+    )
+    return [
+        path.name for path in (*files, folder.unwatched, folder.log(0), folder.path / "ending.json")
+    ]
 
 
 def test_a_report_is_typed_bounded_and_finite_whatever_a_rank_wrote(tmp_path: Path) -> None:
@@ -156,7 +177,9 @@ def test_a_report_is_typed_bounded_and_finite_whatever_a_rank_wrote(tmp_path: Pa
             assert len(beat.phase) <= 200
         assert classify(job(), attempt(), left) is None, poison
         is_honest = (
-            poison.keys() <= {"nested"} or isinstance(poison.get("loss"), float) or isinstance(poison.get("phase"), str)
+            poison.keys() <= {"nested"}
+            or isinstance(poison.get("loss"), float)
+            or isinstance(poison.get("phase"), str)
         )
         assert is_honest or left.unread, f"{poison} is dropped in silence"
 
@@ -176,7 +199,9 @@ def test_a_report_is_typed_bounded_and_finite_whatever_a_rank_wrote(tmp_path: Pa
     ],
     ids=["empty", "binary", "null", "deep", "deep objects", "digits", "long", "list", "cut"],
 )
-def test_no_file_that_a_rank_leaves_changes_how_its_attempt_ended(tmp_path: Path, text: bytes) -> None:
+def test_no_file_that_a_rank_leaves_changes_how_its_attempt_ended(
+    tmp_path: Path, text: bytes
+) -> None:
     for name in names_of(JobFolder(tmp_path, "lm-1").attempt(1)):
         left = leave(tmp_path, name, text)
         assert left.ranks[0].exit_code == 0
@@ -189,7 +214,11 @@ def test_drawn_files_never_raise(tmp_path: Path) -> None:
     for _ in range(60):
         good = json.dumps({**GOOD, **draw.choice(POISONS)}).encode(errors="surrogatepass")
         cut = draw.randrange(len(good))
-        text = good[:cut] + draw.randbytes(draw.choice((0, 1, 30))) + good[cut + draw.choice((0, 1, 20)) :]
+        text = (
+            good[:cut]
+            + draw.randbytes(draw.choice((0, 1, 30)))
+            + good[cut + draw.choice((0, 1, 20)) :]
+        )
         assert leave(tmp_path, draw.choice(names), text).ranks[0].exit_code == 0
 
 

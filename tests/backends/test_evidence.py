@@ -47,10 +47,15 @@ def left_behind(home: Path, log: str, spec: JobSpec | None = None) -> Evidence:
 
 
 def test_a_cause_far_from_the_end_of_a_log_is_found(tmp_path: Path) -> None:
-    frames = '  File "a.py", line 1, in f\n    f()\n' * 10_000  # 360 KB of one traceback: the tail holds nothing else
+    # 360 KB of one traceback: the tail holds nothing else
+    frames = '  File "a.py", line 1, in f\n    f()\n' * 10_000
     evidence = left_behind(tmp_path, f"step 1\n{OOM}\n{frames}RuntimeError: step failed\n")
     finding = evidence.ranks[0].findings[0]
-    assert (finding.cause, finding.log, finding.offset) == (Cause.DEVICE_OOM, "rank0.log", len("step 1\n"))
+    assert (finding.cause, finding.log, finding.offset) == (
+        Cause.DEVICE_OOM,
+        "rank0.log",
+        len("step 1\n"),
+    )
     assert OOM not in evidence.ranks[0].log_tail
 
 
@@ -78,7 +83,9 @@ def test_a_missing_log_names_nothing(tmp_path: Path) -> None:
 
 
 def test_the_programs_own_words_tell_the_phase(tmp_path: Path) -> None:
-    spec = script_spec(phases={"encoding": r"\*\*\* Encode target audio", "training": "Running training"})
+    spec = script_spec(
+        phases={"encoding": r"\*\*\* Encode target audio", "training": "Running training"}
+    )
     evidence = left_behind(tmp_path, f"*** Encode target audio with encodec ***\n{OOM}\n", spec)
     assert evidence.ranks[0].findings[0].phase is Phase.ENCODING
 
@@ -89,10 +96,15 @@ def test_trap_5_ranks_of_musicgen_that_write_elsewhere_are_heard(tmp_path: Path)
     (workers / "worker_1.log").write_text("MemoryError\n")
     (workers / "worker_3.log").write_text(f"{OOM}\n")
     executor = "Executor: Worker 3 died, killing all workers\n"
-    evidence = left_behind(tmp_path, executor, script_spec(launch="dora", command="dora run -d solver=musicgen"))
+    evidence = left_behind(
+        tmp_path, executor, script_spec(launch="dora", command="dora run -d solver=musicgen")
+    )
     first = evidence.ranks[0].findings[0]
     assert (first.cause, first.rank, first.log) == (Cause.DEVICE_OOM, 3, "worker_3.log")
-    assert not any(rank.log.startswith("worker") for rank in left_behind(tmp_path / "2", executor).ranks[0].findings)
+    assert not any(
+        rank.log.startswith("worker")
+        for rank in left_behind(tmp_path / "2", executor).ranks[0].findings
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,8 +137,14 @@ def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
 
 
 def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> None:
-    spec = script_spec(steps=10, resume={"checkpoints": ["checkpoint-*"], "step": r"checkpoint-(\d+)"})
-    for step, written in ((4, "whole"), (6, ""), (10, "of the last step, from which nothing goes on")):
+    spec = script_spec(
+        steps=10, resume={"checkpoints": ["checkpoint-*"], "step": r"checkpoint-(\d+)"}
+    )
+    for step, written in (
+        (4, "whole"),
+        (6, ""),
+        (10, "of the last step, from which nothing goes on"),
+    ):
         folder = JobFolder(tmp_path, "lm-1").output / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         (folder / "model.bin").write_text(written)
@@ -134,7 +152,9 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
     assert evidence.checkpoint_step == 4
     assert steps_left(replace(job(spec), attempts=(replace(attempt(), evidence=evidence),))) == 6
     jobs = JobFolder(tmp_path, "lm-1")
-    assert collect(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step is None, "it trains nothing"
+    assert collect(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step is None, (
+        "it trains nothing"
+    )
 
 
 def test_the_newest_files_of_an_output_without_a_checkpoint_are_named(tmp_path: Path) -> None:
@@ -158,7 +178,10 @@ def test_the_newest_files_of_an_output_without_a_checkpoint_are_named(tmp_path: 
 
 def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:
     evidence = left_behind(tmp_path, OOM)
-    for predicted, kind in ((5 * 2**30, FailureKind.MEMORY_CONTENTION), (3 * 2**30, FailureKind.DEVICE_OOM)):
+    for predicted, kind in (
+        (5 * 2**30, FailureKind.MEMORY_CONTENTION),
+        (3 * 2**30, FailureKind.DEVICE_OOM),
+    ):
         failure = classify(job(script_spec()), attempt(allocated_bytes=predicted), evidence)
         assert failure is not None
         assert failure.kind is kind
@@ -166,10 +189,14 @@ def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:
 
 
 def test_evidence_names_a_secret_that_the_program_printed_and_keeps_all_else() -> None:
-    error = ErrorReport(rank=0, step=1, phase="training", type="ValueError", traceback="ValueError: hunter2 of cuda")
+    error = ErrorReport(
+        rank=0, step=1, phase="training", type="ValueError", traceback="ValueError: hunter2 of cuda"
+    )
     ranks = (RankEnd(rank=0, exit_code=1, log_tail="token hunter2\nCUDA out of memory"),)
     evidence = Evidence(ranks=ranks, errors=(error,), launch_error=None, nodes_lost=("node-1",))
-    spec = JobSpec(name="a", global_batch_size=1, command="x", secrets=("KEY",), env={"DEVICE": "cuda"})
+    spec = JobSpec(
+        name="a", global_batch_size=1, command="x", secrets=("KEY",), env={"DEVICE": "cuda"}
+    )
     hidden = without_secrets(evidence, spec, {"KEY": "hunter2"})
     assert hidden.errors[0].traceback == "ValueError: [KEY] of cuda"
     assert hidden.ranks[0].log_tail == "token [KEY]\nCUDA out of memory", "a variable stays"

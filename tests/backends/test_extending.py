@@ -25,11 +25,15 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
         yield opened
 
 
-def test_the_tracker_that_the_docs_show_keeps_ended_attempts(journal: Journal, tmp_path: Path) -> None:
+def test_the_tracker_that_the_docs_show_keeps_ended_attempts(
+    journal: Journal, tmp_path: Path
+) -> None:
     code = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     shown: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec", dont_inherit=True), shown)
-    tracker: Tracker = shown["CsvTracker"](tmp_path, Lookups(state=State, job=lambda _: None, sweep=lambda _: None))
+    tracker: Tracker = shown["CsvTracker"](
+        tmp_path, Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
+    )
     relay = OutboxRelay("csv", tracker, journal.outbox)
     say(journal, new_job("a", attempt("a", 1)))
     say(journal, new_job("a", end_attempt(attempt("a", 1))))

@@ -30,8 +30,22 @@ from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.commands.replay import read_events, read_state
 from orchestrator.specs.actions import Archive, Record
-from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, Heartbeat, NodeDevices, OomReport
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.attempt import (
+    Attempt,
+    ErrorReport,
+    Evidence,
+    Heartbeat,
+    NodeDevices,
+    OomReport,
+)
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
 from orchestrator.specs.events import Event, Finished, Submitted, TimerFired
@@ -66,7 +80,11 @@ SCRIPT = JobSpec(
         "precision": {"env": "DTYPE", "default": "float", "values": {"bf16": "bfloat16"}},
     },
     success={"artifacts": ("model.pt",)},
-    profile={"parameters": 10**9, "activations_per_sample": "1.5GiB", "forward_flops_per_sample": 1e12},
+    profile={
+        "parameters": 10**9,
+        "activations_per_sample": "1.5GiB",
+        "forward_flops_per_sample": 1e12,
+    },
     degrade={"allow": "semantic", "sequence_lengths": (64, 32)},
     hang_timeout="16.1min",  # 966.0000000000001 seconds
     depends_on=["other-1", {"job": "other-2", "when": "always"}],
@@ -81,7 +99,11 @@ DECODER = JobSpec(
     global_batch_size=4,
     model=ModelSpec(
         decoder=DecoderSpec(
-            vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            vocab_size=256,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
         )
     ),
     data=DataSpec(text=("a.txt",), sequence_length=64),
@@ -93,14 +115,18 @@ FACTORY = JobSpec(
     model=ModelSpec(factory="m.py:make", config={"layers": [1, {"width": 0.1}], "name": None}),
     profile={"parameters": 0, "activations_per_sample": "0B"},
 )
-POLICY = PolicySpec(half_life="7d", teams=[{"name": "vision", "shares": 2, "quota": 4, "users": ["ada"]}])
+POLICY = PolicySpec(
+    half_life="7d", teams=[{"name": "vision", "shares": 2, "quota": 4, "users": ["ada"]}]
+)
 ATTEMPT = Attempt(
     job_id="j",
     number=1,
     plan=Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=3), micro_batch_size=1),
     placement=(NodeDevices(node="a", devices=(0, 1, 2)),),
     device=DEVICE.name,
-    estimate=MemoryEstimate(moment="m", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0),
+    estimate=MemoryEstimate(
+        moment="m", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0
+    ),
     correction=1.0,
     step_s=0.1,
     launched_at_s=0.0,
@@ -141,7 +167,11 @@ st.register_type_strategy(Plan, st.sampled_from(list(_legal_plans())))
 st.register_type_strategy(MemoryEstimate, estimates)
 st.register_type_strategy(JobSpec, st.sampled_from([SCRIPT, DECODER, FACTORY]))
 st.register_type_strategy(DeviceSpec, st.just(DEVICE))
-for report in (Heartbeat, OomReport, ErrorReport):  # what ranks report is within its bounds before it is an event
+for report in (
+    Heartbeat,
+    OomReport,
+    ErrorReport,
+):  # what ranks report is within its bounds before it is an event
     st.register_type_strategy(report, st.builds(report).map(bounded_report))
 st.register_type_strategy(PolicySpec, st.just(POLICY))
 
@@ -166,7 +196,9 @@ jobs = st.builds(
 )
 states = st.builds(
     State,
-    jobs=st.lists(jobs, max_size=2, unique_by=lambda job: job.id).map(lambda jobs: {job.id: job for job in jobs}),
+    jobs=st.lists(jobs, max_size=2, unique_by=lambda job: job.id).map(
+        lambda jobs: {job.id: job for job in jobs}
+    ),
     submitted=...,
     nodes=st.lists(build(Node), max_size=2).map(tuple),
     observations=...,
@@ -199,13 +231,22 @@ def url(folder: Path) -> str:
 
 
 @hypothesis_settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(event=st.one_of([build(noun) for noun in Event.__args__]), job=jobs, attempt=st.none() | attempts, state=states)
+@given(
+    event=st.one_of([build(noun) for noun in Event.__args__]),
+    job=jobs,
+    attempt=st.none() | attempts,
+    state=states,
+)
 def test_every_event_record_and_state_comes_back_equal(
     journal: Journal, event: Event, job: Job, attempt: Attempt | None, state: State
 ) -> None:
-    if isinstance(event, Submitted) and event.request is not None:  # one journal sees all cases, and a key once
+    if (
+        isinstance(event, Submitted) and event.request is not None
+    ):  # one journal sees all cases, and a key once
         event = replace(event, request=replace(event.request, name=uuid4().hex))
     record = Record(job=job, attempt=attempt)
     journal.append([(event, [record])])
@@ -247,10 +288,14 @@ def test_snapshots_are_bounded(file_journal: Journal) -> None:
 
 
 def job(number: int, **fields: object) -> Job:
-    return Job(**{"id": f"j-{number}", "spec": SCRIPT, "order": number, "submitted_at_s": number, **fields})
+    return Job(
+        **{"id": f"j-{number}", "spec": SCRIPT, "order": number, "submitted_at_s": number, **fields}
+    )
 
 
-def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(file_journal: Journal) -> None:
+def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(
+    file_journal: Journal,
+) -> None:
     state = State(jobs={str(number): job(number) for number in range(1000)})
     file_journal.append([(TimerFired(at_s=0), ())])
     file_journal.snapshot(state)
@@ -263,7 +308,10 @@ def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(fil
         other.commit()
         changed = state.jobs.with_job(job(7, reason="waits")).without("j-9").with_job(job(1000))
         file_journal.snapshot(replace(state, jobs=changed))
-        assert other.execute("SELECT id FROM written ORDER BY id").fetchall() == [("j-1000",), ("j-7",)]
+        assert other.execute("SELECT id FROM written ORDER BY id").fetchall() == [
+            ("j-1000",),
+            ("j-7",),
+        ]
     assert file_journal.load()[0] == replace(state, jobs=changed)
 
 
@@ -281,21 +329,28 @@ def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal:
 
 
 def records_of(*orders: int) -> list[Record]:
-    return [Record(job=Job(id=str(order), spec=SCRIPT, order=order, submitted_at_s=0)) for order in orders]
+    return [
+        Record(job=Job(id=str(order), spec=SCRIPT, order=order, submitted_at_s=0))
+        for order in orders
+    ]
 
 
 def waiting(journal: Journal, tracker: str) -> list[int]:
     return [record.job.order for _, record in journal.outbox.pending(tracker, 99)]
 
 
-def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(journal: Journal) -> None:
+def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(
+    journal: Journal,
+) -> None:
     journal.append([(TimerFired(at_s=0), records_of(0, 1))])
     journal.append([(TimerFired(at_s=1), records_of(2, 3, 4))])
     first = journal.outbox.pending("mlflow", 3)
     assert [record for _, record in first] == records_of(0, 1, 2)
     journal.outbox.delivered("mlflow", [number for number, _ in first])
     assert waiting(journal, "mlflow") == [3, 4]
-    journal.outbox.delivered("mlflow", [number for number, _ in journal.outbox.pending("mlflow", 99)])
+    journal.outbox.delivered(
+        "mlflow", [number for number, _ in journal.outbox.pending("mlflow", 99)]
+    )
     journal.append([(TimerFired(at_s=2), records_of(0))])
     assert journal.outbox.pending("mlflow", 99)[0][0] > 5, "a row's number was given twice"
 
@@ -311,14 +366,18 @@ def test_each_tracker_gets_every_row_and_a_row_stays_until_all_have_it(journal: 
     assert kept_rows(journal) == rows[1:], "rows that every tracker has are removed, and no other"
 
 
-def test_a_new_tracker_begins_at_the_rows_that_are_there_and_one_taken_out_holds_none(journal: Journal) -> None:
+def test_a_new_tracker_begins_at_the_rows_that_are_there_and_one_taken_out_holds_none(
+    journal: Journal,
+) -> None:
     journal.append([(TimerFired(at_s=0), records_of(0, 1, 2))])
     rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
     journal.outbox.delivered("mlflow", rows[:1])
     journal.outbox.register(["mlflow", "jsonl"])
     assert waiting(journal, "jsonl") == [1, 2]
     journal.outbox.delivered("jsonl", rows[1:])
-    journal.outbox.register(["jsonl", "mlflow"])  # as at every start: cursors stand where they stood
+    journal.outbox.register(
+        ["jsonl", "mlflow"]
+    )  # as at every start: cursors stand where they stood
     assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([1, 2], [])
     journal.outbox.register(["jsonl"])
     assert kept_rows(journal) == [], "a tracker that was taken out still holds rows"
@@ -327,8 +386,12 @@ def test_a_new_tracker_begins_at_the_rows_that_are_there_and_one_taken_out_holds
     assert waiting(journal, "mlflow") == [3]
 
 
-def test_what_ran_comes_first_and_a_cursor_stands_before_the_oldest_row_that_a_tracker_lacks(journal: Journal) -> None:
-    ran = [replace(record, job=replace(record.job, attempts=(ATTEMPT,))) for record in records_of(2, 3)]
+def test_what_ran_comes_first_and_a_cursor_stands_before_the_oldest_row_that_a_tracker_lacks(
+    journal: Journal,
+) -> None:
+    ran = [
+        replace(record, job=replace(record.job, attempts=(ATTEMPT,))) for record in records_of(2, 3)
+    ]
     journal.append([(TimerFired(at_s=0), [*records_of(0, 1), *ran])])
     rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
     assert waiting(journal, "mlflow") == [2, 3, 0, 1]
@@ -342,10 +405,15 @@ def test_what_ran_comes_first_and_a_cursor_stands_before_the_oldest_row_that_a_t
 
 def kept_rows(journal: Journal) -> list[int]:
     with journal.database.transaction() as connection:
-        return [row.id for row in connection.execute(sqlalchemy.text("SELECT id FROM outbox ORDER BY id"))]
+        return [
+            row.id
+            for row in connection.execute(sqlalchemy.text("SELECT id FROM outbox ORDER BY id"))
+        ]
 
 
-def test_more_events_than_one_page_come_back_in_order(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_events_than_one_page_come_back_in_order(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(journal_module, "PAGE", 3)
     for at_s in range(7):
         journal.append([(TimerFired(at_s=at_s), ())])
@@ -364,7 +432,12 @@ def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
         for number in range(20):
             at_s = 100 * thread + number
             journal.append(
-                [(TimerFired(at_s=at_s), [Record(job=Job(id="j", spec=SCRIPT, order=at_s, submitted_at_s=0))])]
+                [
+                    (
+                        TimerFired(at_s=at_s),
+                        [Record(job=Job(id="j", spec=SCRIPT, order=at_s, submitted_at_s=0))],
+                    )
+                ]
             )
 
     threads = [threading.Thread(target=append, args=(thread,)) for thread in range(4)]
@@ -390,7 +463,9 @@ def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) ->
         took_s = time.monotonic() - began
         assert again.load() == (None, ((TimerFired(at_s=1), ""),))
     assert took_s < 4, "0.014 s on an idle machine; a lock that stays is waited for 5 s"
-    assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, "others may read the jobs' environments"
+    assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, (
+        "others may read the jobs' environments"
+    )
 
 
 def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> None:
@@ -402,14 +477,18 @@ def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> No
             Journal(url(tmp_path))
 
 
-@pytest.mark.parametrize("bad", ["sqlite://", "sqlite:///:memory:", "postgresql://u:hidden@h/d", "u:hidden@h"])
+@pytest.mark.parametrize(
+    "bad", ["sqlite://", "sqlite:///:memory:", "postgresql://u:hidden@h/d", "u:hidden@h"]
+)
 def test_other_databases_are_refused_without_showing_a_password(bad: str) -> None:
     with pytest.raises(SpecError) as raised:
         Journal(bad)
     assert "hidden" not in str(raised.value)
 
 
-def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written(postgres: Server) -> None:
+def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written(
+    postgres: Server,
+) -> None:
     address = postgres.new_database()
     with pytest.raises(ServiceError, match="no tables"):
         Journal(address, reads_only=True)
@@ -418,7 +497,10 @@ def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written
         service.append([(event, ())])
         assert [stored for stored, _ in read_events(address)] == [event]
         assert read_state(address).at_s == 1.0
-        with closing(Journal(address, reads_only=True)) as reader, pytest.raises(ServiceError, match="read-only"):
+        with (
+            closing(Journal(address, reads_only=True)) as reader,
+            pytest.raises(ServiceError, match="read-only"),
+        ):
             reader.append([(event, ())])
         service.append([(TimerFired(at_s=2.0), ())])  # it has never lost its lease
         assert len(list(service.events())) == 2
@@ -426,7 +508,9 @@ def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written
 
 def test_the_newest_revision_is_the_one_the_journal_asks_for() -> None:
     config = Config()
-    config.set_main_option("script_location", str(Path(journal_module.__file__).with_name("migrations")))
+    config.set_main_option(
+        "script_location", str(Path(journal_module.__file__).with_name("migrations"))
+    )
     config.set_main_option("path_separator", "os")
     assert ScriptDirectory.from_config(config).get_heads() == [SCHEMA]
 
@@ -455,7 +539,9 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
         size = answered.stat().st_size
         writers.stdin.write(f"append {tmp_path}\n")
         pid = int(writers.stdout.readline())
-        if kill >= 10:  # the first ten die in the first open or soon after, the others while they append
+        if (
+            kill >= 10
+        ):  # the first ten die in the first open or soon after, the others while they append
             more, deadline_s = moments.randint(1, 60), time.monotonic() + 10
             while answered.stat().st_size < size + more and time.monotonic() < deadline_s:
                 time.sleep(0.001)
@@ -493,6 +579,11 @@ def test_placements_keep_their_order(journal: Journal) -> None:
     placement = (NodeDevices(node="b", devices=(1, 0)), NodeDevices(node="a", devices=(3,)))
     attempt = replace(ATTEMPT, placement=placement)
     journal.append(
-        [(TimerFired(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])]
+        [
+            (
+                TimerFired(at_s=0),
+                [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)],
+            )
+        ]
     )
     assert journal.outbox.pending("mlflow", 1)[0][1].attempt.placement == placement

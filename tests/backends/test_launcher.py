@@ -36,7 +36,13 @@ def folder(tmp_path: Path) -> AttemptFolder:
 
 def launcher_of(folder: AttemptFolder, number: int = 1) -> Launcher:
     watched = Watched(node="n0", devices=(0,))
-    return Launcher(str(folder.path), str(folder.path.parents[1] / "epoch"), number, f"{folder.path}/n0", watched)
+    return Launcher(
+        str(folder.path),
+        str(folder.path.parents[1] / "epoch"),
+        number,
+        f"{folder.path}/n0",
+        watched,
+    )
 
 
 def ranks_of(*behaviours: str, **env: str) -> list[tuple[int, tuple[str, ...], dict[str, str]]]:
@@ -45,7 +51,11 @@ def ranks_of(*behaviours: str, **env: str) -> list[tuple[int, tuple[str, ...], d
 
 
 def await_end(launcher: Launcher) -> dict[str, Any]:
-    return until(lambda: launcher.status()["state"] == "ended" and launcher.status(), "every rank has ended", 20)
+    return until(
+        lambda: launcher.status()["state"] == "ended" and launcher.status(),
+        "every rank has ended",
+        20,
+    )
 
 
 def test_exit_codes_and_signals_are_exact_and_on_the_disk(folder: AttemptFolder) -> None:
@@ -57,7 +67,9 @@ def test_exit_codes_and_signals_are_exact_and_on_the_disk(folder: AttemptFolder)
     assert list(folder.path.glob("*.tmp")) == []
 
 
-def test_the_first_failing_rank_is_named_and_ends_the_others(folder: AttemptFolder, tmp_path: Path) -> None:
+def test_the_first_failing_rank_is_named_and_ends_the_others(
+    folder: AttemptFolder, tmp_path: Path
+) -> None:
     launcher = launcher_of(folder)
     launcher.start(ranks_of("daemon", "deaf", f"go:{tmp_path / 'go'}"), "/")
     children = [int(str(first_line(folder, 0)["child"]))]
@@ -70,7 +82,9 @@ def test_the_first_failing_rank_is_named_and_ends_the_others(folder: AttemptFold
     assert until(lambda: not alive(children), "a daemon of a rank in its own session ends too", 5)
 
 
-def test_a_rank_that_ends_well_leaves_the_others_alone(folder: AttemptFolder, tmp_path: Path) -> None:
+def test_a_rank_that_ends_well_leaves_the_others_alone(
+    folder: AttemptFolder, tmp_path: Path
+) -> None:
     launcher = launcher_of(folder)
     launcher.start(ranks_of("exit:0", f"go:{tmp_path / 'go'}"), "/")
     until(lambda: launcher.status()["exit_codes"][0] == 0, "rank 0 has ended")
@@ -129,7 +143,9 @@ def test_ranks_end_when_a_newer_attempt_appears(folder: AttemptFolder) -> None:
     assert await_end(launcher)["exit_codes"] == {0: -9}
 
 
-def test_ranks_do_not_inherit_tokens(folder: AttemptFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_inherit_tokens(
+    folder: AttemptFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "ORC_TOKEN"):
         monkeypatch.setenv(name, "hidden")
     launcher = launcher_of(folder)
@@ -147,7 +163,9 @@ def test_a_program_that_cannot_start_is_an_error_in_the_status(folder: AttemptFo
     assert status["state"] == "ended"
 
 
-def test_a_long_poll_answers_on_change_and_at_its_timeout(folder: AttemptFolder, tmp_path: Path) -> None:
+def test_a_long_poll_answers_on_change_and_at_its_timeout(
+    folder: AttemptFolder, tmp_path: Path
+) -> None:
     launcher = launcher_of(folder)
     version = launcher.start(ranks_of(f"go:{tmp_path / 'go'}"), "/")["version"]
     began_s = time.monotonic()
@@ -181,7 +199,9 @@ time.sleep(300)
 
 def test_ranks_die_with_their_launcher(folder: AttemptFolder) -> None:
     arguments = [sys.executable, "-c", LAUNCHING_PROCESS, str(folder.path)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
         pids = [int(str(first_line(folder, rank)["pid"])) for rank in (0, 1)]
@@ -202,7 +222,9 @@ def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_pat
 def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:
     name = str(tmp_path)
     marked, other = (
-        subprocess.Popen(["sleep", "300"], env={**os.environ, module.MARK: mark}, start_new_session=True)
+        subprocess.Popen(
+            ["sleep", "300"], env={**os.environ, module.MARK: mark}, start_new_session=True
+        )
         for mark in (name, f"{name}-other")
     )
     assert kill_marked(name) == 1
@@ -243,9 +265,12 @@ def write_swap(folder: AttemptFolder, nvme: Path) -> Path:
 
 def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path: Path) -> None:
     first, second, other_home = (
-        JobFolder(tmp_path / home, "fits-1").attempt(number) for home, number in (("a", 1), ("a", 2), ("b", 1))
+        JobFolder(tmp_path / home, "fits-1").attempt(number)
+        for home, number in (("a", 1), ("a", 2), ("b", 1))
     )
-    mine, newer, foreign = (write_swap(folder, tmp_path / "nvme") for folder in (first, second, other_home))
+    mine, newer, foreign = (
+        write_swap(folder, tmp_path / "nvme") for folder in (first, second, other_home)
+    )
     launcher = launcher_of(first)
     launcher.start(ranks_of("wait", "wait"), "/")
     os.kill(launcher.status()["pids"][0], signal.SIGKILL)
@@ -253,7 +278,9 @@ def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path
     assert (mine.exists(), newer.exists(), foreign.exists()) == (False, True, True)
     clean_up("nobody", str(second.path))  # as a node that lives is told when the launcher is gone
     clean_up("nobody", str(second.path))
-    assert [path.name for path in (tmp_path / "nvme").iterdir()] == [foreign.relative_to(tmp_path / "nvme").parts[0]]
+    assert [path.name for path in (tmp_path / "nvme").iterdir()] == [
+        foreign.relative_to(tmp_path / "nvme").parts[0]
+    ]
 
 
 def test_ports_are_below_the_ephemeral_range_and_differ() -> None:

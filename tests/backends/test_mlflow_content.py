@@ -17,7 +17,14 @@ from tests.scheduling.factories import DEVICE, attempt, decoder_spec, job, scrip
 PLAN = Plan(engine=Engine.SCRIPT, micro_batch_size=32)
 OF_THE_LAUNCH = {"engine", "gpus", "dp", "tp", "pp", "global_batch_size", "placement"}
 REPORT = OomReport(
-    rank=0, step=3, phase="forward", requested_bytes=8, live_bytes=250, capacity_bytes=256, steps_done=3, count=1
+    rank=0,
+    step=3,
+    phase="forward",
+    requested_bytes=8,
+    live_bytes=250,
+    capacity_bytes=256,
+    steps_done=3,
+    count=1,
 )
 
 
@@ -50,15 +57,27 @@ def test_a_script_that_says_nothing_is_recorded_without_defaults() -> None:
 def test_what_the_job_file_or_a_knob_says_of_a_script_is_recorded(
     changes: dict[str, object], plan: dict[str, object], recorded: dict[str, str]
 ) -> None:
-    spec = JobSpec.model_validate({"name": "script", "global_batch_size": 32, "command": "python train.py", **changes})
+    spec = JobSpec.model_validate(
+        {"name": "script", "global_batch_size": 32, "command": "python train.py", **changes}
+    )
     of_job, of_attempt = params(spec, replace(PLAN, **plan))  # type: ignore[arg-type]
-    assert {name: value for name, value in of_attempt.items() if name not in OF_THE_LAUNCH} == recorded
+    assert {
+        name: value for name, value in of_attempt.items() if name not in OF_THE_LAUNCH
+    } == recorded
     assert of_job.get("precision") == recorded.get("precision")
 
 
 def test_every_setting_of_our_engines_is_recorded() -> None:
-    of_job, of_attempt = params(decoder_spec(), replace(PLAN, engine=Engine.TORCH, micro_batch_size=8))
-    assert {"optimizer", "precision", "micro_batch_size", "activation_checkpointing", "offload"} <= set(of_attempt)
+    of_job, of_attempt = params(
+        decoder_spec(), replace(PLAN, engine=Engine.TORCH, micro_batch_size=8)
+    )
+    assert {
+        "optimizer",
+        "precision",
+        "micro_batch_size",
+        "activation_checkpointing",
+        "offload",
+    } <= set(of_attempt)
     assert of_job["precision"] == "fp32"
 
 
@@ -74,14 +93,24 @@ def test_an_error_that_ended_a_rank_does_not_count_as_caught(
         caught=tuple(replace(REPORT, rank=rank, count=count) for rank, count in enumerate(raised)),
         ooms=tuple(replace(REPORT, rank=rank) for rank in fatal),
     )
-    content = attempt_content(job(script_spec()), replace(attempt(), plan=PLAN, evidence=evidence), str)
+    content = attempt_content(
+        job(script_spec()), replace(attempt(), plan=PLAN, evidence=evidence), str
+    )
     assert content.tags.get("caught_ooms") == recorded
 
 
-def test_a_measured_attempt_is_recorded_with_its_rates_its_device_seconds_and_what_it_was_trained_with() -> None:
-    beats = (Heartbeat(rank=0, step=5, steps_done=5, step_s=0.5, peak_bytes=90, phase="forward", at_s=9.0),)
+def test_a_measured_attempt_is_recorded_with_its_rates_its_device_seconds_and_what_it_was_trained_with() -> (
+    None
+):
+    beats = (
+        Heartbeat(
+            rank=0, step=5, steps_done=5, step_s=0.5, peak_bytes=90, phase="forward", at_s=9.0
+        ),
+    )
     plan = Plan(engine=Engine.TORCH, micro_batch_size=8, sequence_length=128)
-    measured_attempt = replace(attempt(), plan=plan, ended_at_s=11.0, evidence=Evidence(heartbeats=beats))
+    measured_attempt = replace(
+        attempt(), plan=plan, ended_at_s=11.0, evidence=Evidence(heartbeats=beats)
+    )
     priced = DEVICE.model_copy(update={"price_per_hour": 3.6})
     content = attempt_content(job(decoder_spec()), measured_attempt, str, device=priced)
     held_s = 11.0 - measured_attempt.launched_at_s

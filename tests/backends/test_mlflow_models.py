@@ -22,7 +22,16 @@ from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, base_of, 
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import JobFolder
-from tests.backends.test_mlflow_tracker import attempt, end_attempt, eventually, new_job, runs, say, server, tracking
+from tests.backends.test_mlflow_tracker import (
+    attempt,
+    end_attempt,
+    eventually,
+    new_job,
+    runs,
+    say,
+    server,
+    tracking,
+)
 from tests.training import tiny_hf
 
 __all__ = ["server"]  # a fixture
@@ -66,7 +75,9 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
     server: MlflowServer, journal: Journal
 ) -> None:
     output = output_of(server, "tuned-1")
-    tiny_hf.folder(output.parent, "llama").rename(output)  # weights in several files with an index, as ours are
+    tiny_hf.folder(output.parent, "llama").rename(
+        output
+    )  # weights in several files with an index, as ours are
     (output / "checkpoint-5").mkdir()
     (output / "checkpoint-5" / "optimizer.pt").write_bytes(bytes(1000))
     done = new_job("tuned-1", end_attempt(attempt("tuned-1", 1)), status=JobStatus.SUCCEEDED)
@@ -75,9 +86,13 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
         assert relay.wait_delivered(60), relay.problem
         assert model_tag(server, "tuned-1") == PENDING, "nobody waited for the copy"
     other = dataclasses.replace(done, submitted_at_s=1.0)
-    with tracking(journal, server, job={"tuned-1": other}.get):  # another home, which has a job of that name
+    with tracking(
+        journal, server, job={"tuned-1": other}.get
+    ):  # another home, which has a job of that name
         pass
-    with tracking(journal, server, job={"tuned-1": done}.get):  # a new service, which was told nothing
+    with tracking(
+        journal, server, job={"tuned-1": done}.get
+    ):  # a new service, which was told nothing
         eventually(lambda: model_tag(server, "tuned-1") not in ("", PENDING), 120)
     model_id = model_tag(server, "tuned-1")
     assert model_id.startswith("m-"), model_id
@@ -130,7 +145,10 @@ def test_adapters_are_a_logged_model_that_a_fresh_process_puts_on_their_base_aga
     made, logits = adapters(output.parent)
     made.rename(output)  # without a tokenizer: that of the base counts
     with tracking(journal, server):
-        say(journal, new_job("lora-1", end_attempt(attempt("lora-1", 1)), status=JobStatus.SUCCEEDED))
+        say(
+            journal,
+            new_job("lora-1", end_attempt(attempt("lora-1", 1)), status=JobStatus.SUCCEEDED),
+        )
         eventually(lambda: model_tag(server, "lora-1") not in ("", PENDING), 120)
     model_id = model_tag(server, "lora-1")
     assert model_id.startswith("m-"), model_id
@@ -141,7 +159,9 @@ def test_adapters_are_a_logged_model_that_a_fresh_process_puts_on_their_base_aga
     assert (kind, count) == ("PeftModelForCausalLM", "1"), again.stderr[-2000:]
     assert float(total) == pytest.approx(logits, rel=1e-6)
     weights = [path for path in server.home.rglob("*.safetensors") if model_id in path.parts]
-    assert [path.name for path in weights] == ["adapter_model.safetensors"], "the base is not copied"
+    assert [path.name for path in weights] == ["adapter_model.safetensors"], (
+        "the base is not copied"
+    )
 
 
 @pytest.mark.long
@@ -174,23 +194,40 @@ def test_an_output_that_is_no_transformers_model_is_artifacts_without_a_claim(
 
     (output_of(server, "foreign-1") / "model.pt").write_bytes(b"weights")
     with tracking(journal, server):
-        say(journal, new_job("foreign-1", end_attempt(attempt("foreign-1", 1)), status=JobStatus.SUCCEEDED))
+        say(
+            journal,
+            new_job("foreign-1", end_attempt(attempt("foreign-1", 1)), status=JobStatus.SUCCEEDED),
+        )
         eventually(lambda: model_tag(server, "foreign-1") == "output/", 120)
     client, run = MlflowClient(server.uri), run_of(server, "foreign-1")
-    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "output")] == ["output/model.pt"]
-    assert not client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "output")] == [
+        "output/model.pt"
+    ]
+    assert not client.search_logged_models(
+        [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
+    )
 
 
-def test_jobs_without_an_output_and_failed_ones_have_no_copy(server: MlflowServer, journal: Journal) -> None:
+def test_jobs_without_an_output_and_failed_ones_have_no_copy(
+    server: MlflowServer, journal: Journal
+) -> None:
     (output_of(server, "failed-1") / "model.pt").write_bytes(b"half")
     with tracking(journal, server) as relay:
-        say(journal, new_job("failed-1", end_attempt(attempt("failed-1", 1)), status=JobStatus.FAILED))
-        say(journal, new_job("empty-1", end_attempt(attempt("empty-1", 1)), status=JobStatus.SUCCEEDED))
+        say(
+            journal,
+            new_job("failed-1", end_attempt(attempt("failed-1", 1)), status=JobStatus.FAILED),
+        )
+        say(
+            journal,
+            new_job("empty-1", end_attempt(attempt("empty-1", 1)), status=JobStatus.SUCCEEDED),
+        )
         assert relay.wait_delivered(60), relay.problem
     assert [model_tag(server, job_id) for job_id in ("failed-1", "empty-1")] == ["", ""]
 
 
-def test_a_model_without_weights_without_a_tokenizer_or_of_another_kind_is_not_claimed(tmp_path: Path) -> None:
+def test_a_model_without_weights_without_a_tokenizer_or_of_another_kind_is_not_claimed(
+    tmp_path: Path,
+) -> None:
     whole = tmp_path / "whole"
     tiny_hf.model("llama").save_pretrained(whole)
     assert task_of(whole) is None, "words need a tokenizer"

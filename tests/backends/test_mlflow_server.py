@@ -89,7 +89,9 @@ def test_folder_and_socket_file_are_open_to_their_user_alone(server: MlflowServe
 
 def test_the_server_is_one_process_that_listens_on_no_port(server: MlflowServer) -> None:
     (process,) = server.processes()
-    opened = {os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir() if entry.is_symlink()}
+    opened = {
+        os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir() if entry.is_symlink()
+    }
     tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
     rows = [row.split() for table in tables for row in table]
     assert [row[1] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in opened] == []
@@ -103,10 +105,25 @@ def test_a_server_of_an_earlier_version_ends_and_its_records_stay(tmp_path: Path
 
     folder, port = tmp_path / "mlflow", free_port()
     folder.mkdir()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}"]
     command += ["--artifacts-destination", str(folder / "artifacts")]
-    variables = {MARK: str(tmp_path), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    variables = {
+        MARK: str(tmp_path),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
     older = subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.DEVNULL)
 
     def serves() -> bool:
@@ -164,7 +181,10 @@ def test_a_version_of_mlflow_that_ignores_how_it_is_started_is_told_and_gets_no_
     monkeypatch.setattr(outbox_relay, "RETRY_MAX_S", 1.0)
     home = tmp_path / "home"
     home.mkdir()
-    with another_server(home / "mlflow"), closing(Journal(f"sqlite:///{tmp_path}/journal.db")) as journal:
+    with (
+        another_server(home / "mlflow"),
+        closing(Journal(f"sqlite:///{tmp_path}/journal.db")) as journal,
+    ):
         tracker = HomeMlflow(home, Lookups(state=State, job=lambda _: None, sweep=lambda _: None))
         relay = OutboxRelay("mlflow", tracker, journal.outbox)
         relay.start()
@@ -174,7 +194,10 @@ def test_a_version_of_mlflow_that_ignores_how_it_is_started_is_told_and_gets_no_
                 say(journal, new_job("waits"))
                 relay.notify()
                 eventually(lambda: relay.problem is not None)
-                assert "as it is started (status 404): install a version that the support matrix names" in relay.problem
+                assert (
+                    "as it is started (status 404): install a version that the support matrix names"
+                    in relay.problem
+                )
         finally:
             relay.stop()
         assert len(journal.outbox.pending("mlflow", 99)) == outbox_relay.REFUSALS_MAX + 1
@@ -190,7 +213,8 @@ def test_a_server_that_does_not_start_says_why_in_what_the_doctor_shows(
     assert server._process is not None
     server._process.wait(60)
     with pytest.raises(
-        ConnectionError, match=r"does not answer.*server\.log ends with:.*No module named no_such_module"
+        ConnectionError,
+        match=r"does not answer.*server\.log ends with:.*No module named no_such_module",
     ):
         server.check()
 

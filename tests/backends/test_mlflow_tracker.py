@@ -63,7 +63,10 @@ SPEC = JobSpec(
     command="python train.py",
     env={"API_URL": VARIABLE, "SMALL": "1"},
     secrets=("TRACKER_TEST_TOKEN",),
-    knobs={"micro_batch_size": {"flag": "--batch"}, "gradient_accumulation_steps": {"flag": "--accumulate"}},
+    knobs={
+        "micro_batch_size": {"flag": "--batch"},
+        "gradient_accumulation_steps": {"flag": "--accumulate"},
+    },
 )
 DECODER = {
     "vocab_size": 64,
@@ -102,8 +105,12 @@ def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = No
 
 def end_attempt(running: Attempt, kind: FailureKind | None = None) -> Attempt:
     text = f"Traceback ... token={SECRET} url={VARIABLE}"
-    beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=1600, phase="forward", at_s=START_S)
-    beat = dataclasses.replace(beat, reserved_bytes=1800, torch_version="2.11.0", cuda_version="12.8")
+    beat = Heartbeat(
+        rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=1600, phase="forward", at_s=START_S
+    )
+    beat = dataclasses.replace(
+        beat, reserved_bytes=1800, torch_version="2.11.0", cuda_version="12.8"
+    )
     return dataclasses.replace(
         running,
         status=AttemptStatus.ENDED,
@@ -111,14 +118,26 @@ def end_attempt(running: Attempt, kind: FailureKind | None = None) -> Attempt:
         failure=Failure(kind=kind, reason=f"ended by {text}", excerpt=text) if kind else None,
         evidence=Evidence(
             ranks=(RankEnd(rank=0, exit_code=77 if kind else 0, log_tail=text),),
-            errors=(ErrorReport(rank=0, step=3, phase="forward", type="E", traceback=text),) if kind else (),
+            errors=(ErrorReport(rank=0, step=3, phase="forward", type="E", traceback=text),)
+            if kind
+            else (),
             heartbeats=(beat,),
         ),
     )
 
 
-def new_job(job_id: str, *attempts: Attempt, status: JobStatus = JobStatus.RUNNING, reason: str = "") -> Job:
-    return Job(id=job_id, spec=SPEC, order=0, submitted_at_s=START_S, status=status, reason=reason, attempts=attempts)
+def new_job(
+    job_id: str, *attempts: Attempt, status: JobStatus = JobStatus.RUNNING, reason: str = ""
+) -> Job:
+    return Job(
+        id=job_id,
+        spec=SPEC,
+        order=0,
+        submitted_at_s=START_S,
+        status=status,
+        reason=reason,
+        attempts=attempts,
+    )
 
 
 def write_curves(home: Path, running: Attempt, first: int, last: int) -> None:
@@ -126,7 +145,10 @@ def write_curves(home: Path, running: Attempt, first: int, last: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for step in range(first, last + 1):
-            file.write(json.dumps({"step": step, "loss": 1 / step, "step_s": 0.25, "grad_norm": 1.0}) + "\n")
+            file.write(
+                json.dumps({"step": step, "loss": 1 / step, "step_s": 0.25, "grad_norm": 1.0})
+                + "\n"
+            )
 
 
 def eventually(law: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -138,7 +160,9 @@ def eventually(law: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    running = MlflowServer(tmp_path_factory.mktemp("home") / ("long" * 30))  # the address of a socket has 107 bytes
+    running = MlflowServer(
+        tmp_path_factory.mktemp("home") / ("long" * 30)
+    )  # the address of a socket has 107 bytes
     began_s = time.monotonic()
     assert not running.ensure_running()
     assert time.monotonic() - began_s < 3, "starting waited for the server"
@@ -159,7 +183,12 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKER_TEST_TOKEN", SECRET)
-    names = ("HTTP_REQUEST_MAX_RETRIES", "HTTP_REQUEST_TIMEOUT", "DISABLE_TELEMETRY", "SUPPRESS_PRINTING_URL_TO_STDOUT")
+    names = (
+        "HTTP_REQUEST_MAX_RETRIES",
+        "HTTP_REQUEST_TIMEOUT",
+        "DISABLE_TELEMETRY",
+        "SUPPRESS_PRINTING_URL_TO_STDOUT",
+    )
     for name in (f"MLFLOW_{name}" for name in names):
         monkeypatch.setenv(name, "1")  # the tracker sets them; this has them taken back
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
@@ -177,7 +206,9 @@ def tracking(
     sweep: Callable[[str], SweepReport | None] = lambda _: None,
 ) -> Iterator[OutboxRelay]:
     lookups = Lookups(state=state, job=job, sweep=sweep)
-    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, lookups, ADDRESS), journal.outbox)
+    relay = OutboxRelay(
+        "mlflow", MlflowTracker(server.uri, server.home, lookups, ADDRESS), journal.outbox
+    )
     relay.start()
     try:
         yield relay
@@ -195,7 +226,11 @@ def runs(server: MlflowServer, job_id: str) -> dict[str, object]:
 
     client = MlflowClient(server.uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
-    matches = client.search_runs([experiment.experiment_id], f"tags.`orc.job_id` = '{job_id}'") if experiment else []
+    matches = (
+        client.search_runs([experiment.experiment_id], f"tags.`orc.job_id` = '{job_id}'")
+        if experiment
+        else []
+    )
     numbers = [run.data.tags["orc.attempt"] for run in matches]
     assert len(set(numbers)) == len(numbers), f"a run was duplicated: {numbers}"
     return dict(zip(numbers, matches, strict=True))
@@ -204,7 +239,10 @@ def runs(server: MlflowServer, job_id: str) -> dict[str, object]:
 def curve(server: MlflowServer, run_id: str, name: str) -> list[tuple[int, float]]:
     from mlflow import MlflowClient
 
-    return [(point.step, point.value) for point in MlflowClient(server.uri).get_metric_history(run_id, name)]
+    return [
+        (point.step, point.value)
+        for point in MlflowClient(server.uri).get_metric_history(run_id, name)
+    ]
 
 
 def artifact(server: MlflowServer, run_id: str, path: str, folder: Path) -> str:
@@ -231,13 +269,20 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         assert live.info.status == "RUNNING"
     with tracking(journal, server) as tracker:  # another process, say, with nothing in its outbox
         write_curves(server.home, first, 4, 6)
-        eventually(lambda: len(curve(server, live.info.run_id, "loss")) == 6)  # nobody said a word to the tracker
+        eventually(
+            lambda: len(curve(server, live.info.run_id, "loss")) == 6
+        )  # nobody said a word to the tracker
 
         failed = end_attempt(first, FailureKind.DEVICE_OOM)
         write_curves(server.home, second, 4, 9)
         say(journal, new_job("gpt-1", failed, second))
         reason = f"finished; {SECRET}"
-        say(journal, new_job("gpt-1", failed, end_attempt(second), status=JobStatus.SUCCEEDED, reason=reason))
+        say(
+            journal,
+            new_job(
+                "gpt-1", failed, end_attempt(second), status=JobStatus.SUCCEEDED, reason=reason
+            ),
+        )
         assert tracker.wait_delivered(60)
 
     by_number = runs(server, "gpt-1")
@@ -257,24 +302,40 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     assert rerun.data.params["micro_batch_size"] == "2"
     assert rerun.data.params["placement"] == "n0: 0"
     assert oom.data.tags["outcome"] == "device_oom"
-    assert "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in rerun.data.tags["change"]
+    assert (
+        "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in rerun.data.tags["change"]
+    )
     assert rerun.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
     assert rerun.data.metrics["measured_peak_bytes"] == 1600
     assert rerun.data.metrics["predicted_over_measured"] == 1175 / 1600
-    assert (rerun.data.metrics["predicted_reserved_bytes"], rerun.data.metrics["measured_reserved_bytes"]) == (
+    assert (
+        rerun.data.metrics["predicted_reserved_bytes"],
+        rerun.data.metrics["measured_reserved_bytes"],
+    ) == (
         1293,
         1800,
     )
-    assert (rerun.data.metrics["predicted_step_s"], rerun.data.metrics["measured_step_s"]) == (0.5, 0.25)
+    assert (rerun.data.metrics["predicted_step_s"], rerun.data.metrics["measured_step_s"]) == (
+        0.5,
+        0.25,
+    )
     assert curve(server, rerun.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
     assert len(curve(server, oom.info.run_id, "grad_norm")) == 6
 
     estimate = json.loads(artifact(server, oom.info.run_id, "memory_estimate.json", tmp_path))
     assert estimate["bytes_by_cause"] == {"parameters": 300, "activations": 1.25 * 700}
-    assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(server, oom.info.run_id, "logs/rank0.txt", tmp_path)
+    assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(
+        server, oom.info.run_id, "logs/rank0.txt", tmp_path
+    )
     assert "Traceback" in artifact(server, oom.info.run_id, "tracebacks/rank0.txt", tmp_path)
-    address = parent.data.tags["mlflow.note.content"].partition("[Compare the attempts](")[2].partition(")")[0]
-    assert json.loads(parse_qs(urlsplit(unquote(address)).fragment.partition("?")[2])["runs"][0]) == [
+    address = (
+        parent.data.tags["mlflow.note.content"]
+        .partition("[Compare the attempts](")[2]
+        .partition(")")[0]
+    )
+    assert json.loads(
+        parse_qs(urlsplit(unquote(address)).fragment.partition("?")[2])["runs"][0]
+    ) == [
         oom.info.run_id,
         rerun.info.run_id,
     ]
@@ -288,15 +349,29 @@ def test_samples_of_the_nodes_are_curves_under_mlflows_names_and_sent_again_they
     folder = JobFolder(server.home, "sampled").attempt(1)
     folder.path.mkdir(parents=True)
     for name, used in (("n0", 10.0), ("n1", 20.0)):
-        lines = [{"at_s": START_S + 10 * n, f"system/{name}/gpu_0_memory_usage_megabytes": used + n} for n in range(3)]
-        folder.system(name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"at_s": 1, "sys')
+        lines = [
+            {"at_s": START_S + 10 * n, f"system/{name}/gpu_0_memory_usage_megabytes": used + n}
+            for n in range(3)
+        ]
+        folder.system(name).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines) + '{"at_s": 1, "sys'
+        )
     for _ in range(2):  # a new process each time, which knows no offset
         with tracking(journal, server) as tracker:
-            say(journal, new_job("sampled", dataclasses.replace(sampled, status=AttemptStatus.RUNNING)))
+            say(
+                journal,
+                new_job("sampled", dataclasses.replace(sampled, status=AttemptStatus.RUNNING)),
+            )
             assert tracker.wait_delivered(60)
     run_id = runs(server, "sampled")["1"].info.run_id  # type: ignore[attr-defined]
-    curves = {name: curve(server, run_id, f"system/{name}/gpu_0_memory_usage_megabytes") for name in ("n0", "n1")}
-    assert curves == {"n0": [(0, 10.0), (1, 11.0), (2, 12.0)], "n1": [(0, 20.0), (1, 21.0), (2, 22.0)]}
+    curves = {
+        name: curve(server, run_id, f"system/{name}/gpu_0_memory_usage_megabytes")
+        for name in ("n0", "n1")
+    }
+    assert curves == {
+        "n0": [(0, 10.0), (1, 11.0), (2, 12.0)],
+        "n1": [(0, 20.0), (1, 21.0), (2, 22.0)],
+    }
 
 
 def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
@@ -307,13 +382,19 @@ def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("some words")
     data, missing = {"text": [str(corpus), "/nowhere/else.txt"]}, "/nowhere/else.txt"
-    spec = JobSpec.model_validate({"name": "lm", "global_batch_size": 8, "model": {"decoder": DECODER}, "data": data})
+    spec = JobSpec.model_validate(
+        {"name": "lm", "global_batch_size": 8, "model": {"decoder": DECODER}, "data": data}
+    )
     job = dataclasses.replace(new_job("lm-data", attempt("lm-data", 1)), spec=spec)
 
     def inputs() -> dict[str, list[tuple[str, str, str]]]:
         return {
             number: sorted(
-                (str(get_source(entry.dataset).to_dict()["uri"]), entry.tags[0].value, entry.dataset.digest)
+                (
+                    str(get_source(entry.dataset).to_dict()["uri"]),
+                    entry.tags[0].value,
+                    entry.dataset.digest,
+                )
                 for entry in run.inputs.dataset_inputs  # type: ignore[attr-defined]
             )
             for number, run in runs(server, "lm-data").items()
@@ -337,21 +418,29 @@ def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
     server: MlflowServer, journal: Journal, tmp_path: Path
 ) -> None:
     spec = decoder_spec(retries={"oom": 0})
-    state, _ = run(NodesSeen(nodes=(node(),), at_s=0.0), submitted(spec), finished(oom()), released())
+    state, _ = run(
+        NodesSeen(nodes=(node(),), at_s=0.0), submitted(spec), finished(oom()), released()
+    )
     with tracking(journal, server, lambda: state) as tracker:
         say(journal, state.jobs["lm-1"])
         assert tracker.wait_delivered(60)
     by_number = runs(server, "lm-1")
-    picture = artifact_path(server, by_number["0"].info.run_id, "frontier.png", tmp_path).read_bytes()
+    picture = artifact_path(
+        server, by_number["0"].info.run_id, "frontier.png", tmp_path
+    ).read_bytes()
     assert picture.startswith(b"\x89PNG")
-    assert "learned: activations of lm" in artifact(server, by_number["1"].info.run_id, "explanation.txt", tmp_path)
+    assert "learned: activations of lm" in artifact(
+        server, by_number["1"].info.run_id, "explanation.txt", tmp_path
+    )
     assert state.observations
     assert read_outcomes(server.uri, EXPERIMENT) == state.observations
     with pytest.raises(SpecError, match="no such experiment"):
         read_outcomes(server.uri, "nobody")
 
 
-def test_outcomes_are_sought_where_an_mlflow_is_and_nothing_is_made_where_none_is(tmp_path: Path) -> None:
+def test_outcomes_are_sought_where_an_mlflow_is_and_nothing_is_made_where_none_is(
+    tmp_path: Path,
+) -> None:
     for nowhere in (
         "",
         "nonsense",
@@ -376,7 +465,10 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     server: MlflowServer, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = [f"night-{number}" for number in range(6)]
-    running = {job_id: dataclasses.replace(attempt(job_id, 1), status=AttemptStatus.RUNNING) for job_id in jobs}
+    running = {
+        job_id: dataclasses.replace(attempt(job_id, 1), status=AttemptStatus.RUNNING)
+        for job_id in jobs
+    }
     for job_id in jobs:
         write_curves(server.home, running[job_id], 1, 20)
     with tracking(journal, server) as tracker:
@@ -389,7 +481,15 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
         for job_id in jobs:
             said_at_s = time.monotonic()
             say(journal, new_job(job_id, running[job_id]))
-            say(journal, new_job(job_id, end_attempt(running[job_id]), status=JobStatus.SUCCEEDED, reason="finished"))
+            say(
+                journal,
+                new_job(
+                    job_id,
+                    end_attempt(running[job_id]),
+                    status=JobStatus.SUCCEEDED,
+                    reason="finished",
+                ),
+            )
             assert time.monotonic() - said_at_s < 1, "a dead server delayed the journal"
         eventually(lambda: tracker.problem is not None)
     waiting = journal.outbox.pending("mlflow", 1000)
@@ -398,14 +498,18 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     eventually(server.ensure_running, 120)
     assert not set(before) & set(server.processes())
     with monkeypatch.context() as patch, tracking(journal, server):
-        patch.setattr(journal.outbox, "delivered", lambda *_: None)  # a tracker that dies before it forgets its rows
+        patch.setattr(
+            journal.outbox, "delivered", lambda *_: None
+        )  # a tracker that dies before it forgets its rows
         eventually(lambda: all("1" in runs(server, job_id) for job_id in jobs))
     with tracking(journal, server) as tracker:
         assert tracker.wait_delivered(60)
     for job_id in jobs:
         by_number = runs(server, job_id)
         assert [by_number[number].info.status for number in ("0", "1")] == ["FINISHED", "FINISHED"]
-        assert curve(server, by_number["1"].info.run_id, "loss") == [(step, 1 / step) for step in range(1, 21)]
+        assert curve(server, by_number["1"].info.run_id, "loss") == [
+            (step, 1 / step) for step in range(1, 21)
+        ]
 
 
 def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
@@ -438,7 +542,11 @@ def test_a_service_that_was_frozen_amid_a_creation_leaves_no_second_run(
     name = f"frozen-{its_job_ends}".lower()
     started = attempt(name, 1)
     first = new_job(name)
-    later = new_job(name, end_attempt(started), status=JobStatus.SUCCEEDED) if its_job_ends else new_job(name, started)
+    later = (
+        new_job(name, end_attempt(started), status=JobStatus.SUCCEEDED)
+        if its_job_ends
+        else new_job(name, started)
+    )
     old.send([(1, Record(job=first))])
     create = old._contact.client.create_run
 
@@ -450,11 +558,22 @@ def test_a_service_that_was_frozen_amid_a_creation_leaves_no_second_run(
     old.send([(2, Record(job=new_job(name, started), attempt=started))])
     by_number = runs(server, name)
     assert set(by_number) == {"0", "1"}
-    assert (by_number["1"].info.end_time is not None) == its_job_ends, "a record that was whole was given up"
+    assert (by_number["1"].info.end_time is not None) == its_job_ends, (
+        "a record that was whole was given up"
+    )
     for tracker in (old, new):  # the one whose run was replaced finds the other
         for _ in range(2):
             with suppress(OSError, MlflowException):  # the relay sends again
-                tracker.send([(3, Record(job=new_job(name, end_attempt(started), status=JobStatus.SUCCEEDED)))])
+                tracker.send(
+                    [
+                        (
+                            3,
+                            Record(
+                                job=new_job(name, end_attempt(started), status=JobStatus.SUCCEEDED)
+                            ),
+                        )
+                    ]
+                )
     assert runs(server, name)["1"].info.run_id == by_number["1"].info.run_id
     assert runs(server, name)["1"].info.status == "FINISHED"
 
@@ -466,7 +585,9 @@ def test_a_record_that_mlflow_refuses_holds_nobody_up(
     with tracking(journal, server) as tracker:
         say(journal, new_job("refused", attempt("refused", 1)))
         assert tracker.wait_delivered(60)
-        say(journal, new_job("refused", attempt("refused", 1, SMALL)))  # another plan under the same number
+        say(
+            journal, new_job("refused", attempt("refused", 1, SMALL))
+        )  # another plan under the same number
         say(journal, new_job("after"))
         assert tracker.wait_delivered(60)
         assert set(runs(server, "after")) == {"0"}
@@ -521,13 +642,21 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
 
 
 def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:
-    lines = [json.dumps({"step": n, "loss": float("nan") if n == 2 else n, "step_s": 0.5}) + "\n" for n in range(1, 5)]
+    lines = [
+        json.dumps({"step": n, "loss": float("nan") if n == 2 else n, "step_s": 0.5}) + "\n"
+        for n in range(1, 5)
+    ]
     whole, total_ms = parse_curves("".join(lines), 0.0)
     head, middle_ms = parse_curves("".join(lines[:2]), 0.0)
     tail, end_ms = parse_curves("".join(lines[2:]), middle_ms)
     assert repr(head + tail) == repr(whole)
     assert end_ms == total_ms == 2000
-    assert [(ms, step) for name, _, ms, step in whole if name == "loss"] == [(500, 1), (1000, 2), (1500, 3), (2000, 4)]
+    assert [(ms, step) for name, _, ms, step in whole if name == "loss"] == [
+        (500, 1),
+        (1000, 2),
+        (1500, 3),
+        (2000, 4),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -562,10 +691,14 @@ def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() 
     from mlflow.utils import mlflow_tags
 
     hide = hider(SPEC, {})
-    source = CodeSource(commit="a" * 40, branch="main", repo_url="https://example.org/project", dirty=True)
+    source = CodeSource(
+        commit="a" * 40, branch="main", repo_url="https://example.org/project", dirty=True
+    )
     spec = SPEC.model_copy(update={"source": source, "user": "ada"})
     tags = job_content(dataclasses.replace(new_job("sourced"), spec=spec), hide, "").tags
-    assert {name: tags[name] for name in tags if name.startswith(("mlflow.source", "mlflow.user"))} == {
+    assert {
+        name: tags[name] for name in tags if name.startswith(("mlflow.source", "mlflow.user"))
+    } == {
         mlflow_tags.MLFLOW_SOURCE_TYPE: "LOCAL",
         mlflow_tags.MLFLOW_SOURCE_NAME: "train.py",
         mlflow_tags.MLFLOW_USER: "ada",
@@ -593,7 +726,9 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         member = Member(number=number, of=3, max_concurrent=1, compared=True, repeats=3)
         spec = SPEC.model_copy(update={"name": "three", "member": member})
         trial = new_job(f"three-{number + 1}", *attempts)
-        newest[trial.id] = dataclasses.replace(trial, spec=spec, array="three-1", order=number + 1, **changes)
+        newest[trial.id] = dataclasses.replace(
+            trial, spec=spec, array="three-1", order=number + 1, **changes
+        )
         return newest[trial.id]
 
     newest: dict[str, Job] = {}
@@ -603,7 +738,12 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     with tracking(journal, server, job=newest.get) as tracker:
         say(journal, strategy(0, dataclasses.replace(first, status=AttemptStatus.RUNNING)))
         say(journal, strategy(0, end_attempt(first), status=JobStatus.SUCCEEDED))
-        say(journal, strategy(1, end_attempt(two, FailureKind.DEVICE_OOM), status=JobStatus.FAILED, reason=SECRET))
+        say(
+            journal,
+            strategy(
+                1, end_attempt(two, FailureKind.DEVICE_OOM), status=JobStatus.FAILED, reason=SECRET
+            ),
+        )
         assert tracker.wait_delivered(60)
         client = MlflowClient(server.uri)
         experiment = client.get_experiment_by_name(EXPERIMENT)
@@ -613,7 +753,9 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         assert client.get_run(parent_id).info.status == "RUNNING"
         key = trials[0].data.tags["orc.comparison"]
         assert comparison_url(server.home, ADDRESS, key, 3) is None, "a strategy is missing"
-    with tracking(journal, server, job=newest.get) as tracker:  # a new service, which was told of none of them
+    with tracking(
+        journal, server, job=newest.get
+    ) as tracker:  # a new service, which was told of none of them
         say(journal, strategy(2, status=JobStatus.REFUSED, reason=f"no plan fits {SECRET}"))
         assert tracker.wait_delivered(60)
     trials = client.search_runs([experiment.experiment_id], f"tags.`orc.comparison` = '{key}'")
@@ -623,7 +765,11 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         ("three-3", "FAILED"),
     ]
     (tags,) = (run.data.tags for run in trials if run.info.status == "FINISHED")
-    assert [tags.get(name) for name in ("torch_version", "cuda_version", "driver_version")] == ["2.11.0", "12.8", None]
+    assert [tags.get(name) for name in ("torch_version", "cuda_version", "driver_version")] == [
+        "2.11.0",
+        "12.8",
+        None,
+    ]
     assert tags["orc_version"] == importlib.metadata.version("orchestrator")
     assert {json.loads(run.data.tags["job_spec"])["member"]["of"] for run in trials} == {3}
     assert {run.data.params["family"] for run in trials} == {"three"}
@@ -631,7 +777,9 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     assert (parent.info.status, parent.info.run_name) == ("FINISHED", "three-1")
     assert "mlflow.parentRunId" not in parent.data.tags
     note = parent.data.tags["mlflow.note.content"]
-    assert note.startswith("**Only plain on 1 (micro 8x1) finished. plain on 1 (micro 2x4) ran out of memory")
+    assert note.startswith(
+        "**Only plain on 1 (micro 8x1) finished. plain on 1 (micro 2x4) ran out of memory"
+    )
     assert str(comparison_url(server.home, ADDRESS, key, 3)) in note
     rows = json.loads(artifact(server, parent_id, "comparison.json", tmp_path))
     assert [row["outcome"] for row in rows] == ["finished", "out of memory", "no such plan"]
@@ -649,7 +797,9 @@ def test_records_of_running_jobs_are_in_time_beside_thousands_of_jobs_that_never
 ) -> None:
     """A running job's record is at most 5 s late, and the backlog is gone within 5 minutes."""
     late_s = []
-    waiting = [new_job(f"cancelled-{number}", status=JobStatus.CANCELLED) for number in range(NEVER_RAN)]
+    waiting = [
+        new_job(f"cancelled-{number}", status=JobStatus.CANCELLED) for number in range(NEVER_RAN)
+    ]
     state = State(nodes=(node("n0", 2),))
     with tracking(journal, server, lambda: state) as relay:
         say(journal, new_job("first", attempt("first", 1)))
@@ -665,6 +815,8 @@ def test_records_of_running_jobs_are_in_time_beside_thousands_of_jobs_that_never
             late_s.append(time.monotonic() - submitted_s)
         assert relay.wait_delivered(600)
         took_s = time.monotonic() - began_s
-    print(f"late: {sorted(late_s)[RUNNING // 2]:.2f} s median, {max(late_s):.2f} s at most; all after {took_s:.0f} s")
+    print(
+        f"late: {sorted(late_s)[RUNNING // 2]:.2f} s median, {max(late_s):.2f} s at most; all after {took_s:.0f} s"
+    )
     assert max(late_s) <= 5.0
     assert took_s <= 300.0

@@ -22,10 +22,14 @@ def spec(*nodes: NodeSpec) -> ClusterSpec:
 
 
 def node_spec(name: str, device: object = DEVICE) -> NodeSpec:
-    return NodeSpec.model_validate({"name": name, "devices": 2, "device": device, "host_memory": "4GiB"})
+    return NodeSpec.model_validate(
+        {"name": name, "devices": 2, "device": device, "host_memory": "4GiB"}
+    )
 
 
-def ray_node(node_id: str, *, host: str = "h", alive: bool = True, devices: int = 2, **labels: str) -> dict[str, Any]:
+def ray_node(
+    node_id: str, *, host: str = "h", alive: bool = True, devices: int = 2, **labels: str
+) -> dict[str, Any]:
     gpus = {f"gpu{index}": 1.0 for index in range(devices)}
     return {
         "NodeID": node_id,
@@ -38,7 +42,9 @@ def ray_node(node_id: str, *, host: str = "h", alive: bool = True, devices: int 
 
 
 def test_a_node_is_known_by_its_label_else_by_its_host() -> None:
-    live = live_nodes(spec(node_spec("a")), [ray_node("1", host="x", node="a"), ray_node("2", host="y")])
+    live = live_nodes(
+        spec(node_spec("a")), [ray_node("1", host="x", node="a"), ray_node("2", host="y")]
+    )
     assert {name: node.id for name, node in live.items()} == {"a": "1", "y": "2"}
     assert (live["a"].host_memory_bytes, live["y"].host_memory_bytes) == (2**32, 1024)
 
@@ -55,7 +61,11 @@ def test_two_nodes_of_one_host_are_two() -> None:
 
 def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> None:
     both = spec(node_spec("a"), node_spec("b", H200))
-    entries = [ray_node("1", node="a", device="h200"), ray_node("2", node="b"), ray_node("3", node="unheard-of")]
+    entries = [
+        ray_node("1", node="a", device="h200"),
+        ray_node("2", node="b"),
+        ray_node("3", node="unheard-of"),
+    ]
     assert {name: node.launch.device.name for name, node in live_nodes(both, entries).items()} == {
         "a": "h200",
         "b": "h200",
@@ -63,14 +73,18 @@ def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> 
     assert live_nodes(spec(node_spec("a")), entries[2:])["unheard-of"].launch.device == DEVICE
 
 
-def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_to_the_byte() -> None:
+def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_to_the_byte() -> (
+    None
+):
     cluster = spec(node_spec("a"))
     node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
     watch, parts = NodeWatch(cluster, LocalNodes(cluster)), [("a", 1), ("a", 0)]
 
     def see(*free: int | None) -> None:
         devices = (
-            NvmlDevice(index=index, free_bytes=free_or_none or 0, error=None if free_or_none else "lost")
+            NvmlDevice(
+                index=index, free_bytes=free_or_none or 0, error=None if free_or_none else "lost"
+            )
             for index, free_or_none in enumerate(free)
         )
         watch.see(node, NvmlReading(devices=tuple(devices)), 0.0)
@@ -90,7 +104,9 @@ def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_te
     watch.occupy(parts)
 
     def idle_for_s(at_s: float, *busy: int | None) -> float:
-        devices = tuple(NvmlDevice(index=index, busy_percent=percent) for index, percent in enumerate(busy))
+        devices = tuple(
+            NvmlDevice(index=index, busy_percent=percent) for index, percent in enumerate(busy)
+        )
         watch.see(node, NvmlReading(devices=devices), at_s)
         return watch.idle_for_s(parts)
 
@@ -136,7 +152,9 @@ def test_what_cannot_be_read_is_a_fact_of_the_device_also_while_it_is_busy(
             (current,) = watch.refresh()
             expected = errors if nodes.reading is reading else ()
             assert current.driver_errors == expected
-            assert [bool(free) for free in current.free_bytes] == [not error for error in expected or ("", "")]
+            assert [bool(free) for free in current.free_bytes] == [
+                not error for error in expected or ("", "")
+            ]
 
 
 def test_a_number_that_differs_at_each_reading_is_no_news_and_another_word_is() -> None:

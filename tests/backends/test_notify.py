@@ -45,7 +45,9 @@ PATIENCE_S = 30
 class Hook:
     """A real receiver on the loopback, on a port that it keeps while it is down."""
 
-    def __init__(self, port: int = 0, status: int = 204, headers: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self, port: int = 0, status: int = 204, headers: Sequence[tuple[str, str]] = ()
+    ) -> None:
         self.got: list[tuple[dict[str, str], bytes]] = []
         self.paths: list[str] = []
         self.status = status
@@ -54,7 +56,9 @@ class Hook:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
-                hook.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                hook.got.append(
+                    ({name.lower(): value for name, value in self.headers.items()}, body)
+                )
                 hook.paths.append(self.path)
                 self.send_response(hook.status)
                 for name, value in headers:
@@ -66,7 +70,9 @@ class Hook:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.port = int(self.server.server_address[1])
-        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread = threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         self._thread.start()
 
     @property
@@ -97,17 +103,24 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(*names: str, allow: Sequence[str] = ("localhost",), **settings: Any) -> NotifySpec:
-    hooks = [{"name": name, "webhook": f"URL_{name.upper()}", "signed_with": "SECRET", **settings} for name in names]
+    hooks = [
+        {"name": name, "webhook": f"URL_{name.upper()}", "signed_with": "SECRET", **settings}
+        for name in names
+    ]
     return NotifySpec.model_validate({"targets": hooks, "allow_hosts": allow})
 
 
-def hooks_of(urls: dict[str, str], allow: Sequence[str] = ("localhost",), **settings: Any) -> dict[str, Target]:
+def hooks_of(
+    urls: dict[str, str], allow: Sequence[str] = ("localhost",), **settings: Any
+) -> dict[str, Target]:
     environment = {f"URL_{name.upper()}": url for name, url in urls.items()} | {"SECRET": SECRET}
     return targets_of(spec_of(*urls, allow=allow, **settings), "c", environment)
 
 
 def trial(key: str = "a", at_s: float | None = None) -> Notice:
-    return notice("failed", key, time.time() if at_s is None else at_s, "a title", "a text", {"job": "lm-1"})
+    return notice(
+        "failed", key, time.time() if at_s is None else at_s, "a title", "a text", {"job": "lm-1"}
+    )
 
 
 def refusal(url: str, allow: Sequence[str] = ()) -> str:
@@ -122,14 +135,30 @@ def refusal(url: str, allow: Sequence[str] = ()) -> str:
 
 def lost_node(budget_is_left: bool) -> tuple[Event, list[Record]]:
     failure = Failure(kind=FailureKind.NODE_LOST, reason="its node is gone")
-    over = replace(attempt("lm-1", 1), status=AttemptStatus.ENDED, ended_at_s=9.0, evidence=Evidence(), failure=failure)
+    over = replace(
+        attempt("lm-1", 1),
+        status=AttemptStatus.ENDED,
+        ended_at_s=9.0,
+        evidence=Evidence(),
+        failure=failure,
+    )
     status = JobStatus.QUEUED if budget_is_left else JobStatus.FAILED
-    job = Job(id="lm-1", spec=SPEC, order=1, submitted_at_s=0, attempts=(over,), status=status, reason="node_lost")
+    job = Job(
+        id="lm-1",
+        spec=SPEC,
+        order=1,
+        submitted_at_s=0,
+        attempts=(over,),
+        status=status,
+        reason="node_lost",
+    )
     event = Finished(job_id="lm-1", number=1, evidence=Evidence(), at_s=9.0)
     return event, [Record(job=job, attempt=over)]
 
 
-@pytest.mark.parametrize(("is_left", "kinds"), [(True, ["node_lost"]), (False, ["node_lost", "failed"])])
+@pytest.mark.parametrize(
+    ("is_left", "kinds"), [(True, ["node_lost"]), (False, ["node_lost", "failed"])]
+)
 def test_a_lost_node_and_a_final_failure_are_told_and_the_same_decision_gives_the_same_ids(
     is_left: bool, kinds: list[str]
 ) -> None:
@@ -141,15 +170,26 @@ def test_a_lost_node_and_a_final_failure_are_told_and_the_same_decision_gives_th
 
 
 def test_a_success_and_a_restart_are_not_told() -> None:
-    done = Job(id="a", spec=SPEC, order=1, submitted_at_s=0, attempts=(end_attempt(attempt("a", 1)),))
+    done = Job(
+        id="a", spec=SPEC, order=1, submitted_at_s=0, attempts=(end_attempt(attempt("a", 1)),)
+    )
     event = Finished(job_id="a", number=1, evidence=Evidence(), at_s=9.0)
     assert [*notices_of([(event, [Record(job=done, attempt=done.last)])])] == []
 
 
-def test_a_notice_shows_no_value_of_the_jobs_secrets_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_shows_no_value_of_the_jobs_secrets_and_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TOKEN", "hush-hush")
     spec = SPEC.model_copy(update={"secrets": ("TOKEN",), "env": (("URL", "my-variable"),)})
-    failed = Job(id="a", spec=spec, order=1, submitted_at_s=0, status=JobStatus.FAILED, reason="hush-hush my-variable")
+    failed = Job(
+        id="a",
+        spec=spec,
+        order=1,
+        submitted_at_s=0,
+        status=JobStatus.FAILED,
+        reason="hush-hush my-variable",
+    )
     (notice,) = notices_of([(TimerFired(at_s=1.0), [Record(job=failed)])])
     assert "hush-hush" not in repr(notice)
     assert "my-variable" not in repr(notice)
@@ -169,14 +209,23 @@ def open_journal(path: Path, *names: str) -> Iterator[Journal]:
 
 def fail(journal: Journal, *job_ids: str) -> None:
     jobs = [
-        Job(id=job_id, spec=SPEC, order=1, submitted_at_s=0, status=JobStatus.FAILED, reason="user_error")
+        Job(
+            id=job_id,
+            spec=SPEC,
+            order=1,
+            submitted_at_s=0,
+            status=JobStatus.FAILED,
+            reason="user_error",
+        )
         for job_id in job_ids
     ]
     journal.append([(TimerFired(at_s=time.time()), [Record(job=job) for job in jobs])])
 
 
 @contextmanager
-def relay_notices(journal: Journal, targets: dict[str, Target]) -> Iterator[list[OutboxRelay[Notice]]]:
+def relay_notices(
+    journal: Journal, targets: dict[str, Target]
+) -> Iterator[list[OutboxRelay[Notice]]]:
     relays = [OutboxRelay(name, target, journal.notices) for name, target in targets.items()]
     for relay in relays:
         relay.start()
@@ -187,7 +236,9 @@ def relay_notices(journal: Journal, targets: dict[str, Target]) -> Iterator[list
             relay.stop()
 
 
-def test_the_same_thing_is_told_once_also_after_it_was_delivered_and_after_a_restart(tmp_path: Path) -> None:
+def test_the_same_thing_is_told_once_also_after_it_was_delivered_and_after_a_restart(
+    tmp_path: Path,
+) -> None:
     with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1")
         ((row, _),) = journal.notices.pending("a", 9)
@@ -208,13 +259,19 @@ def test_nothing_is_kept_without_a_target_and_only_so_much_with_one(
         journal.notices.register(["hook"])
         fail(journal, "b", "c", "d")
         fail(journal, "e")
-        assert [notice.data["job"] for _, notice in journal.notices.pending("hook", 9)] == ["c", "d", "e"]
+        assert [notice.data["job"] for _, notice in journal.notices.pending("hook", 9)] == [
+            "c",
+            "d",
+            "e",
+        ]
         journal.notices.register([])
         journal.notices.register(["hook"])
         assert journal.notices.pending("hook", 9) == []
 
 
-def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_service_in_between(tmp_path: Path) -> None:
+def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_service_in_between(
+    tmp_path: Path,
+) -> None:
     hook = Hook()
     hook.close()  # its port refuses from now on
     with open_journal(tmp_path, "a") as journal:
@@ -223,7 +280,10 @@ def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_servic
             until(lambda: relay.problem is not None)
             assert "very-private" not in str(relay.problem)
         assert len(journal.notices.pending("a", 9)) == 2
-    with open_journal(tmp_path, "a") as journal, relay_notices(journal, hooks_of({"a": hook.url})) as (relay,):
+    with (
+        open_journal(tmp_path, "a") as journal,
+        relay_notices(journal, hooks_of({"a": hook.url})) as (relay,),
+    ):
         fail(journal, "lm-3")
         until(lambda: relay.problem is not None)
         back = Hook(port=hook.port)
@@ -248,10 +308,15 @@ def test_a_notice_that_is_sent_again_has_the_same_id_and_body(tmp_path: Path, ho
     assert len({body for _, body in hook.got}) == 1
 
 
-@pytest.mark.parametrize("url", ["http://localhost:1/", "no url at all", "", "http://10.255.255.1/"])
+@pytest.mark.parametrize(
+    "url", ["http://localhost:1/", "no url at all", "", "http://10.255.255.1/"]
+)
 def test_a_broken_target_stops_no_other(tmp_path: Path, hook: Hook, url: str) -> None:
     targets = hooks_of({"good": hook.url, "bad": url})
-    with open_journal(tmp_path, *targets) as journal, relay_notices(journal, targets) as (good, bad):
+    with (
+        open_journal(tmp_path, *targets) as journal,
+        relay_notices(journal, targets) as (good, bad),
+    ):
         fail(journal, "lm-1", "lm-2")
         assert good.wait_delivered(PATIENCE_S)
         until(lambda: bad.problem is not None)
@@ -260,10 +325,19 @@ def test_a_broken_target_stops_no_other(tmp_path: Path, hook: Hook, url: str) ->
 
 
 def test_a_target_without_its_variable_is_a_problem_before_any_notice() -> None:
-    for environment, missing in (({}, "URL_A"), ({"URL_A": "https://h/"}, "SECRET"), ({"SECRET": "s"}, "URL_A")):
+    for environment, missing in (
+        ({}, "URL_A"),
+        ({"URL_A": "https://h/"}, "SECRET"),
+        ({"SECRET": "s"}, "URL_A"),
+    ):
         problem = targets_of(spec_of("a"), "c", dict(environment))["a"].problem
-        assert problem == f"no notice reaches a: the service was started without the variable {missing}"
-    assert targets_of(spec_of("a"), "c", {"URL_A": "https://h/", "SECRET": "s"})["a"].problem is None
+        assert (
+            problem
+            == f"no notice reaches a: the service was started without the variable {missing}"
+        )
+    assert (
+        targets_of(spec_of("a"), "c", {"URL_A": "https://h/", "SECRET": "s"})["a"].problem is None
+    )
 
 
 def test_a_notice_that_a_target_could_not_be_given_for_days_is_dropped(hook: Hook) -> None:
@@ -284,17 +358,26 @@ def test_a_webhook_is_one_that_the_standards_own_library_verifies(hook: Hook) ->
     hooks_of({"a": hook.url})["a"].deliver([trial()])
     ((headers, body),) = hook.got
     payload = Webhook(SECRET).verify(body, headers)
-    assert (payload["type"], payload["data"]["job"], payload["data"]["cluster"]) == ("orc.failed", "lm-1", "c")
+    assert (payload["type"], payload["data"]["job"], payload["data"]["cluster"]) == (
+        "orc.failed",
+        "lm-1",
+        "c",
+    )
     assert hook.paths == [PRIVATE_PATH]
     for planted in (body + b" ", body.replace(b"lm-1", b"lm-2")):
         with pytest.raises(WebhookVerificationError):
             Webhook(SECRET).verify(planted, headers)
-    for name, value in (("webhook-id", "msg_other"), ("webhook-timestamp", str(int(time.time()) - 1))):
+    for name, value in (
+        ("webhook-id", "msg_other"),
+        ("webhook-timestamp", str(int(time.time()) - 1)),
+    ):
         with pytest.raises(WebhookVerificationError):
             Webhook(SECRET).verify(body, headers | {name: value})
 
 
-@pytest.mark.parametrize("secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_ not base64 very-private"])
+@pytest.mark.parametrize(
+    "secret", ["", "whsec_", "whsec_c2hvcnQ=", "whsec_ not base64 very-private"]
+)
 def test_a_signing_secret_that_is_none_is_refused_and_not_repeated(hook: Hook, secret: str) -> None:
     target = targets_of(spec_of("a"), "c", {"URL_A": hook.url, "SECRET": secret})["a"]
     with pytest.raises(ConnectionError) as refused:
@@ -310,18 +393,44 @@ def test_a_signing_secret_that_is_none_is_refused_and_not_repeated(hook: Hook, s
     "address",
     [
         *("127.0.0.1", "127.8.8.8", "0.0.0.0", "::1", "::"),  # loopback, this machine
-        *("10.0.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "fd00::1", "fc00::1"),  # private, shared
+        *(
+            "10.0.0.1",
+            "172.16.0.1",
+            "192.168.1.1",
+            "100.64.0.1",
+            "fd00::1",
+            "fc00::1",
+        ),  # private, shared
         *("169.254.0.1", "fe80::1", "fe80::1%eth0"),  # link-local
-        *("169.254.169.254", "fd00:ec2::254", "100.100.100.200", "168.63.129.16"),  # metadata of clouds
-        *("::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::7f00:1", "2002:7f00:1::", "::ffff:10.0.0.1"),
-        *("224.0.0.1", "ff02::1", "255.255.255.255", "240.0.0.1", "192.0.2.1"),  # for many, for none
+        *(
+            "169.254.169.254",
+            "fd00:ec2::254",
+            "100.100.100.200",
+            "168.63.129.16",
+        ),  # metadata of clouds
+        *(
+            "::ffff:127.0.0.1",
+            "::ffff:169.254.169.254",
+            "64:ff9b::7f00:1",
+            "2002:7f00:1::",
+            "::ffff:10.0.0.1",
+        ),
+        *(
+            "224.0.0.1",
+            "ff02::1",
+            "255.255.255.255",
+            "240.0.0.1",
+            "192.0.2.1",
+        ),  # for many, for none
     ],
 )
 def test_an_address_that_is_not_public_is_denied(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.216.34", "2606:4700:4700::1111", "::ffff:1.1.1.1"])
+@pytest.mark.parametrize(
+    "address", ["1.1.1.1", "93.184.216.34", "2606:4700:4700::1111", "::ffff:1.1.1.1"]
+)
 def test_a_public_address_is_allowed(address: str) -> None:
     assert is_public(address)
 
@@ -369,11 +478,18 @@ def test_a_name_is_resolved_once_and_the_address_that_was_checked_is_the_one_con
     refusal(f"https://rebind.example:{hook.port}/very-private")
     assert hosts == ["rebind.example"]
     assert hook.got == []
-    assert "not public" in refusal(f"https://rebind.example:{hook.port}/very-private"), "now it is the loopback"
+    assert "not public" in refusal(f"https://rebind.example:{hook.port}/very-private"), (
+        "now it is the loopback"
+    )
 
 
-def test_a_host_with_one_private_address_among_public_ones_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 443)) for address in ("1.1.1.1", "10.0.0.1")]
+def test_a_host_with_one_private_address_among_public_ones_is_denied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 443))
+        for address in ("1.1.1.1", "10.0.0.1")
+    ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     with pytest.raises(addresses.Refused):
         addresses.resolve_host("two.example", 443, ())
@@ -439,8 +555,15 @@ def test_no_url_and_no_secret_is_in_journal_log_or_problem(
 
 
 @pytest.mark.parametrize("key", ["webhook", "apprise", "signed_with"])
-def test_an_address_in_the_cluster_file_in_place_of_a_name_is_refused_and_not_repeated(key: str) -> None:
-    target = {"name": "a", "webhook": "URL", "signed_with": "SECRET", key: "https://x.example/very-private"}
+def test_an_address_in_the_cluster_file_in_place_of_a_name_is_refused_and_not_repeated(
+    key: str,
+) -> None:
+    target = {
+        "name": "a",
+        "webhook": "URL",
+        "signed_with": "SECRET",
+        key: "https://x.example/very-private",
+    }
     text = json.dumps({"name": "c", "nodes": [], "notify": {"targets": [target]}})
     with pytest.raises(SpecError) as refused:
         parse_cluster(text, "cluster.yaml")
@@ -483,13 +606,17 @@ def test_apprise_delivers_a_mail_and_notices_that_wait_together_share_one(tmp_pa
         smtp.stop()
     (mail,) = box.mails
     read = message_from_bytes(mail)
-    text = "".join(part.get_payload(decode=True).decode() for part in read.walk() if not part.is_multipart())  # type: ignore[union-attr]
+    text = "".join(
+        part.get_payload(decode=True).decode() for part in read.walk() if not part.is_multipart()
+    )  # type: ignore[union-attr]
     assert "[night] 3 notices" in str(read["Subject"])
     assert all(f"lm-{number} failed" in text for number in (1, 2, 3))
     assert text.count("id: msg_") >= 3
 
 
-@pytest.mark.parametrize("url", ["nothing://known", "mailto://127.0.0.1:1?from=a@example.org&to=b@example.org"])
+@pytest.mark.parametrize(
+    "url", ["nothing://known", "mailto://127.0.0.1:1?from=a@example.org&to=b@example.org"]
+)
 def test_an_apprise_target_that_cannot_be_reached_says_so_without_its_url(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

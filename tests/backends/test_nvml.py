@@ -37,7 +37,11 @@ def ask(nvml_library: Path, tmp_path: Path) -> Any:
     state = tmp_path / "state"
     env = {**os.environ, "LD_LIBRARY_PATH": str(nvml_library), "NVIDIA_FAKE_STATE": str(state)}
     process = subprocess.Popen(
-        [sys.executable, "-c", READ_TWICE], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", READ_TWICE],
+        env=env,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -106,9 +110,13 @@ def test_absurd_numbers_of_a_driver_are_no_free_memory(ask: Ask) -> None:
     ]
 
 
-@pytest.mark.parametrize("fault", [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), OSError("no library")])
+@pytest.mark.parametrize(
+    "fault", [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), OSError("no library")]
+)
 @pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlShutdown"])
-def test_no_failure_of_the_driver_is_an_exception(monkeypatch: pytest.MonkeyPatch, call: str, fault: Exception) -> None:
+def test_no_failure_of_the_driver_is_an_exception(
+    monkeypatch: pytest.MonkeyPatch, call: str, fault: Exception
+) -> None:
     def fail() -> None:
         raise fault
 
@@ -143,5 +151,7 @@ def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None
         (128 * MIB, 0, 0),  # nothing is left: always news
     ],
 )
-def test_small_changes_of_free_memory_are_no_news(reported: int | None, read: int, tells: int) -> None:
+def test_small_changes_of_free_memory_are_no_news(
+    reported: int | None, read: int, tells: int
+) -> None:
     assert nodes.debounced_bytes(reported, read) == tells

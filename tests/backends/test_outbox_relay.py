@@ -62,7 +62,9 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def say(journal: Journal, *job_ids: str) -> None:
-    records = [Record(job=Job(id=job_id, spec=SPEC, order=0, submitted_at_s=0)) for job_id in job_ids]
+    records = [
+        Record(job=Job(id=job_id, spec=SPEC, order=0, submitted_at_s=0)) for job_id in job_ids
+    ]
     journal.append([(TimerFired(at_s=0), records)])
 
 
@@ -82,7 +84,9 @@ def test_a_tracker_that_was_away_gets_every_row_once_it_is_back(journal: Journal
     with relay_rows(journal, "flaky", tracker) as relay:
         assert relay.wait_delivered(30)
     assert {number for number, _ in tracker.kept} == {1, 2, 3, 4}
-    assert len(tracker.kept) - len(set(tracker.kept)) <= 3 * REFUSALS_MAX, "rows before the cursor were sent again"
+    assert len(tracker.kept) - len(set(tracker.kept)) <= 3 * REFUSALS_MAX, (
+        "rows before the cursor were sent again"
+    )
 
 
 def test_rows_that_a_tracker_refuses_are_dropped_and_hold_no_others_up(journal: Journal) -> None:
@@ -130,17 +134,24 @@ def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
         assert [job_id for _, job_id in tracker.kept] == ["first", "second"]
 
 
-def test_a_tracker_that_is_away_holds_up_no_other_and_its_rows_wait(journal: Journal, tmp_path: Path) -> None:
+def test_a_tracker_that_is_away_holds_up_no_other_and_its_rows_wait(
+    journal: Journal, tmp_path: Path
+) -> None:
     say(journal, "bad", "good")
     away = Flaky(*(OSError("away") for _ in range(100_000)))
-    with relay_rows(journal, "flaky", away), relay_rows(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as lines:
+    with (
+        relay_rows(journal, "flaky", away),
+        relay_rows(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as lines,
+    ):
         assert away.failed.wait(30)
         assert lines.wait_delivered(30)
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
     assert [record.job.id for _, record in journal.outbox.pending("flaky", 9)] == ["bad", "good"]
 
 
-def test_a_record_is_one_line_with_an_id_and_shows_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_one_line_with_an_id_and_shows_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOKEN", "true")  # a word of JSON, too
     spec = SPEC.model_copy(update={"secrets": ("TOKEN",), "env": (("URL", "very-private"),)})
     job = Job(id="a", spec=spec, order=0, submitted_at_s=0, reason="true: very-private")

@@ -41,10 +41,14 @@ def test_a_pattern_matches_what_the_standard_library_finds(tree: Path) -> None:
         expected = glob.glob(pattern, root_dir=tree, recursive=True, include_hidden=True)
         paths = {os.path.normpath(tree / path) for path in expected if (tree / path).exists()}
         assert paths_of(tree, pattern) == paths, pattern
-        assert paths_of(tree, f"{tree}/{pattern}") - {str(tree)} == paths_of(tree, pattern) - {str(tree)}, pattern
+        assert paths_of(tree, f"{tree}/{pattern}") - {str(tree)} == paths_of(tree, pattern) - {
+            str(tree)
+        }, pattern
 
 
-def test_a_search_is_bounded_in_names_and_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_is_bounded_in_names_and_says_so(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(output_scan, "ENTRIES_MAX", 5)
     bounds = output_scan.Bounds(entries=5)
     with pytest.raises(output_scan.OutOfBounds):
@@ -67,7 +71,9 @@ def test_a_name_that_is_no_text_is_no_match(tree: Path) -> None:
     assert paths_of(tree, "*.pt") == {str(tree / "a.pt")}
 
 
-def test_an_artifact_that_was_not_looked_for_is_not_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_artifact_that_was_not_looked_for_is_not_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs = JobFolder(tmp_path, "lm-1")
     jobs.output.mkdir(parents=True)
     spec = script_spec(success={"artifacts": ["model.pt"]}, knobs={"output_dir": {"flag": "--out"}})

@@ -51,8 +51,12 @@ def acts(process: subprocess.Popen[str], times: int) -> list[int]:
     return [int(process.stdout.readline()) for _ in range(times)]
 
 
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
-def test_a_leader_that_was_stopped_beyond_its_lease_never_acts_again(database: str, turn: int) -> None:
+@pytest.mark.parametrize(
+    "turn", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
+)
+def test_a_leader_that_was_stopped_beyond_its_lease_never_acts_again(
+    database: str, turn: int
+) -> None:
     """Wherever it was stopped: between two transactions, or in the middle of one."""
     with ExitStack() as stack:
         old = stack.enter_context(leader(database, 0))
@@ -86,7 +90,9 @@ def test_the_lease_of_a_killed_leader_ends_by_itself(database: str) -> None:
             assert time.monotonic() - began_s < 60
 
 
-def test_a_living_leader_keeps_others_out_and_is_named(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_leader_keeps_others_out_and_is_named(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ownership, "LEASE_S", LEASE_S)
     with closing(Journal(database)) as first:
         with pytest.raises(ServiceError, match=f"in use by process {os.getpid()} on ") as refused:
@@ -99,7 +105,9 @@ def test_a_living_leader_keeps_others_out_and_is_named(database: str, monkeypatc
             first.confirm()
 
 
-def test_a_standby_waits_for_a_living_leader_and_takes_over_from_a_killed_one(database: str) -> None:
+def test_a_standby_waits_for_a_living_leader_and_takes_over_from_a_killed_one(
+    database: str,
+) -> None:
     with leader(database, 0) as old, ThreadPoolExecutor(1) as pool:
         acts(old, 3)
         standby = pool.submit(Journal, database, stop=threading.Event())
@@ -111,7 +119,9 @@ def test_a_standby_waits_for_a_living_leader_and_takes_over_from_a_killed_one(da
             assert [int(event.at_s) for event in journal.events()][-1] == SECOND
 
 
-def test_a_standby_that_is_stopped_ends_its_wait(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_is_stopped_ends_its_wait(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ownership, "LEASE_S", LEASE_S)
     with closing(Journal(database)) as first, ThreadPoolExecutor(1) as pool:
         stop = threading.Event()
@@ -128,7 +138,10 @@ def test_who_only_wants_to_know_does_not_wait_for_a_database_that_is_away(
     monkeypatch.setattr(ownership, "SURE", 0.0)
     with closing(Journal(database)) as journal:
         refused = pytest.raises(ServiceError, match="has not answered for a while")
-        with journal.database.transaction(), refused:  # one that the database keeps waiting has the connection
+        with (
+            journal.database.transaction(),
+            refused,
+        ):  # one that the database keeps waiting has the connection
             journal.confirm(asks=False)
         journal.confirm()
 
@@ -149,7 +162,11 @@ def test_a_commit_without_an_answer_is_told_as_one_that_may_have_come_true(datab
 @contextmanager
 def silent_at_commit(url: str) -> Iterator[tuple[str, threading.Event]]:
     """The address of a proxy of a database; while it is deaf, it cuts a connection before the answer to a commit."""
-    port, deaf, sockets = int(url.rpartition(":")[2].partition("/")[0]), threading.Event(), list[socket.socket]()
+    port, deaf, sockets = (
+        int(url.rpartition(":")[2].partition("/")[0]),
+        threading.Event(),
+        list[socket.socket](),
+    )
 
     def pass_on(source: socket.socket, to: socket.socket, *, is_answer: bool) -> None:
         with suppress(OSError):
@@ -168,7 +185,9 @@ def silent_at_commit(url: str) -> Iterator[tuple[str, threading.Event]]:
                 served = socket.create_connection(("127.0.0.1", port))
                 sockets.extend((client, served))
                 for pair, is_answer in (((client, served), False), ((served, client), True)):
-                    threading.Thread(target=pass_on, args=pair, kwargs={"is_answer": is_answer}, daemon=True).start()
+                    threading.Thread(
+                        target=pass_on, args=pair, kwargs={"is_answer": is_answer}, daemon=True
+                    ).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()

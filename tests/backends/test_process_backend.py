@@ -83,11 +83,17 @@ def test_a_guarded_script_leaves_its_own_account(reader: Reader, tmp_path: Path)
     assert "no such column" in evidence.ranks[0].log_tail
 
 
-def test_a_script_that_said_why_it_fails_may_take_its_time_to_end(reader: Reader, tmp_path: Path) -> None:
+def test_a_script_that_said_why_it_fails_may_take_its_time_to_end(
+    reader: Reader, tmp_path: Path
+) -> None:
     program = tmp_path / "train.py"
     slow = 3 * GRACE_AFTER_FAILURE_S
-    program.write_text(f"import atexit, time\natexit.register(time.sleep, {slow})\nraise KeyError('no such column')\n")
-    launch = launch_of("slow-to-end", script().model_copy(update={"command": ("python", str(program))}))
+    program.write_text(
+        f"import atexit, time\natexit.register(time.sleep, {slow})\nraise KeyError('no such column')\n"
+    )
+    launch = launch_of(
+        "slow-to-end", script().model_copy(update={"command": ("python", str(program))})
+    )
     reader.backend.launch(launch)
     assert [end.exit_code for end in reader.await_end(launch).evidence.ranks] == [1]
 
@@ -115,7 +121,9 @@ def test_an_older_attempt_never_starts(reader: Reader, tmp_path: Path) -> None:
 
 
 def test_a_newer_attempt_ends_an_older_one(reader: Reader, tmp_path: Path) -> None:
-    launch = launch_of("overtaken", script("deaf", "deaf"), (NodeDevices(node="n0", devices=(0, 1)),))
+    launch = launch_of(
+        "overtaken", script("deaf", "deaf"), (NodeDevices(node="n0", devices=(0, 1)),)
+    )
     reader.backend.launch(launch)
     reader.await_start(launch)
     write_durably(JobFolder(tmp_path, "overtaken").epoch, "2")
@@ -143,7 +151,12 @@ def test_a_stop_is_a_request_first_and_a_kill_later(reader: Reader, tmp_path: Pa
         first_line(folder_of(tmp_path, launch), rank)
     reader.backend.stop(Stop(job_id="stopped", number=1, grace_s=1.0))
     evidence = reader.await_end(launch).evidence
-    assert [end.exit_code for end in evidence.ranks] == [7, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGTERM]
+    assert [end.exit_code for end in evidence.ranks] == [
+        7,
+        -signal.SIGKILL,
+        -signal.SIGTERM,
+        -signal.SIGTERM,
+    ]
     assert evidence.stopped
 
 
@@ -161,8 +174,12 @@ def test_a_node_that_leaves_is_lost_with_its_ranks_and_ends_the_others(
     assert [node.name for node in node_events[-1].nodes] == ["gpu", "n0", "n2"]
 
 
-def test_a_program_that_is_not_there_is_told_as_such_and_leaves_no_rank(reader: Reader, tmp_path: Path) -> None:
-    launch = launch_of("absent", script().model_copy(update={"command": ("/no/such/program",)}), BOTH)
+def test_a_program_that_is_not_there_is_told_as_such_and_leaves_no_rank(
+    reader: Reader, tmp_path: Path
+) -> None:
+    launch = launch_of(
+        "absent", script().model_copy(update={"command": ("/no/such/program",)}), BOTH
+    )
     reader.backend.launch(launch)
     evidence = reader.await_end(launch).evidence
     assert evidence.no_program, "it would be launched again, for as often as start-ups may fail"
@@ -170,7 +187,9 @@ def test_a_program_that_is_not_there_is_told_as_such_and_leaves_no_rank(reader: 
     assert not folder_of(tmp_path, launch).exit_code(0).exists()
 
 
-def test_an_end_is_told_again_word_for_word_and_never_run_again(reader: Reader, tmp_path: Path) -> None:
+def test_an_end_is_told_again_word_for_word_and_never_run_again(
+    reader: Reader, tmp_path: Path
+) -> None:
     launch = launch_of("again", script("exit:3"))
     reader.backend.launch(launch)
     first = reader.await_end(launch).evidence
@@ -178,15 +197,21 @@ def test_an_end_is_told_again_word_for_word_and_never_run_again(reader: Reader, 
     reader.backend.adopt(launch.job, launch.attempt)  # the journal had not heard of the end
     assert reader.await_end(launch).evidence == first
     reader.forget(launch)
-    reader.backend.adopt(launch.job, dataclasses.replace(launch.attempt, evidence=first))  # only its release is missing
-    reader.backend.adopt(launch.job, dataclasses.replace(launch.attempt, evidence=first, released=True))
+    reader.backend.adopt(
+        launch.job, dataclasses.replace(launch.attempt, evidence=first)
+    )  # only its release is missing
+    reader.backend.adopt(
+        launch.job, dataclasses.replace(launch.attempt, evidence=first, released=True)
+    )
     reader.poll()
     assert reader.find(launch, Finished) is None
     assert reader.find(launch, Started) is None
     assert len(folder_of(tmp_path, launch).log(0).read_text().splitlines()) == 1
 
 
-def test_an_attempt_on_a_node_that_left_before_it_began_tells_of_a_lost_node(reader: Reader, nodes: LocalNodes) -> None:
+def test_an_attempt_on_a_node_that_left_before_it_began_tells_of_a_lost_node(
+    reader: Reader, nodes: LocalNodes
+) -> None:
     del nodes.nodes["n0"]
 
     def is_gone() -> bool:

@@ -20,7 +20,9 @@ BEAT = Heartbeat(rank=0, step=0, steps_done=0, step_s=None, peak_bytes=0, phase=
 
 
 def script(**changes: object) -> JobSpec:
-    return JobSpec.model_validate({"name": "j", "command": "./train.sh", "global_batch_size": 1, **changes})
+    return JobSpec.model_validate(
+        {"name": "j", "command": "./train.sh", "global_batch_size": 1, **changes}
+    )
 
 
 def test_a_counter_follows_a_growing_log_over_half_lines_and_progress_bars(tmp_path: Path) -> None:
@@ -55,14 +57,18 @@ def test_a_log_that_talks_without_counting_is_no_progress(tmp_path: Path) -> Non
     assert silent.hung_for_s(0.0, 0.0) is None, "without a counter, growth is all there is to see"
 
 
-def test_a_log_that_talks_beside_a_device_that_has_stopped_computing_is_no_progress(tmp_path: Path) -> None:
+def test_a_log_that_talks_beside_a_device_that_has_stopped_computing_is_no_progress(
+    tmp_path: Path,
+) -> None:
     folder = AttemptFolder(tmp_path)
     talking = Progress(script(hang_timeout="60s"), folder, 1, (0,), tmp_path)
     folder.log(0).write_text("INFO - retry\n")
     assert talking.hung_for_s(59.0, 0.0) is None
     folder.log(0).write_text("INFO - retry\n" * 2)
     assert talking.hung_for_s(61.0, 0.0) == 61.0
-    counted = Progress(script(progress=r"step (\d+)", hang_timeout="60s"), folder, 1, (0,), tmp_path)
+    counted = Progress(
+        script(progress=r"step (\d+)", hang_timeout="60s"), folder, 1, (0,), tmp_path
+    )
     folder.log(0).write_text("step 1\n")
     assert counted.hung_for_s(61.0, 0.0) is None, "who counts may well leave the device to itself"
 
@@ -91,14 +97,22 @@ def test_a_program_that_nobody_sees_train_is_at_work_while_it_takes_processor_ti
         progress._since_s -= 200.0  # since when nothing else moved
         hangs = progress.hung_for_s(0.0, cpu_s) is not None
         assert hangs is (bool(torch_version) or not works), cpu_s
-    assert (progress.hung_for_s(150.0, 99.0) is not None) or torch_version, "a device that computed stands idle"
+    assert (progress.hung_for_s(150.0, 99.0) is not None) or torch_version, (
+        "a device that computed stands idle"
+    )
 
 
 def test_a_backward_pass_is_progress_unless_memory_runs_out_again_and_again(tmp_path: Path) -> None:
     """A first step of many micro-batches, or an optimizer that is not PyTorch's."""
     folder = AttemptFolder(tmp_path)
     progress = Progress(script(startup_timeout="100s"), folder, 1, (0,), tmp_path)
-    rows = ((1, False, False), (2, False, False), (2, False, True), (3, True, False), (4, True, True))
+    rows = (
+        (1, False, False),
+        (2, False, False),
+        (2, False, True),
+        (3, True, False),
+        (4, True, True),
+    )
     for backwards, caught, hangs in rows:
         write_json(folder.heartbeat(0), replace(BEAT, torch_version="2.13.0", backwards=backwards))
         if caught:
@@ -124,7 +138,9 @@ def test_a_checkpoint_that_grows_is_progress_and_an_old_one_is_not(tmp_path: Pat
 
 
 def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:
-    spec = script(success={"artifacts": ["assets/*.pth"], "log": "^Saved: yes"}, workdir=str(tmp_path))
+    spec = script(
+        success={"artifacts": ["assets/*.pth"], "log": "^Saved: yes"}, workdir=str(tmp_path)
+    )
     jobs = JobFolder(tmp_path / "home", "j")
     folder = jobs.attempt(2)
     folder.path.mkdir(parents=True)
@@ -132,7 +148,10 @@ def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:
     (tmp_path / "assets/old.pth").write_text("x")
     folder.guard.write_text("{}")
     os.utime(tmp_path / "assets/old.pth", ns=(1, 1))
-    assert find_results(spec, jobs, folder, (0,)).absent == ("assets/*.pth", "a log line '^Saved: yes'")
+    assert find_results(spec, jobs, folder, (0,)).absent == (
+        "assets/*.pth",
+        "a log line '^Saved: yes'",
+    )
     (tmp_path / "assets/new.pth").write_text("x")
     folder.log(0).write_text("it is not\nSaved: yes\n")
     assert find_results(spec, jobs, folder, (0,)).absent == ()

@@ -40,16 +40,27 @@ SECONDS_TO_END_A_GANG = 5.0
 
 
 def group_names() -> set[str]:
-    return {group["name"] for group in ray.util.placement_group_table().values() if group["state"] not in ("REMOVED",)}
+    return {
+        group["name"]
+        for group in ray.util.placement_group_table().values()
+        if group["state"] not in ("REMOVED",)
+    }
 
 
 def free_of(reader: Reader) -> tuple[int, ...]:
     """Return the free bytes on the devices of the node that has an NVML, as last reported."""
-    return next(event for event in reversed(reader.received) if isinstance(event, NodesSeen)).nodes[0].free_bytes
+    return (
+        next(event for event in reversed(reader.received) if isinstance(event, NodesSeen))
+        .nodes[0]
+        .free_bytes
+    )
 
 
 def nothing_is_left(launch: Launch) -> bool:
-    return launch.attempt.name not in group_names() and not ray_launchers.RayLaunchers().find(launch.attempt).nodes
+    return (
+        launch.attempt.name not in group_names()
+        and not ray_launchers.RayLaunchers().find(launch.attempt).nodes
+    )
 
 
 def test_ends_are_exact_and_nothing_is_left(reader: Reader) -> None:
@@ -68,7 +79,10 @@ def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Emb
     reader.backend.launch(launch)
     reader.await_end(launch)
     firsts = [first_line(folder_of(embedded.home, launch), rank)["env"] for rank in range(4)]
-    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) for env in firsts] == [
+    assert [
+        (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"])
+        for env in firsts
+    ] == [
         ("0", "0", "4", "2"),
         ("1", "1", "4", "2"),
         ("2", "0", "4", "2"),
@@ -78,7 +92,9 @@ def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Emb
     assert not [name for env in firsts for name in env if name.startswith("RAY_")]
 
 
-def test_a_killed_launcher_is_a_lost_node_without_orphans(reader: Reader, embedded: Embedded) -> None:
+def test_a_killed_launcher_is_a_lost_node_without_orphans(
+    reader: Reader, embedded: Embedded
+) -> None:
     launch = launch_of("launcherless", script("wait", "daemon", "wait", "wait"), BOTH)
     reader.backend.launch(launch)
     reader.await_start(launch)
@@ -86,7 +102,12 @@ def test_a_killed_launcher_is_a_lost_node_without_orphans(reader: Reader, embedd
     os.kill(parent_of(pids[0]), signal.SIGKILL)
     evidence = reader.await_end(launch).evidence
     assert evidence.nodes_lost == ("n0",)
-    assert [end.exit_code for end in evidence.ranks] == [None, None, -signal.SIGKILL, -signal.SIGKILL]
+    assert [end.exit_code for end in evidence.ranks] == [
+        None,
+        None,
+        -signal.SIGKILL,
+        -signal.SIGKILL,
+    ]
     assert alive(pids) == []
     assert until(lambda: nothing_is_left(launch), "placement group removed")
 
@@ -123,11 +144,15 @@ def test_a_node_whose_launcher_wrote_down_that_ray_killed_its_ranks_is_lost_all_
     assert reader.await_end(launch).evidence.nodes_lost == ("n0",)
 
 
-def test_devices_are_released_when_nvml_says_so(reader: Reader, embedded: Embedded, nvml_library: Path) -> None:
+def test_devices_are_released_when_nvml_says_so(
+    reader: Reader, embedded: Embedded, nvml_library: Path
+) -> None:
     if not any(nvml_library.iterdir()):
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
     node_event = next(
-        event for event in reader.received + list(reader.backend.events(1)) if isinstance(event, NodesSeen)
+        event
+        for event in reader.received + list(reader.backend.events(1))
+        if isinstance(event, NodesSeen)
     )
     assert node_event.nodes[0].free_bytes == (960 * MIB, 448 * MIB)  # told in steps of 64 MiB
     launch = launch_of("greedy", script("wait"), (NodeDevices(node="gpu", devices=(0,)),))
@@ -150,7 +175,11 @@ def test_a_driver_that_breaks_while_a_job_runs_ends_nothing_and_is_told_until_it
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
 
     def errors() -> tuple[str, ...]:
-        return next(event for event in reversed(reader.received) if isinstance(event, NodesSeen)).nodes[0].driver_errors
+        return (
+            next(event for event in reversed(reader.received) if isinstance(event, NodesSeen))
+            .nodes[0]
+            .driver_errors
+        )
 
     launch = launch_of("undriven", script("wait"), (NodeDevices(node="gpu", devices=(0,)),))
     reader.backend.launch(launch)
@@ -163,7 +192,9 @@ def test_a_driver_that_breaks_while_a_job_runs_ends_nothing_and_is_told_until_it
     ):
         embedded.nvml_state.write_text(text)
         assert until(lambda expected=expected: reader.poll() or errors() == expected, f"{expected}")
-    assert {type(event) for event in reader.received[begun:]} == {NodesSeen}, "the job has not ended"
+    assert {type(event) for event in reader.received[begun:]} == {NodesSeen}, (
+        "the job has not ended"
+    )
     assert len(alive(descendants_of(folder_of(embedded.home, launch), [0]))) == 1
     reader.backend.stop(Stop(job_id="undriven", number=1, grace_s=0.0))
     reader.wait(launch, Released)
@@ -176,7 +207,9 @@ def test_a_driver_that_hangs_is_a_reading_with_an_error_and_leaves_no_process(
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
     assert reader.poll() is None
     monkeypatch.setattr(agent, "PROBE_TIMEOUT_S", 3.0)
-    node_id = next(node["NodeID"] for node in ray.nodes() if "gpu" in node["Labels"].get("orc-node", ""))
+    node_id = next(
+        node["NodeID"] for node in ray.nodes() if "gpu" in node["Labels"].get("orc-node", "")
+    )
     embedded.nvml_state.write_text("hang\n")
     try:
         reading = agent.Calls().read_devices(node_id, "gpu")
@@ -195,7 +228,9 @@ def test_what_a_device_holds_beside_the_allocator_is_measured_by_nvml_and_the_ra
     embedded.nvml_state.write_text("ok\n1000 300 0 -\n1000 500 0 -\n")  # a desktop holds 300 MiB
     until(lambda: reader.poll() or free_of(reader)[0] == 640 * MIB, "the reading")
     program = tmp_path / "train.py"
-    program.write_text(ON_CUDA.format(free=(700 - 200 - 140) * MIB) + f"Device.reserved = {200 * MIB}\ntrain(3)\n")
+    program.write_text(
+        ON_CUDA.format(free=(700 - 200 - 140) * MIB) + f"Device.reserved = {200 * MIB}\ntrain(3)\n"
+    )
     spec = script().model_copy(update={"command": ("python", str(program))})
     launch = launch_of("measured", spec, (NodeDevices(node="gpu", devices=(0,)),))
     reader.backend.launch(launch)
@@ -249,9 +284,22 @@ time.sleep(300)
 
 def started_by_a_killed_service(embedded: Embedded, job_id: str, *behaviours: str) -> Launch:
     """An attempt whose service was killed by signal 9 right after it had started."""
-    arguments = [sys.executable, "-c", SERVICE, str(embedded.home), embedded.address, job_id, *behaviours]
-    env, folder = {**os.environ, "TEST_SECRET": "not known to the next service"}, Path(__file__).parents[2]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=folder, env=env) as service:
+    arguments = [
+        sys.executable,
+        "-c",
+        SERVICE,
+        str(embedded.home),
+        embedded.address,
+        job_id,
+        *behaviours,
+    ]
+    env, folder = (
+        {**os.environ, "TEST_SECRET": "not known to the next service"},
+        Path(__file__).parents[2],
+    )
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, text=True, cwd=folder, env=env
+    ) as service:
         assert service.stdout is not None
         assert service.stdout.readline() == "started\n"
         service.kill()
@@ -262,7 +310,9 @@ def test_training_outlives_the_service_and_is_taken_up_again(
     reader: Reader, embedded: Embedded, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
-    launch = started_by_a_killed_service(embedded, "adopted", f"go:{go}", "exit:0", f"go:{go}", "exit:0")
+    launch = started_by_a_killed_service(
+        embedded, "adopted", f"go:{go}", "exit:0", f"go:{go}", "exit:0"
+    )
     folder = folder_of(embedded.home, launch)
     pids = [int(str(first_line(folder, rank)["pid"])) for rank in (0, 2)]
     reader.backend.adopt(launch.job, launch.attempt)
@@ -272,12 +322,28 @@ def test_training_outlives_the_service_and_is_taken_up_again(
     go.touch()
     evidence = reader.await_end(launch).evidence
     assert [end.exit_code for end in evidence.ranks] == [0, 0, 0, 0]
-    assert [len(folder.log(rank).read_text().splitlines()) for rank in range(4)] == [1, 1, 1, 1]  # none ran twice
-    assert len([event for event in reader.received if isinstance(event, Finished) and event.job_id == "adopted"]) == 1
+    assert [len(folder.log(rank).read_text().splitlines()) for rank in range(4)] == [
+        1,
+        1,
+        1,
+        1,
+    ]  # none ran twice
+    assert (
+        len(
+            [
+                event
+                for event in reader.received
+                if isinstance(event, Finished) and event.job_id == "adopted"
+            ]
+        )
+        == 1
+    )
 
 
 def test_what_ended_while_nobody_watched_is_told_later(reader: Reader, embedded: Embedded) -> None:
-    launch = started_by_a_killed_service(embedded, "unwatched", "exit:0", "exit:3", "wait", "exit:0")
+    launch = started_by_a_killed_service(
+        embedded, "unwatched", "exit:0", "exit:3", "wait", "exit:0"
+    )
     folder = folder_of(embedded.home, launch)
     until(lambda: folder.exit_code(1).exists(), "rank 1 has ended")
     reader.backend.adopt(launch.job, launch.attempt)
@@ -287,7 +353,9 @@ def test_what_ended_while_nobody_watched_is_told_later(reader: Reader, embedded:
 
 
 @pytest.mark.long
-def test_adopting_what_lost_its_launchers_meanwhile_tells_of_lost_nodes(reader: Reader, embedded: Embedded) -> None:
+def test_adopting_what_lost_its_launchers_meanwhile_tells_of_lost_nodes(
+    reader: Reader, embedded: Embedded
+) -> None:
     launch = started_by_a_killed_service(embedded, "bereft", "wait", "wait", "wait", "wait")
     folder = folder_of(embedded.home, launch)
     pids = [int(str(first_line(folder, rank)["pid"])) for rank in range(4)]
@@ -309,19 +377,29 @@ def test_the_embedded_cluster_is_private(embedded: Embedded) -> None:
     listening = {line.split()[1] for lines in tables for line in lines if line.split()[3] == "0A"}
     addresses = {entry.split(":")[0] for entry in listening if int(entry.split(":")[1], 16) == port}
     assert addresses
-    assert {entry[-8:] for entry in addresses} == {"0100007F"}, "127.0.0.1, also where it is written as IPv6"
+    assert {entry[-8:] for entry in addresses} == {"0100007F"}, (
+        "127.0.0.1, also where it is written as IPv6"
+    )
 
 
-def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(reader: Reader, embedded: Embedded) -> None:
+def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(
+    reader: Reader, embedded: Embedded
+) -> None:
     launch = launch_of("undisturbed", script("wait"))
     reader.backend.launch(launch)
     reader.await_start(launch)
-    nodes = {name: pid for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]}
+    nodes = {
+        name: pid
+        for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]
+    }
     if nodes["n2"] in alive(list(nodes.values())):  # another test may have ended it
         os.kill(nodes["n2"], signal.SIGKILL)
         until(lambda: not alive([nodes["n2"]]), "n2 is gone")
     assert embedded_ray.start(embedded.home, CLUSTER) == embedded.address
-    again = {name: pid for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]}
+    again = {
+        name: pid
+        for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]
+    }
     assert {name for name in again if again[name] != nodes[name]} == {"n2"}
     until(lambda: "n2" in names_of_last(reader), "n2 is back")
     assert reader.find(launch, Finished) is None
@@ -331,7 +409,10 @@ def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(reader: Reade
 
 def names_of_last(reader: Reader) -> list[str]:
     reader.poll()
-    return [node.name for node in [event for event in reader.received if isinstance(event, NodesSeen)][-1].nodes]
+    return [
+        node.name
+        for node in [event for event in reader.received if isinstance(event, NodesSeen)][-1].nodes
+    ]
 
 
 def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
@@ -361,14 +442,18 @@ optimizer.step()
 
 
 @pytest.mark.long
-def test_torchrun_meets_over_nodes_by_the_placement_and_its_ranks_are_guarded(reader: Reader, tmp_path: Path) -> None:
+def test_torchrun_meets_over_nodes_by_the_placement_and_its_ranks_are_guarded(
+    reader: Reader, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(MEETING)
     placement = (NodeDevices(node="n0", devices=(0,)), NodeDevices(node="n1", devices=(0,)))
     spec = script(command="python train.py", launch="torchrun", workdir=str(tmp_path))
     launch = launch_of("meeting", spec, placement)
     reader.backend.launch(launch)
     evidence = reader.await_end(launch).evidence
-    assert [(end.rank, end.exit_code) for end in evidence.ranks] == [(0, 0), (1, 0)], evidence.ranks[0].log_tail
+    assert [(end.rank, end.exit_code) for end in evidence.ranks] == [(0, 0), (1, 0)], (
+        evidence.ranks[0].log_tail
+    )
     for rank in (0, 1):
         assert f"rank {rank} met 2 in group {rank}" in evidence.ranks[rank].log_tail
     assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 1), (1, 1)]

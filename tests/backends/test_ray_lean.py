@@ -14,7 +14,12 @@ from orchestrator.backends.ray import lean
 from tests.backends.conftest import Embedded
 from tests.backends.ray_jobs import CLUSTER
 
-SUPERFLUOUS = ("dashboard/dashboard.py", "dashboard/agent.py", "monitor.py", "runtime_env/agent/main.py")
+SUPERFLUOUS = (
+    "dashboard/dashboard.py",
+    "dashboard/agent.py",
+    "monitor.py",
+    "runtime_env/agent/main.py",
+)
 BREAKS_LEAN = """
 import orchestrator.backends.ray.lean as lean
 lean.UNUSED_PORT = "no number"
@@ -28,7 +33,9 @@ def _commands(home: Path) -> list[str]:
     commands = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
         except OSError:
             continue
         if state["temp_dir"] in command:
@@ -46,7 +53,9 @@ def test_a_node_runs_jobs_without_api_server_monitor_and_agents(embedded: Embedd
     assert len(stand_ins) == 2 * len(raylets)
 
 
-def test_a_ray_without_one_of_the_functions_is_left_as_it_is_and_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_without_one_of_the_functions_is_left_as_it_is_and_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = services.start_ray_process
     monkeypatch.delattr(_raylet, "persist_port")
     assert lean.make_lean() == "Ray has no persist_port"

@@ -24,7 +24,11 @@ def test_the_journal_of_a_released_version_is_read_whole(folder: Path, tmp_path:
     for _ in range(2):  # after the migrations, too
         assert keep.read_journal(path) == expected
     assert expected["unreadable"] == []
-    assert {status for status, _ in expected["ended"].values()} >= {"succeeded", "failed", "refused"}
+    assert {status for status, _ in expected["ended"].values()} >= {
+        "succeeded",
+        "failed",
+        "refused",
+    }
     assert {status for status, _ in expected["live"].values()} == {"running", "queued"}
 
 

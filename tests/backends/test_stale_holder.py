@@ -27,7 +27,10 @@ LEASE_S = 2.0
     ("border", "came_of_it"),
     [
         ("place", "refused"),  # it asks whether it is the owner before it starts what it has placed
-        ("start", "not started"),  # it has asked, and its call arrives late: the launcher sees a newer fence
+        (
+            "start",
+            "not started",
+        ),  # it has asked, and its call arrives late: the launcher sees a newer fence
     ],
 )
 def test_a_holder_that_was_stopped_before_a_launch_starts_nothing_that_the_next_one_started(
@@ -37,16 +40,22 @@ def test_a_holder_that_was_stopped_before_a_launch_starts_nothing_that_the_next_
     home.mkdir()
     command = [sys.executable, "-m", "tests.backends.holder", url, str(home), str(LEASE_S), border]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, bufsize=1, **pipes) as old:
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], text=True, bufsize=1, **pipes
+    ) as old:
         try:
             assert old.stdout.readline() == f"{border}\n"
             os.kill(old.pid, signal.SIGSTOP)
             monkeypatch.setattr(ownership, "LEASE_S", LEASE_S)
             with closing(Journal(url)) as journal:  # once the lease of the old one has ended
-                backend = ProcessBackend(home, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers(), journal)
+                backend = ProcessBackend(
+                    home, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers(), journal
+                )
                 with closing(backend):
                     backend.adopt(LAUNCH.job, LAUNCH.attempt)
-                    assert [end.exit_code for end in Reader(backend).await_end(LAUNCH).evidence.ranks] == [0]
+                    assert [
+                        end.exit_code for end in Reader(backend).await_end(LAUNCH).evidence.ranks
+                    ] == [0]
                     old.stdin.write("go on\n")
                     os.kill(old.pid, signal.SIGCONT)
                     assert old.stdout.readline() == f"{came_of_it}\n"

@@ -19,7 +19,9 @@ from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.run import AttemptFolder, GuardSettings, write_json
 
 GIB = 2**30
-BEAT = Heartbeat(rank=0, step=1, steps_done=1, step_s=0.1, peak_bytes=9, phase="forward", at_s=1.0, live_bytes=0)
+BEAT = Heartbeat(
+    rank=0, step=1, steps_done=1, step_s=0.1, peak_bytes=9, phase="forward", at_s=1.0, live_bytes=0
+)
 
 
 @pytest.fixture
@@ -55,7 +57,9 @@ def _two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_two_cards")
-def test_devices_are_sampled_under_the_names_and_with_the_numbers_of_mlflows_own_monitor(folder: AttemptFolder) -> None:
+def test_devices_are_sampled_under_the_names_and_with_the_numbers_of_mlflows_own_monitor(
+    folder: AttemptFolder,
+) -> None:
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 
@@ -64,7 +68,11 @@ def test_devices_are_sampled_under_the_names_and_with_the_numbers_of_mlflows_own
     nodes.collect_metrics()
     Sampler(folder, Watched(node="n", devices=(0, 1))).take((0, 1), None)
     (sample,) = samples_of(folder, "n")
-    assert {name.removeprefix("system/") for name in sample} == {*devices.aggregate_metrics(), *nodes.metrics, "at_s"}
+    assert {name.removeprefix("system/") for name in sample} == {
+        *devices.aggregate_metrics(),
+        *nodes.metrics,
+        "at_s",
+    }
     for name, value in devices.aggregate_metrics().items():
         assert sample[f"system/{name}"] == value, name
     used = nodes.aggregate_metrics()["system_memory_usage_percentage"]
@@ -84,7 +92,10 @@ def test_only_devices_of_the_attempt_are_sampled_and_names_of_one_of_several_nod
 def test_a_virtual_device_has_the_memory_that_its_rank_told_and_nothing_that_nobody_measured(
     folder: AttemptFolder,
 ) -> None:
-    write_json(folder.guard, GuardSettings(attempt_folder=str(folder.path), virtual_capacity_bytes=256_000_000))
+    write_json(
+        folder.guard,
+        GuardSettings(attempt_folder=str(folder.path), virtual_capacity_bytes=256_000_000),
+    )
     write_json(folder.heartbeat(5), dataclasses.replace(BEAT, rank=5, live_bytes=64_000_000))
     ended = threading.Event()
     sampler = Sampler(folder, Watched(node="n", devices=(3, 4)))
@@ -104,8 +115,13 @@ def test_a_virtual_device_has_the_memory_that_its_rank_told_and_nothing_that_nob
     }
 
 
-def test_a_sample_takes_less_than_a_thousandth_of_the_time_between_samples(folder: AttemptFolder) -> None:
-    write_json(folder.guard, GuardSettings(attempt_folder=str(folder.path), virtual_capacity_bytes=256_000_000))
+def test_a_sample_takes_less_than_a_thousandth_of_the_time_between_samples(
+    folder: AttemptFolder,
+) -> None:
+    write_json(
+        folder.guard,
+        GuardSettings(attempt_folder=str(folder.path), virtual_capacity_bytes=256_000_000),
+    )
     for rank in range(8):
         write_json(folder.heartbeat(rank), dataclasses.replace(BEAT, rank=rank))
     sampler = Sampler(folder, Watched(node="n", devices=tuple(range(8))))

@@ -9,7 +9,15 @@ from statistics import median, pstdev
 
 import pytest
 
-from orchestrator.backends.simulated.traces import SCALING, Arrival, Trace, _read_speeds, misjudge, read_trace, shake
+from orchestrator.backends.simulated.traces import (
+    SCALING,
+    Arrival,
+    Trace,
+    _read_speeds,
+    misjudge,
+    read_trace,
+    shake,
+)
 from orchestrator.specs.errors import SpecError
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
@@ -60,7 +68,9 @@ def test_philly_jobs_take_what_they_took_on_the_devices_that_they_had(tmp_path: 
     assert (short.spec.steps, short.spec.speeds, short.spec.gpus.max) == (66, ((1, 1.0),), 1)
 
 
-def test_deadlines_move_to_the_clock_of_the_trace_and_speeds_scale_from_the_one_that_is_known(tmp_path: Path) -> None:
+def test_deadlines_move_to_the_clock_of_the_trace_and_speeds_scale_from_the_one_that_is_known(
+    tmp_path: Path,
+) -> None:
     (job,) = read(tmp_path / "cluster01.csv", DEADLINES).arrivals
     assert (job.at_s, job.deadline_s, job.rigid_devices) == (0.0, 1933904 - 1932025, 4)
     speeds = dict(job.spec.speeds)
@@ -69,7 +79,9 @@ def test_deadlines_move_to_the_clock_of_the_trace_and_speeds_scale_from_the_one_
     assert sorted(speeds) == [1, 2, 4, 8, 16, 32, 64]
 
 
-def test_plans_tell_the_best_of_each_number_of_devices_and_know_other_placements(tmp_path: Path) -> None:
+def test_plans_tell_the_best_of_each_number_of_devices_and_know_other_placements(
+    tmp_path: Path,
+) -> None:
     throughput = tmp_path / "throughput" / "vit.csv"
     throughput.parent.mkdir()
     throughput.write_text(THROUGHPUT)
@@ -79,7 +91,9 @@ def test_plans_tell_the_best_of_each_number_of_devices_and_know_other_placements
     assert (job.spec.steps, job.rigid_devices, job.spec.family) == (1000, 2, "vit")
 
 
-def test_a_job_with_is_sla_is_promised_the_speed_of_its_exec_plan_on_what_it_asks_for(tmp_path: Path) -> None:
+def test_a_job_with_is_sla_is_promised_the_speed_of_its_exec_plan_on_what_it_asks_for(
+    tmp_path: Path,
+) -> None:
     throughput = tmp_path / "throughput" / "vit.csv"
     throughput.parent.mkdir()
     throughput.write_text(THROUGHPUT)
@@ -87,8 +101,12 @@ def test_a_job_with_is_sla_is_promised_the_speed_of_its_exec_plan_on_what_it_ask
     (job,) = read(tmp_path / "workloads" / "mt.csv", PLANS.replace(",1000,0", ",1000,1")).arrivals
     assert (best_effort.spec.guarantee, best_effort.submitted_step_s) == (None, 0.15)
     assert job.spec.guarantee is not None
-    assert (job.spec.guaranteed_gpus, job.spec.guarantee.step) == (2, 0.15), "not the 0.12 s of the fastest plan"
-    (unmeasured,) = read(tmp_path / "workloads" / "mt.csv", PLANS.replace("zero-dp,1000,0", "gc,1000,1")).arrivals
+    assert (job.spec.guaranteed_gpus, job.spec.guarantee.step) == (2, 0.15), (
+        "not the 0.12 s of the fastest plan"
+    )
+    (unmeasured,) = read(
+        tmp_path / "workloads" / "mt.csv", PLANS.replace("zero-dp,1000,0", "gc,1000,1")
+    ).arrivals
     assert unmeasured.spec.guarantee is not None
     assert unmeasured.spec.guarantee.step is None, "the fastest plan's counts"
     told_wrong = misjudge(Trace(name="mt", arrivals=(job,)), 0.5, 1).arrivals[0]
@@ -99,13 +117,20 @@ def test_a_job_with_is_sla_is_promised_the_speed_of_its_exec_plan_on_what_it_ask
         read(tmp_path / "workloads" / "mt.csv", PLANS.replace(",1000,0", ",1000,2"))
 
 
-def test_deadlines_with_a_table_of_speeds_know_what_every_measured_number_of_devices_takes(tmp_path: Path) -> None:
+def test_deadlines_with_a_table_of_speeds_know_what_every_measured_number_of_devices_takes(
+    tmp_path: Path,
+) -> None:
     table = tmp_path / "scheduler" / "throughputs_T4" / "cifar10.csv"
     table.parent.mkdir(parents=True)
     table.write_text(STEPS_PER_SECOND)
     (job,) = read(tmp_path / "traces_for_ElasticFlow" / "few.csv", ELASTICFLOW).arrivals
     assert job.spec.speeds == ((1, 2.0), (2, 1.25), (64, 0.5)), "nan did not run"
-    assert (job.at_s, job.deadline_s, job.spec.steps, job.rigid_devices) == (0.0, 3719996 - 3715485, 2011, 1)
+    assert (job.at_s, job.deadline_s, job.spec.steps, job.rigid_devices) == (
+        0.0,
+        3719996 - 3715485,
+        2011,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,8 +167,14 @@ def test_a_shaken_trace_is_another_day_of_the_same_kind(tmp_path: Path) -> None:
     (job,) = read(tmp_path / "cluster01.csv", DEADLINES).arrivals
     day = Trace(name="day", arrivals=tuple(_at(job, at_s) for at_s in range(0, 100_000, 500)))
     other = shake(day, 1, arrival_s=60.0, length=0.05)
-    assert other == shake(day, 1, arrival_s=60.0, length=0.05) != shake(day, 2, arrival_s=60.0, length=0.05)
-    assert [arrival.at_s for arrival in other.arrivals] == sorted(arrival.at_s for arrival in other.arrivals)
+    assert (
+        other
+        == shake(day, 1, arrival_s=60.0, length=0.05)
+        != shake(day, 2, arrival_s=60.0, length=0.05)
+    )
+    assert [arrival.at_s for arrival in other.arrivals] == sorted(
+        arrival.at_s for arrival in other.arrivals
+    )
     for before, after in zip(day.arrivals, other.arrivals, strict=True):
         assert abs(after.at_s - before.at_s) <= 120.0
         assert 95 <= (after.spec.steps or 0) <= 105

@@ -23,7 +23,15 @@ from orchestrator.specs.actions import Archive, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import ReadOnlyError, ServiceError
-from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started, Submitted, TimerFired
+from orchestrator.specs.events import (
+    Event,
+    Finished,
+    NodesSeen,
+    Released,
+    Started,
+    Submitted,
+    TimerFired,
+)
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.backends.test_journal import DECODER, SCRIPT
@@ -71,7 +79,9 @@ def damage(path: Path, table: str, body: str | None = None, where: str = "1") ->
         rows = other.execute(f"SELECT rowid, body FROM {table} WHERE {where}").fetchall()
         assert rows
         for number, text in rows:
-            other.execute(f"UPDATE {table} SET body = ? WHERE rowid = ?", (body or spoilt(text), number))
+            other.execute(
+                f"UPDATE {table} SET body = ? WHERE rowid = ?", (body or spoilt(text), number)
+            )
 
 
 def spoilt(text: str) -> str:
@@ -79,7 +89,9 @@ def spoilt(text: str) -> str:
 
 
 def script(name: str, gpus: int) -> JobSpec:
-    return JobSpec(name=name, global_batch_size=gpus, command="python train.py", gpus=gpus, probe="never")
+    return JobSpec(
+        name=name, global_batch_size=gpus, command="python train.py", gpus=gpus, probe="never"
+    )
 
 
 @pytest.fixture
@@ -91,7 +103,11 @@ def running(path: Path) -> Iterator[list[str]]:
         ids = [controller.submit(script(name, 1)) for name in ("first", "second", "third")]
         for _ in range(4):
             controller.turn(0.0)
-        assert [controller.state.jobs[job_id].status for job_id in ids] == ["running", "running", "queued"]
+        assert [controller.state.jobs[job_id].status for job_id in ids] == [
+            "running",
+            "running",
+            "queued",
+        ]
         journal.snapshot(controller.state)
     return ids
 
@@ -117,19 +133,25 @@ def test_a_rule_that_is_stricter_than_a_row_leaves_it_readable() -> None:
 
 def test_numbers_that_json_cannot_say_come_back_at_any_depth() -> None:
     training = replace(DECODER.training, learning_rate=inf, clip_norm=-inf)
-    event = Submitted(job_id="d-1", order=1, spec=DECODER.model_copy(update={"training": training}), at_s=inf)
+    event = Submitted(
+        job_id="d-1", order=1, spec=DECODER.model_copy(update={"training": training}), at_s=inf
+    )
     assert Codec(Submitted).read(Codec(Submitted).write(event)) == event
 
 
 def test_an_unknown_key_is_not_lost_unseen() -> None:
-    raw = json.loads(Codec(Submitted).write(Submitted(job_id="s-1", order=1, spec=SCRIPT, at_s=1.0)))
+    raw = json.loads(
+        Codec(Submitted).write(Submitted(job_id="s-1", order=1, spec=SCRIPT, at_s=1.0))
+    )
     with pytest.raises(ValueError, match="later"):
         Codec(Submitted).read(json.dumps(raw | {"later": 1}))
 
 
 def test_text_that_utf8_cannot_say_is_replaced_before_anything_is_decided_on_it(path: Path) -> None:
     with journal_of(path) as journal:
-        event = Submitted(job_id="s-1", order=1, spec=SCRIPT.model_copy(update={"family": "a\ud800b"}), at_s=1.0)
+        event = Submitted(
+            job_id="s-1", order=1, spec=SCRIPT.model_copy(update={"family": "a\ud800b"}), at_s=1.0
+        )
         stored = journal.as_kept(event)
         journal.append([(stored, ())])
         assert list(journal.events()) == [stored]
@@ -138,7 +160,9 @@ def test_text_that_utf8_cannot_say_is_replaced_before_anything_is_decided_on_it(
 
 @pytest.mark.parametrize("body", ["", "{", "[]", "null", "\x00", '{"id": 7}'])
 @pytest.mark.usefixtures("running")
-def test_a_live_row_that_cannot_be_read_frees_no_device_until_an_operator_decides(path: Path, body: str) -> None:
+def test_a_live_row_that_cannot_be_read_frees_no_device_until_an_operator_decides(
+    path: Path, body: str
+) -> None:
     damage(path, "live", body or None, "id = 'second-2'")
     for _ in range(2):  # and so at each start
         with journal_of(path) as journal:
@@ -226,10 +250,18 @@ def test_a_submission_that_cannot_be_read_keeps_its_number_and_never_starts(path
 
 
 def test_an_ended_row_or_a_record_that_cannot_be_read_hides_no_other(path: Path) -> None:
-    jobs = [Job(id=f"j-{n}", spec=SCRIPT, order=n, submitted_at_s=0, status=JobStatus.FAILED) for n in (1, 2, 3)]
+    jobs = [
+        Job(id=f"j-{n}", spec=SCRIPT, order=n, submitted_at_s=0, status=JobStatus.FAILED)
+        for n in (1, 2, 3)
+    ]
     with journal_of(path) as journal:
         journal.append(
-            [(TimerFired(at_s=1.0), [action for job in jobs for action in (Archive(job=job), Record(job=job))])]
+            [
+                (
+                    TimerFired(at_s=1.0),
+                    [action for job in jobs for action in (Archive(job=job), Record(job=job))],
+                )
+            ]
         )
     damage(path, "jobs", None, "id = 'j-2'")
     damage(path, "outbox", None, "id <= 2")
@@ -268,7 +300,9 @@ def test_an_account_that_cannot_be_read_admits_nobody_and_hides_no_other(path: P
 def test_decisions_that_differ_without_an_unreadable_row_are_refused_as_before(path: Path) -> None:
     with closing(sqlite3.connect(path)) as other, other:
         other.execute("DELETE FROM snapshots")
-        other.execute("UPDATE events SET decided = 'launch other-9-1 on local:0 as x' WHERE body LIKE '%first-1%'")
+        other.execute(
+            "UPDATE events SET decided = 'launch other-9-1 on local:0 as x' WHERE body LIKE '%first-1%'"
+        )
     with journal_of(path) as journal, pytest.raises(ServiceError, match="would decide"):
         Controller(journal, Endless(), lambda: 2.0)
 
@@ -282,7 +316,12 @@ def test_a_job_that_todays_rules_refuse_is_read_and_refused_where_it_would_run(p
     with closing(sqlite3.connect(path)) as other:
         ((text,),) = other.execute(f"SELECT body FROM events WHERE {older}").fetchall()
     raw = json.loads(text)
-    damage(path, "events", json.dumps(raw | {"spec": raw["spec"] | {"global_batch_size": 2**40}}), older)
+    damage(
+        path,
+        "events",
+        json.dumps(raw | {"spec": raw["spec"] | {"global_batch_size": 2**40}}),
+        older,
+    )
     with journal_of(path) as journal:
         controller = Controller(journal, Endless(), lambda: 2.0)
         assert controller.state.jobs["older-1"].spec.global_batch_size == 2**40

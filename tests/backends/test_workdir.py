@@ -26,11 +26,18 @@ version: "1.10"
 
 
 def test_keys_take_their_values_and_everything_else_keeps_its_text() -> None:
-    keys = {"data.batch_size": "4", "run.enable_gradient_checkpointing": "false", "ckpt.resume_ckpt_path": "/out/c.pt"}
+    keys = {
+        "data.batch_size": "4",
+        "run.enable_gradient_checkpointing": "false",
+        "ckpt.resume_ckpt_path": "/out/c.pt",
+    }
     text = rewrite_config(LATENTSYNC, keys, is_json=False)
     before, after = yaml.safe_load(LATENTSYNC), yaml.safe_load(text)
     assert after["data"] == {"batch_size": 4, "train_output_dir": "debug/unet"}
-    assert after["run"] == {"mixed_precision_training": True, "enable_gradient_checkpointing": False}
+    assert after["run"] == {
+        "mixed_precision_training": True,
+        "enable_gradient_checkpointing": False,
+    }
     assert after["ckpt"]["resume_ckpt_path"] == "/out/c.pt"
     assert (after["optimizer"], after["version"]) == (before["optimizer"], "1.10")
     assert "lr: 1e-5" in text, "YAML 1.1 reads a word there, OmegaConf a number: neither is quoted"
@@ -41,12 +48,16 @@ def test_a_key_that_the_file_has_not_is_added_with_its_sections() -> None:
         "a": 3,
         "b": {"c": {"d": 2}},
     }
-    assert yaml.safe_load(rewrite_config("", {"b": "[x]"}, is_json=False)) == {"b": "[x]"}, "a word stays a word"
+    assert yaml.safe_load(rewrite_config("", {"b": "[x]"}, is_json=False)) == {"b": "[x]"}, (
+        "a word stays a word"
+    )
 
 
 def test_json_stays_json() -> None:
     text = rewrite_config(
-        '{"train": {"batch_size": 4, "fp16_run": true}, "x": null}', {"train.batch_size": "2"}, is_json=True
+        '{"train": {"batch_size": 4, "fp16_run": true}, "x": null}',
+        {"train.batch_size": "2"},
+        is_json=True,
     )
     assert json.loads(text) == {"train": {"batch_size": 2, "fp16_run": True}, "x": None}
 
@@ -54,7 +65,9 @@ def test_json_stays_json() -> None:
 def test_a_number_of_json_stays_a_number_however_it_is_written() -> None:
     """DeepSpeed's own examples say 1e-3 and 5e8, which YAML 1.1 takes for words."""
     text = '{"optimizer": {"params": {"lr": 1e-3, "eps": 1e-8}}, "bucket": 5e8, "zero": "auto"}'
-    rewritten = json.loads(rewrite_config(text, {"bf16.enabled": "false", "micro": "4", "folder": "[x]"}, is_json=True))
+    rewritten = json.loads(
+        rewrite_config(text, {"bf16.enabled": "false", "micro": "4", "folder": "[x]"}, is_json=True)
+    )
     assert rewritten.pop("bf16") == {"enabled": False}
     assert (rewritten.pop("micro"), rewritten.pop("folder")) == (4, "[x]")
     assert rewritten == json.loads(text)
@@ -75,7 +88,11 @@ def test_the_working_directory_is_the_users_but_for_the_one_file(tmp_path: Path)
         (source / name).write_text(name)
     place = link_all_but(source, "configs/config.yaml", target)
     place.write_text("ours")
-    assert link_all_but(source, "configs/config.yaml", target) == place == target / "configs" / "config.yaml"
+    assert (
+        link_all_but(source, "configs/config.yaml", target)
+        == place
+        == target / "configs" / "config.yaml"
+    )
     assert {entry.name for entry in target.iterdir()} == {"train.py", "configs"}
     assert (target / "configs/other.yaml").read_text() == "configs/other.yaml"
     assert (target / "configs/deep/x").read_text() == "configs/deep/x"

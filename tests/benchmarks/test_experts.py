@@ -18,7 +18,8 @@ def test_every_configuration_has_a_plan_that_is_predicted_or_says_why_it_has_non
 
 def test_seconds_follow_from_the_published_teraflops_by_the_papers_count() -> None:
     by_name = {row.name: row for row in read_rows()}
-    # arXiv:2104.04473: 84 days for 450 billion tokens of 1T on 3,072 devices, in steps of 3,072 x 2,048 tokens
+    # arXiv:2104.04473: 84 days for 450 billion tokens of 1T on 3,072 devices, in steps of 3,072 x
+    # 2,048 tokens
     steps = 450e9 / (3072 * 2048)
     assert by_name["sc21-1t"].measured_s == pytest.approx(84 * 86400 / steps, rel=0.02)
 
@@ -32,7 +33,9 @@ def test_the_chosen_plan_is_as_fast_as_the_published_one_that_fits() -> None:
 
 
 @pytest.mark.parametrize(("key", "content"), [("plan", {}), ("colour", "red")])
-def test_a_row_without_a_plan_or_with_an_unknown_key_is_refused(key: str, content: object, tmp_path: Path) -> None:
+def test_a_row_without_a_plan_or_with_an_unknown_key_is_refused(
+    key: str, content: object, tmp_path: Path
+) -> None:
     data = yaml.safe_load(FILE.read_text())
     data["sources"][0]["rows"][0][key] = content
     file = tmp_path / "experts.yaml"

@@ -27,8 +27,12 @@ def test_other_policies_get_what_users_asked_for_and_adaptive_may_choose() -> No
     trace = Trace(name="night", arrivals=jobs)
     for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(Order.EASY, ONE_NODE), 8)):
         outcomes = play(trace, 0).outcomes
-        assert {process.attempt.plan.world_size for outcome in outcomes for process in outcome.attempts} == {width}
-        assert {outcome.alone_s for outcome in outcomes} == {10.0 + 90.0}, "alone is the best number of devices for all"
+        assert {
+            process.attempt.plan.world_size for outcome in outcomes for process in outcome.attempts
+        } == {width}
+        assert {outcome.alone_s for outcome in outcomes} == {10.0 + 90.0}, (
+            "alone is the best number of devices for all"
+        )
     rigid = Trace(name="night", arrivals=tuple(map(scheduler.as_asked, jobs)))
     (first, *_) = scheduler.ours(ONE_NODE)(rigid, 0).outcomes
     assert first.attempts[0].attempt.plan.world_size == 8
@@ -44,29 +48,49 @@ def test_backfill_takes_what_the_head_cannot_use_and_never_delays_it() -> None:
             arrival(3.0, 50, {4: 1.0}, rigid_devices=4),  # ends before
         ),
     )
-    started = [outcome.started_at_s for outcome in scheduler.theirs(Order.EASY, ONE_NODE)(trace, 0).outcomes]
+    started = [
+        outcome.started_at_s
+        for outcome in scheduler.theirs(Order.EASY, ONE_NODE)(trace, 0).outcomes
+    ]
     assert started == [0.0, 110.0, 220.0, 3.0]
-    in_order = [outcome.started_at_s for outcome in scheduler.theirs(Order.FIFO, ONE_NODE)(trace, 0).outcomes]
+    in_order = [
+        outcome.started_at_s
+        for outcome in scheduler.theirs(Order.FIFO, ONE_NODE)(trace, 0).outcomes
+    ]
     assert in_order == [0.0, 110.0, 220.0, 220.0]
 
 
 def test_the_bound_is_what_a_job_alone_could_do() -> None:
     """Ten seconds to launch, 100 steps of a second on one device, of half a second on two."""
     deadlines = (59.0, 61.0, 200.0)
-    jobs = tuple(arrival(0.0, 100, {1: 1.0, 2: 0.5}, deadline_s=deadline_s) for deadline_s in deadlines)
+    jobs = tuple(
+        arrival(0.0, 100, {1: 1.0, 2: 0.5}, deadline_s=deadline_s) for deadline_s in deadlines
+    )
     assert scheduler.can_be_met(Trace(name="night", arrivals=jobs), ONE_NODE) == [False, True, True]
 
 
 def test_a_job_comes_to_a_crowd_where_more_devices_are_asked_for_than_there_are() -> None:
     """Two that last 100 s ask for five of eight each; the third comes when the first has gone."""
-    jobs = tuple(arrival(at_s, 100, {5: 1.0}, rigid_devices=5) for at_s in (0.0, 50.0, 120.0, 221.0))
-    assert scheduler.comes_to_a_crowd(Trace(name="night", arrivals=jobs), 8) == [False, True, True, False]
+    jobs = tuple(
+        arrival(at_s, 100, {5: 1.0}, rigid_devices=5) for at_s in (0.0, 50.0, 120.0, 221.0)
+    )
+    assert scheduler.comes_to_a_crowd(Trace(name="night", arrivals=jobs), 8) == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_side_by_side_has_every_measure_of_every_queue() -> None:
     shown = SideBySide()
-    trace = Trace(name="night", arrivals=(arrival(0.0, 100, {8: 1.0}, rigid_devices=8, deadline_s=200.0),) * 2)
-    for name, play in (("ours", scheduler.ours(ONE_NODE)), ("fifo", scheduler.theirs(Order.FIFO, ONE_NODE))):
+    trace = Trace(
+        name="night", arrivals=(arrival(0.0, 100, {8: 1.0}, rigid_devices=8, deadline_s=200.0),) * 2
+    )
+    for name, play in (
+        ("ours", scheduler.ours(ONE_NODE)),
+        ("fifo", scheduler.theirs(Order.FIFO, ONE_NODE)),
+    ):
         shown.add("one node", name, scheduler.over([trace, trace], play))
     values = {figure["figure"]: figure["value"] for figure in shown.figures()}
     assert values["one node, fifo: makespan (220 to 220)"] == 220.0
@@ -78,7 +102,9 @@ def test_side_by_side_has_every_measure_of_every_queue() -> None:
 def test_a_bound_stands_beside_the_queues_in_what_it_bounds() -> None:
     shown = SideBySide()
     shown.add("one node", "bound", [{"makespan": 10.0}, {"makespan": 12.0}])
-    assert [figure["figure"] for figure in shown.figures()] == ["one node, bound: makespan (10 to 12)"]
+    assert [figure["figure"] for figure in shown.figures()] == [
+        "one node, bound: makespan (10 to 12)"
+    ]
     console = Console(width=170, record=True, file=StringIO())
     console.print(shown.table())
     assert console.export_text().split("\n")[2].split()[:3] == ["one", "node", "bound"]
@@ -86,9 +112,17 @@ def test_a_bound_stands_beside_the_queues_in_what_it_bounds() -> None:
 
 def test_what_is_printed_has_a_bar() -> None:
     printed = table(
-        "bench", [informs("wait", 1.0, "s"), at_most("mean", 3.0, "s", 2.0), at_most("worst", 1.0, "s", 2.0)]
+        "bench",
+        [
+            informs("wait", 1.0, "s"),
+            at_most("mean", 3.0, "s", 2.0),
+            at_most("worst", 1.0, "s", 2.0),
+        ],
     )
-    assert [[*column.cells] for column in printed.columns][::4] == [["mean", "worst"], ["[red]no[/]", "[green]yes[/]"]]
+    assert [[*column.cells] for column in printed.columns][::4] == [
+        ["mean", "worst"],
+        ["[red]no[/]", "[green]yes[/]"],
+    ]
 
 
 def test_no_queue_is_before_its_bound() -> None:
@@ -100,13 +134,17 @@ def test_no_queue_is_before_its_bound() -> None:
 
 def test_the_bound_without_gaps_does_the_shortest_rest_first() -> None:
     """The long one is put aside for the short one; the machine is idle until the third comes."""
-    assert scheduler.without_gaps([(0.0, 10.0), (2.0, 3.0), (50.0, 1.0)]) == ([3.0, 13.0, 1.0], 51.0)
+    assert scheduler.without_gaps([(0.0, 10.0), (2.0, 3.0), (50.0, 1.0)]) == (
+        [3.0, 13.0, 1.0],
+        51.0,
+    )
 
 
 def test_decisions_are_timed_while_the_queue_stays_as_deep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "RUNNING", 20)
     by_figure = {
-        figure["figure"]: figure for figure in decisions.decision_figures(scheduler.cluster_of(256, 30.0), (10, 20), 40)
+        figure["figure"]: figure
+        for figure in decisions.decision_figures(scheduler.cluster_of(256, 30.0), (10, 20), 40)
     }
     assert by_figure["2,048 GPUs, 10 pending: decision p50"]["value"] > 0
     assert "growth of the mean decision from 10 to 20 pending" in by_figure

@@ -31,7 +31,8 @@ def test_the_plan_of_a_row_takes_all_devices_of_its_cluster() -> None:
 def test_seconds_follow_from_each_published_rate() -> None:
     measured_s = {row.name: row.measured_s for row in read_rows()}
     assert measured_s["kempner-7b-1"] == 3.13
-    # 14,167 tokens/s of a device at 363.66 TFLOP/s, scripts/scaling_benchmarks.py @ e24d2483: of the same model
+    # 14,167 tokens/s of a device at 363.66 TFLOP/s, scripts/scaling_benchmarks.py @ e24d2483: of
+    # the same model
     flops = 363.66e12 / 14167.25 * 256 * 4096
     assert measured_s["nanotron-3b-8"] == pytest.approx(flops / (0.4668 * 989e12 * 8), rel=1e-3)
     # 0.125M tokens of 8 devices (same table)
@@ -50,7 +51,9 @@ def test_seconds_follow_from_each_published_rate() -> None:
         ("cluster", "a100", "a100"),
     ],
 )
-def test_an_unknown_word_or_another_half_is_an_error(key: str, content: object, unknown: str, tmp_path: Path) -> None:
+def test_an_unknown_word_or_another_half_is_an_error(
+    key: str, content: object, unknown: str, tmp_path: Path
+) -> None:
     data = yaml.safe_load(FILE.read_text())
     data["sources"][0]["rows"][0][key] = content
     (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(data))

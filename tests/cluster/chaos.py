@@ -32,7 +32,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from benchmarks.__main__ import FOLDER, table
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Released, Submitted
 from orchestrator.specs.job_record import Job, JobStatus
@@ -108,7 +108,11 @@ def schedule(seed: int, faults: int) -> list[ChosenFault]:
     chosen_faults = []
     for _ in range(faults):
         kind = drawn.choice(list(KINDS))
-        gap_s, lasts_s, draw = drawn.uniform(*GAP_S), KINDS[kind] * drawn.uniform(0.1, 1.0), drawn.random()
+        gap_s, lasts_s, draw = (
+            drawn.uniform(*GAP_S),
+            KINDS[kind] * drawn.uniform(0.1, 1.0),
+            drawn.random(),
+        )
         chosen_faults.append(ChosenFault(kind, gap_s, lasts_s, draw))
     return chosen_faults
 
@@ -172,11 +176,17 @@ class Night:
 
     def submit(self, seed: int) -> None:
         """Submit a job, under one key to whichever service answers, for as long as a failover may take."""
-        spec, began_s, key = _spec(self.cluster, seed), time.monotonic(), f"chaos-{self.submissions}"
+        spec, began_s, key = (
+            _spec(self.cluster, seed),
+            time.monotonic(),
+            f"chaos-{self.submissions}",
+        )
         self.submissions += 1
         while time.monotonic() < began_s + ASKED_S:
             with contextlib.suppress(AssertionError):  # no service yet
-                self.answered.append(self.cluster.ask(lambda client: client.submit(spec, key=key), "an answer", 2.0))
+                self.answered.append(
+                    self.cluster.ask(lambda client: client.submit(spec, key=key), "an answer", 2.0)
+                )
                 self.waits_s.append(time.monotonic() - began_s)
                 return
             self.cluster.supervise()
@@ -250,8 +260,19 @@ def _thaw(made: Cluster, pid: int) -> None:
 
 def undisturbed(folder: Path, seed: int) -> dict[int, float]:
     """Return the loss by step of an undisturbed run."""
-    command = [sys.executable, str(TRAINER), "--seed", str(seed), "--steps", str(STEPS), "--step-s", "0"]
-    subprocess.run([*command, "--output", str(folder)], check=True, capture_output=True, timeout=120)
+    command = [
+        sys.executable,
+        str(TRAINER),
+        "--seed",
+        str(seed),
+        "--steps",
+        str(STEPS),
+        "--step-s",
+        "0",
+    ]
+    subprocess.run(
+        [*command, "--output", str(folder)], check=True, capture_output=True, timeout=120
+    )
     return {line["step"]: line["loss"] for line in read_diary(folder)}
 
 
@@ -265,7 +286,9 @@ def read_diary(output: Path) -> Diary:
     return lines
 
 
-def changed_curves(diaries: Mapping[str, Diary], wanted: Mapping[str, Mapping[int, float]]) -> list[str]:
+def changed_curves(
+    diaries: Mapping[str, Diary], wanted: Mapping[str, Mapping[int, float]]
+) -> list[str]:
     """Return jobs whose curve lacks a step or differs in a loss from an undisturbed run."""
     return [
         job_id
@@ -287,11 +310,20 @@ def overlaps(spans: Sequence[tuple[tuple[str, int], str, float, float]]) -> list
     return pairs
 
 
-def journalled_spans(jobs: Sequence[Job], events: Sequence[Event]) -> list[tuple[tuple[str, int], str, float, float]]:
+def journalled_spans(
+    jobs: Sequence[Job], events: Sequence[Event]
+) -> list[tuple[tuple[str, int], str, float, float]]:
     """Return the spans from launch to release of each attempt's devices, by the journal."""
-    released = {(event.job_id, event.number): event.at_s for event in events if isinstance(event, Released)}
+    released = {
+        (event.job_id, event.number): event.at_s for event in events if isinstance(event, Released)
+    }
     return [
-        ((part.node, index), attempt.name, attempt.launched_at_s, released.get((job.id, attempt.number), float("inf")))
+        (
+            (part.node, index),
+            attempt.name,
+            attempt.launched_at_s,
+            released.get((job.id, attempt.number), float("inf")),
+        )
         for job in jobs
         for attempt in job.attempts
         for part in attempt.placement
@@ -299,14 +331,19 @@ def journalled_spans(jobs: Sequence[Job], events: Sequence[Event]) -> list[tuple
     ]
 
 
-def real_spans(jobs: Sequence[Job], diaries: Mapping[str, Diary]) -> list[tuple[tuple[str, int], str, float, float]]:
+def real_spans(
+    jobs: Sequence[Job], diaries: Mapping[str, Diary]
+) -> list[tuple[tuple[str, int], str, float, float]]:
     """Return the spans from the first to the last step of each attempt, by its processes."""
     spans = []
     for job in jobs:
         for attempt in job.attempts:
             times = [line["at_s"] for line in diaries[job.id] if line["attempt"] == attempt.number]
             for part in attempt.placement if times else ():
-                spans += [((part.node, index), attempt.name, min(times), max(times)) for index in part.devices]
+                spans += [
+                    ((part.node, index), attempt.name, min(times), max(times))
+                    for index in part.devices
+                ]
     return spans
 
 
@@ -322,7 +359,9 @@ def records(made: Cluster) -> list[tuple[str, bool]]:
 
     client = MlflowClient(made.mlflow)
     experiments = [
-        experiment.experiment_id for experiment in client.search_experiments() if experiment.name != "Default"
+        experiment.experiment_id
+        for experiment in client.search_experiments()
+        if experiment.name != "Default"
     ]
     runs: list[tuple[str, bool]] = []
     token = None
@@ -371,7 +410,10 @@ def _settled(made: Cluster, patience_s: float) -> tuple[list[Job], list[Event]]:
 
     def all_ended() -> bool:
         made.supervise()
-        with contextlib.suppress(ServiceError, SQLAlchemyError), closing(Journal(made.dsn, reads_only=True)) as journal:
+        with (
+            contextlib.suppress(ServiceError, SQLAlchemyError),
+            closing(Journal(made.dsn, reads_only=True)) as journal,
+        ):
             result[0][:], result[1][:] = journal.ended(1_000_000), journal.events()
             submitted_ids = {event.job_id for event in result[1] if isinstance(event, Submitted)}
             return submitted_ids == {job.id for job in result[0]}
@@ -398,11 +440,15 @@ def _undelivered(made: Cluster, patience_s: float) -> int:
     return waiting[0]
 
 
-def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], disturbed_s: float) -> list[Figure]:
+def _figures(
+    night: Night, ended: Sequence[Job], events: Sequence[Event], disturbed_s: float
+) -> list[Figure]:
     made = night.cluster
     submitted_ids = {event.job_id for event in events if isinstance(event, Submitted)}
     seeds = {job.id: int(job.spec.command[job.spec.command.index("--seed") + 1]) for job in ended}
-    curves = {seed: undisturbed(made.folder / f"undisturbed{seed}", seed) for seed in set(seeds.values())}
+    curves = {
+        seed: undisturbed(made.folder / f"undisturbed{seed}", seed) for seed in set(seeds.values())
+    }
     diaries = {job.id: read_diary(JobFolder(made.home, job.id).output) for job in ended}
     attempts = [attempt for job in ended for attempt in job.attempts]
     names = Counter(attempt.name for attempt in attempts)
@@ -418,17 +464,25 @@ def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], distur
 
     until(answers, "MLflow's answer")
     broken = {
-        "jobs that were answered for and are not in the journal": sorted(set(night.answered) - submitted_ids),
+        "jobs that were answered for and are not in the journal": sorted(
+            set(night.answered) - submitted_ids
+        ),
         "submissions that became two jobs": sorted(submitted_ids)[night.submissions :],
         "submissions that were answered with one job": sorted(
             (Counter(night.answered) - Counter(submitted_ids)).elements()
         ),
         "jobs that have not ended": sorted(submitted_ids - {job.id for job in ended}),
         "jobs that ended otherwise than expected": [
-            f"{job.id}: {job.status}, {job.reason}" for job in ended if job.status is not JobStatus.SUCCEEDED
+            f"{job.id}: {job.status}, {job.reason}"
+            for job in ended
+            if job.status is not JobStatus.SUCCEEDED
         ],
-        "pairs of attempts on one device at once, by the journal": overlaps(journalled_spans(ended, events)),
-        "pairs of attempts on one device at once, by what ran": overlaps(real_spans(ended, diaries)),
+        "pairs of attempts on one device at once, by the journal": overlaps(
+            journalled_spans(ended, events)
+        ),
+        "pairs of attempts on one device at once, by what ran": overlaps(
+            real_spans(ended, diaries)
+        ),
         "attempts of one name": sorted(name for name, count in names.items() if count != 1),
         "attempts without exactly one MLflow record": not_recorded_once(names, runs),
         "loss curves that differ from an undisturbed run": changed_curves(
@@ -443,7 +497,9 @@ def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], distur
         *(informs(kind, night.met[kind], "times") for kind in KINDS),
         informs("time under faults", disturbed_s, "s"),
         informs("attempts", len(attempts), ""),
-        informs("longest wait for the answer to a submission", max(night.waits_s, default=0.0), "s"),
+        informs(
+            "longest wait for the answer to a submission", max(night.waits_s, default=0.0), "s"
+        ),
         at_most("submissions that no service answered", night.unanswered, "", 0),
         at_least("jobs that ended", len(ended), "", len(night.answered)),
         at_most("records that were not delivered", abs(waiting), "", 0),

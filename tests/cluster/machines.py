@@ -28,9 +28,9 @@ import pytest
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ray.embedded import RAY_ENV
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.lifecycle import prepare
-from orchestrator.service.server.logins import Login
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import prepare
+from orchestrator.service.client.logins import Login
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event
 from tests.backends import postgres
@@ -40,7 +40,8 @@ NODES = ("n0", "n1", "n2")
 SERVICE_PORT, RAY_PORT, DATABASE_PORT, MLFLOW_PORT = 8443, 6379, 5432, 5000
 PATIENCE_S = 240.0
 ESTABLISHED = "01"  # in /proc/net/tcp
-NOWHERE = "02:00:00:00:00:01"  # a link address of no machine: what is sent there is lost, what comes still arrives
+# a link address of no machine: what is sent there is lost, what comes still arrives
+NOWHERE = "02:00:00:00:00:01"
 CLUSTER = """\
 name: hosts
 network_bandwidth: 1GB/s
@@ -65,7 +66,12 @@ CLUSTER_TEXT = CLUSTER + "".join(NODE.format(name=name, rack=rack) for name, rac
 Found = TypeVar("Found")
 
 
-def until(holds: Callable[[], Found | None], what: str, patience_s: float = PATIENCE_S, every_s: float = 0.2) -> Found:
+def until(
+    holds: Callable[[], Found | None],
+    what: str,
+    patience_s: float = PATIENCE_S,
+    every_s: float = 0.2,
+) -> Found:
     """Return the first truthy value of `holds()`; fail after `patience_s`."""
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
@@ -88,10 +94,17 @@ class Part:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **self.host.env, **self.env}
+        env = {
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/"),
+            **self.host.env,
+            **self.env,
+        }
         with self.log.open("ab") as log:
             command = self.host.command(*self.command)
-            self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     @property
     def runs(self) -> bool:
@@ -137,7 +150,9 @@ class Cluster:
 
     hosts: dict[str, Host]
     home: Path
-    addresses: dict[str, str]  # of PostgreSQL by its host; the head has one for it alone, which can be cut alone
+    addresses: dict[
+        str, str
+    ]  # of PostgreSQL by its host; the head has one for it alone, which can be cut alone
     primary: str = "head"  # the host whose PostgreSQL can be written to
     parts: dict[str, Part] = field(default_factory=dict)
 
@@ -165,7 +180,11 @@ class Cluster:
 
     def client(self, node: str) -> Client:
         certificate = (self.folder / "orc.pem").read_text()
-        return Client(Login(url=self.url(node), token=(self.home / "token").read_text(), certificate=certificate))
+        return Client(
+            Login(
+                url=self.url(node), token=(self.home / "token").read_text(), certificate=certificate
+            )
+        )
 
     def serving(self) -> str | None:
         """The node whose service may decide now."""
@@ -178,11 +197,15 @@ class Cluster:
 
         trusted = ssl.create_default_context(cafile=str(self.folder / "orc.pem"))
         try:
-            return httpx.get(self.url(node) + path, verify=trusted, timeout=timeout_s, trust_env=False).status_code
+            return httpx.get(
+                self.url(node) + path, verify=trusted, timeout=timeout_s, trust_env=False
+            ).status_code
         except httpx.HTTPError:
             return None
 
-    def ask(self, request: Callable[[Client], Found], what: str, patience_s: float = PATIENCE_S) -> Found:
+    def ask(
+        self, request: Callable[[Client], Found], what: str, patience_s: float = PATIENCE_S
+    ) -> Found:
         """Return the first answer of any service."""
         answers: list[Found] = []
 
@@ -231,7 +254,10 @@ class Cluster:
         answers = "SELECT 1 FROM pg_stat_replication WHERE state = 'streaming' AND reply_time > now() - interval '3 s'"
         until(lambda: self.sql(answers), "PostgreSQL's standby")
         self.set_synchronous("ANY 1 (*)")
-        until(lambda: self.sql("SHOW synchronous_standby_names") == [("ANY 1 (*)",)], "synchronous commits")
+        until(
+            lambda: self.sql("SHOW synchronous_standby_names") == [("ANY 1 (*)",)],
+            "synchronous commits",
+        )
         ((written,),) = self.sql("SELECT pg_current_wal_lsn()")
         has_all = f"SELECT 1 FROM pg_stat_replication WHERE flush_lsn >= '{written}'"
         until(lambda: self.sql(has_all), "all that was committed before")
@@ -251,7 +277,19 @@ class Cluster:
         host = self.hosts[other]
         host.run("rm", "-rf", "/tmp/pg/data")
         source = f"host={self.database} port={DATABASE_PORT} user=orc"
-        copied = ["pg_basebackup", "-d", source, "-D", "/tmp/pg/data", "-R", "-X", "stream", "--no-sync", "-c", "fast"]
+        copied = [
+            "pg_basebackup",
+            "-d",
+            source,
+            "-D",
+            "/tmp/pg/data",
+            "-R",
+            "-X",
+            "stream",
+            "--no-sync",
+            "-c",
+            "fast",
+        ]
         host.run(*_as_postgres(*copied), env={"PGPASSWORD": postgres.PASSWORD})
         _add(self, "standby-database", other, _server())
         self.await_replication()
@@ -271,7 +309,9 @@ class Cluster:
 
     def cut(self, node: str, address: str) -> None:
         """Let what `node` sends to an address be lost; the other direction stays."""
-        self.hosts[node].run("ip", "neigh", "replace", address, "lladdr", NOWHERE, "dev", "e0", "nud", "permanent")
+        self.hosts[node].run(
+            "ip", "neigh", "replace", address, "lladdr", NOWHERE, "dev", "e0", "nud", "permanent"
+        )
 
     def freeze_disk(self) -> None:
         """Hold up every write to the shared folder, until `thaw_disk`."""
@@ -279,7 +319,9 @@ class Cluster:
 
     def thaw_disk(self) -> None:
         """Let writes to the shared folder go on; a disk that is not frozen stays as it is."""
-        subprocess.run(["fsfreeze", "--unfreeze", str(self.folder)], check=False, capture_output=True)
+        subprocess.run(
+            ["fsfreeze", "--unfreeze", str(self.folder)], check=False, capture_output=True
+        )
 
     def heal(self, node: str, address: str) -> None:
         self.hosts[node].run("ip", "neigh", "del", address, "dev", "e0", code=None)
@@ -299,7 +341,11 @@ class Cluster:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 sockets.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
-        lines = [line.split() for table in ("tcp", "tcp6") for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]]
+        lines = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in _lines(Path(f"/proc/{pid}/net/{table}"))[1:]
+        ]
         return {
             (*_end(fields[1]), *_end(fields[2]))
             for fields in lines
@@ -381,7 +427,16 @@ def cluster(*, standby_database: bool = True, own_disk: bool = False) -> Iterato
 
 def _certificate(made: Cluster) -> None:
     names = ",".join(f"IP:{host.address}" for host in made.hosts.values())
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
     command += ["-days", "2", "-subj", "/CN=orc", "-addext", f"subjectAltName={names}"]
     command += ["-out", str(made.folder / "orc.pem"), "-keyout", str(made.folder / "orc.key")]
     subprocess.run(command, check=True, capture_output=True)
@@ -391,9 +446,13 @@ def _databases(made: Cluster, *, with_standby: bool) -> None:
     """PostgreSQL's primary on the head, and a synchronous standby on n2; each in its host's /tmp."""
     user = pwd.getpwnam("postgres")
     for name in made.addresses:
-        made.hosts[name].run("install", "-d", "-m", "700", "-o", str(user.pw_uid), "-g", str(user.pw_gid), "/tmp/pg")
+        made.hosts[name].run(
+            "install", "-d", "-m", "700", "-o", str(user.pw_uid), "-g", str(user.pw_gid), "/tmp/pg"
+        )
     head = made.hosts["head"]
-    initdb = "initdb -D /tmp/pg/data -U orc -A scram-sha-256 --pwfile=/tmp/pg/secret -E UTF8 --no-sync"
+    initdb = (
+        "initdb -D /tmp/pg/data -U orc -A scram-sha-256 --pwfile=/tmp/pg/secret -E UTF8 --no-sync"
+    )
     keep = ("sh", "-c", "umask 077; cat > /tmp/pg/secret")
     head.run(*_as_postgres(*keep), stdin=f"{postgres.PASSWORD}\n")
     head.run(*_as_postgres(*initdb.split()))
@@ -410,14 +469,27 @@ def _as_postgres(program: str, *arguments: str) -> list[str]:
     folder, user = postgres.programs(), pwd.getpwnam("postgres")
     assert folder is not None
     path = str(folder / program) if (folder / program).exists() else program
-    return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", path, *arguments]
+    return [
+        "setpriv",
+        f"--reuid={user.pw_uid}",
+        f"--regid={user.pw_gid}",
+        "--clear-groups",
+        path,
+        *arguments,
+    ]
 
 
 def _server() -> list[str]:
-    command = _as_postgres("postgres", "-D", "/tmp/pg/data", "-c", "unix_socket_directories=/tmp/pg")
+    command = _as_postgres(
+        "postgres", "-D", "/tmp/pg/data", "-c", "unix_socket_directories=/tmp/pg"
+    )
     settings = ["listen_addresses=*", f"port={DATABASE_PORT}"]
     # a link that was cut is seen before a lease ends
-    settings += ["wal_sender_timeout=5s", "wal_receiver_timeout=5s", "wal_receiver_status_interval=1s"]
+    settings += [
+        "wal_sender_timeout=5s",
+        "wal_receiver_timeout=5s",
+        "wal_receiver_status_interval=1s",
+    ]
     return [*command, *(word for setting in settings for word in ("-c", setting))]
 
 
@@ -432,17 +504,44 @@ def _ray(made: Cluster) -> None:
     head = f"{made.hosts['head'].address}:{RAY_PORT}"
     for name, host in made.hosts.items():
         where = (
-            ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"] if name == "head" else [f"--address={head}"]
+            ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+            if name == "head"
+            else [f"--address={head}"]
         )
         devices = "{}" if name == "head" else '{"gpu0": 1, "gpu1": 1}'
-        command = [sys.executable, "-m", "orchestrator.backends.ray.address", host.address, "start", *where, "--block"]
-        command += [f"--node-ip-address={host.address}", f"--temp-dir=/tmp/ray-{name}", "--num-cpus=1", "--num-gpus=0"]
-        command += [f"--resources={devices}", f"--labels=orc-node={name}", f"--object-store-memory={80 * 2**20}"]
-        _add(made, f"ray-{name}", name, [*command, "--disable-usage-stats", "--include-log-monitor=false"])
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator.backends.ray.address",
+            host.address,
+            "start",
+            *where,
+            "--block",
+        ]
+        command += [
+            f"--node-ip-address={host.address}",
+            f"--temp-dir=/tmp/ray-{name}",
+            "--num-cpus=1",
+            "--num-gpus=0",
+        ]
+        command += [
+            f"--resources={devices}",
+            f"--labels=orc-node={name}",
+            f"--object-store-memory={80 * 2**20}",
+        ]
+        _add(
+            made,
+            f"ray-{name}",
+            name,
+            [*command, "--disable-usage-stats", "--include-log-monitor=false"],
+        )
         if name == "head":
             until(lambda: "Ray runtime started" in made.parts["ray-head"].tail(), "Ray's head")
     for name in NODES:
-        until(lambda name=name: "Ray runtime started" in made.parts[f"ray-{name}"].tail(), f"Ray on {name}")
+        until(
+            lambda name=name: "Ray runtime started" in made.parts[f"ray-{name}"].tail(),
+            f"Ray on {name}",
+        )
 
 
 def _mlflow(made: Cluster) -> None:
@@ -458,7 +557,12 @@ def _mlflow(made: Cluster) -> None:
         "--workers",
         "1",
     ]
-    command += ["--backend-store-uri", "sqlite:////tmp/mlflow.db", "--artifacts-destination", "/tmp/mlflow-artifacts"]
+    command += [
+        "--backend-store-uri",
+        "sqlite:////tmp/mlflow.db",
+        "--artifacts-destination",
+        "/tmp/mlflow-artifacts",
+    ]
     command += ["--allowed-hosts", "*"]
     env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     _add(made, "mlflow", "head", command, env)
@@ -467,7 +571,9 @@ def _mlflow(made: Cluster) -> None:
 def _services(made: Cluster) -> None:
     (made.folder / "cluster.yaml").write_text(CLUSTER_TEXT)
     env = {"ORC_JOURNAL": made.dsn, "ORC_MLFLOW": made.mlflow}
-    allowed = [word for node in ("n0", "n1") for word in ("--allowed-host", made.hosts[node].address)]
+    allowed = [
+        word for node in ("n0", "n1") for word in ("--allowed-host", made.hosts[node].address)
+    ]
     command = [
         sys.executable,
         "-m",
@@ -478,15 +584,27 @@ def _services(made: Cluster) -> None:
         f"0.0.0.0:{SERVICE_PORT}",
         *allowed,
     ]
-    command += ["--cluster", str(made.folder / "cluster.yaml"), "--ray", f"{made.hosts['head'].address}:{RAY_PORT}"]
-    command += ["--tls-cert", str(made.folder / "orc.pem"), "--tls-key", str(made.folder / "orc.key")]
+    command += [
+        "--cluster",
+        str(made.folder / "cluster.yaml"),
+        "--ray",
+        f"{made.hosts['head'].address}:{RAY_PORT}",
+    ]
+    command += [
+        "--tls-cert",
+        str(made.folder / "orc.pem"),
+        "--tls-key",
+        str(made.folder / "orc.key"),
+    ]
     _add(made, "service-n0", "n0", command, env)
     until(lambda: made.serving() == "n0" or not made.parts["service-n0"].runs, "the service")
     assert made.parts["service-n0"].runs, made.parts["service-n0"].tail()
     _add(made, "service-n1", "n1", command, env)
 
 
-def _add(made: Cluster, name: str, host: str, command: Sequence[str], env: dict[str, str] | None = None) -> None:
+def _add(
+    made: Cluster, name: str, host: str, command: Sequence[str], env: dict[str, str] | None = None
+) -> None:
     part = Part(name, made.hosts[host], command, made.folder / f"{name}.log", env or {})
     made.parts[name] = part
     part.start()
@@ -494,7 +612,9 @@ def _add(made: Cluster, name: str, host: str, command: Sequence[str], env: dict[
 
 def _of_ray(program: str, host: Host) -> int | None:
     with contextlib.suppress(OSError):
-        network = os.readlink(f"/proc/{first_child(host.init.pid)}/ns/net")  # another cluster may run on this machine
+        network = os.readlink(
+            f"/proc/{first_child(host.init.pid)}/ns/net"
+        )  # another cluster may run on this machine
         for pid in _processes():
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cluster.chaos import KINDS, changed_curves, not_recorded_once, overlaps, schedule, undisturbed
+from tests.cluster.chaos import (
+    KINDS,
+    changed_curves,
+    not_recorded_once,
+    overlaps,
+    schedule,
+    undisturbed,
+)
 
 DEVICE, OTHER = ("n0", 0), ("n0", 1)
 
@@ -30,7 +37,9 @@ def test_a_curve_that_changed_or_lacks_a_step_is_found(tmp_path: Path) -> None:
     assert wanted != undisturbed(tmp_path / "other", 4)
     whole = [{"step": step, "loss": loss} for step, loss in wanted.items()]
     assert changed_curves({"job": whole}, {"job": wanted}) == []
-    assert changed_curves({"job": [*whole, whole[0]]}, {"job": wanted}) == [], "a step that was repeated"
+    assert changed_curves({"job": [*whole, whole[0]]}, {"job": wanted}) == [], (
+        "a step that was repeated"
+    )
     assert changed_curves({"job": whole[:-1]}, {"job": wanted}) == ["job"]
     assert changed_curves({"job": [*whole, {"step": 1, "loss": 0.0}]}, {"job": wanted}) == ["job"]
 
@@ -40,6 +49,10 @@ def test_an_attempt_without_exactly_one_ended_record_is_found() -> None:
     assert not_recorded_once(["a-1", "b-1"], both) == []
     assert not_recorded_once(["a-1", "b-1"], both[:1]) == ["b-1"], "none"
     assert not_recorded_once(["a-1", "b-1"], [*both, both[0]]) == ["a-1"], "two"
-    assert not_recorded_once(["a-1", "b-1"], [*both, ("a-1", False)]) == ["a-1"], "a second one that runs for ever"
-    assert not_recorded_once(["a-1", "b-1"], [both[0], ("b-1", False)]) == ["b-1"], "one that has not ended"
+    assert not_recorded_once(["a-1", "b-1"], [*both, ("a-1", False)]) == ["a-1"], (
+        "a second one that runs for ever"
+    )
+    assert not_recorded_once(["a-1", "b-1"], [both[0], ("b-1", False)]) == ["b-1"], (
+        "one that has not ended"
+    )
     assert not_recorded_once(["a-1"], both) == ["b-1"], "one of no attempt"

@@ -21,7 +21,7 @@ import pytest
 from orchestrator.backends.attempts.durable import read_epoch
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.journal.ownership import LEASE_S
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.events import Finished, Submitted
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
@@ -31,8 +31,12 @@ from tests.cluster.machines import Cluster, until
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 STEPS = 12
-MOVED_STEPS = 800  # more than a host takes between its cut and its loss: it trains on, since files are shared
-MAINTAINED_AFTER_S, MAINTAINED_S = 60.0, 15.0  # after the services start again, which takes a busy machine a while
+# more than a host takes between its cut and its loss: it trains on, since files are shared
+MOVED_STEPS = 800
+MAINTAINED_AFTER_S, MAINTAINED_S = (
+    60.0,
+    15.0,
+)  # after the services start again, which takes a busy machine a while
 FAILOVER_S = 20.0
 RETRIED = ("node_lost", "startup", "hung", "preempted")
 DECODER = """\
@@ -106,14 +110,19 @@ def actions(cluster: Cluster, node: str) -> list[tuple[float, str]]:
     """Return the times and lines of launches and stops by a node's service."""
     lines = cluster.parts[f"service-{node}"].log.read_text().splitlines()
     action_lines = [line for line in lines if " action " in line]
-    return [(datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), line) for line in action_lines]
+    return [
+        (datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), line)
+        for line in action_lines
+    ]
 
 
 def only_after_a_loss(job: Mapping[str, Any]) -> None:
     """A busy machine may lose a launcher: another attempt is legal once the one before has ended so."""
     for before, after in itertools.pairwise(job["attempts"]):
         assert before["outcome"] in RETRIED, job
-        assert after["launched_at_s"] >= before["ended_at_s"], f"two attempts of one job at once: {job}"
+        assert after["launched_at_s"] >= before["ended_at_s"], (
+            f"two attempts of one job at once: {job}"
+        )
 
 
 def roles(cluster: Cluster) -> tuple[str, str]:
@@ -149,7 +158,9 @@ def test_a_gang_of_two_hosts_stays_in_one_rack_and_its_ranks_talk_by_the_hosts_a
     assert all(nodes == {"n1", "n2"} for nodes in nodes_of(job)), job
     ends = [(local, other) for _, connections in ranks for local, _, other, _ in connections]
     assert len(ranks) == 4
-    assert not [pair for pair in ends if pair[0].startswith("127.") or pair[1].startswith("127.")], "by the loopback"
+    assert not [
+        pair for pair in ends if pair[0].startswith("127.") or pair[1].startswith("127.")
+    ], "by the loopback"
     assert {other for _, other in ends} == {addresses["n1"], addresses["n2"]}
     for _, connections in ranks:
         assert {other for _, _, other, _ in connections} == {addresses["n1"], addresses["n2"]}, (
@@ -171,24 +182,36 @@ def test_out_of_memory_on_the_device_of_a_host_is_recovered_from(hosts_of_our_ow
 def test_a_drained_host_takes_nothing_new(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
-        cluster.ask(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+        cluster.ask(
+            lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}"
+        )
     try:
         job = cluster.await_end(decoder(cluster, "away", 2))
     finally:
         for node in ("n0", "n1"):
-            cluster.ask(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+            cluster.ask(
+                lambda client, node=node: client.drain(node, undo=True),
+                f"the end of the drain of {node}",
+            )
     assert job["status"] == "succeeded"
     assert nodes_of(job) == [{"n2"}]
 
 
-def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(hosts_of_our_own: Cluster) -> None:
+def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(
+    hosts_of_our_own: Cluster,
+) -> None:
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
-        cluster.ask(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+        cluster.ask(
+            lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}"
+        )
     job_id = decoder(cluster, "moves", 2, steps=MOVED_STEPS)
     saves(cluster, job_id)
     for node in ("n0", "n1"):
-        cluster.ask(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+        cluster.ask(
+            lambda client, node=node: client.drain(node, undo=True),
+            f"the end of the drain of {node}",
+        )
     cluster.set_synchronous("")  # the standby database is cut off, too: nothing could be committed
     cluster.hosts["n2"].cut()
     try:
@@ -200,18 +223,34 @@ def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(hosts_of_o
     assert nodes_of(job)[0] == {"n2"}
     assert "n2" not in nodes_of(job)[1]
     assert list(losses(cluster, job_id)) == list(range(1, MOVED_STEPS + 1))
-    second = (cluster.home / "jobs" / job_id / "attempts" / "2" / "metrics.jsonl").read_text().splitlines()
+    second = (
+        (cluster.home / "jobs" / job_id / "attempts" / "2" / "metrics.jsonl")
+        .read_text()
+        .splitlines()
+    )
     assert json.loads(second[0])["step"] > 4, "from its checkpoint"
     cluster.parts["ray-n2"].kill()
     cluster.parts["ray-n2"].start()
-    until(lambda: "n2" in cluster.ask(lambda client: [node["name"] for node in client.cluster()["nodes"]], "n2"), "n2")
+    until(
+        lambda: (
+            "n2"
+            in cluster.ask(
+                lambda client: [node["name"] for node in client.cluster()["nodes"]], "n2"
+            )
+        ),
+        "n2",
+    )
     cluster.await_replication()
 
 
-def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(hosts_of_our_own: Cluster) -> None:
+def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(
+    hosts_of_our_own: Cluster,
+) -> None:
     cluster = hosts_of_our_own
     for node in ("n0", "n1"):
-        cluster.ask(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+        cluster.ask(
+            lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}"
+        )
     try:
         leaves = decoder(cluster, "leaves", 2, steps=MOVED_STEPS)
         saves(cluster, leaves)
@@ -222,7 +261,10 @@ def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(hosts_of
         jobs = [cluster.await_end(leaves), cluster.await_end(waits)]
     finally:
         for node in ("n0", "n1"):
-            cluster.ask(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+            cluster.ask(
+                lambda client, node=node: client.drain(node, undo=True),
+                f"the end of the drain of {node}",
+            )
     assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
     first, *later = jobs[0]["attempts"]
     assert (first["outcome"], nodes_of(jobs[0])[0]) == ("moved", {"n2"}), jobs[0]
@@ -233,7 +275,9 @@ def test_a_host_is_left_before_its_maintenance_and_taken_again_after_it(hosts_of
     assert list(losses(cluster, leaves)) == list(range(1, MOVED_STEPS + 1))
 
 
-def test_a_standby_takes_over_from_a_killed_service_and_its_jobs_run_on(hosts_of_our_own: Cluster) -> None:
+def test_a_standby_takes_over_from_a_killed_service_and_its_jobs_run_on(
+    hosts_of_our_own: Cluster,
+) -> None:
     cluster = hosts_of_our_own
     holder, other = roles(cluster)
     assert cluster.status(other, "/healthz") == 200
@@ -243,9 +287,16 @@ def test_a_standby_takes_over_from_a_killed_service_and_its_jobs_run_on(hosts_of
     killed_s = time.time()
     cluster.parts[f"service-{holder}"].kill()
     next_id = decoder(cluster, "next", 2)
-    decided_s = next(e.at_s for e in cluster.events() if isinstance(e, Submitted) and e.job_id == next_id) - killed_s
-    owned_s, serving_s = (logged_s(cluster, other, what) - killed_s for what in ("is owned by this", "serving home="))
-    print(f"failover: lease {owned_s:.1f} s, serving {serving_s:.1f} s, next decision {decided_s:.1f} s")
+    decided_s = (
+        next(e.at_s for e in cluster.events() if isinstance(e, Submitted) and e.job_id == next_id)
+        - killed_s
+    )
+    owned_s, serving_s = (
+        logged_s(cluster, other, what) - killed_s for what in ("is owned by this", "serving home=")
+    )
+    print(
+        f"failover: lease {owned_s:.1f} s, serving {serving_s:.1f} s, next decision {decided_s:.1f} s"
+    )
     assert cluster.serving() == other
     for running_id in (job_id, next_id):
         job = cluster.await_end(running_id)
@@ -265,7 +316,10 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
         print(f"the other service decides after {time.time() - cut_s:.1f} s")
         next_id = decoder(cluster, "behind", 2)
         jobs = [cluster.await_end(job_id), cluster.await_end(next_id)]
-        until(lambda: not cluster.parts[f"service-{holder}"].runs, "the end of the holder that was cut off")
+        until(
+            lambda: not cluster.parts[f"service-{holder}"].runs,
+            "the end of the holder that was cut off",
+        )
         print(f"the holder that was cut off has ended after {time.time() - cut_s:.1f} s")
     finally:
         cluster.heal(holder, cluster.database)
@@ -279,7 +333,9 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
         assert overlaps(journalled_spans(list(journal.ended(1000)), list(journal.events()))) == []
 
 
-def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_missing(hosts_of_our_own: Cluster) -> None:
+def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_missing(
+    hosts_of_our_own: Cluster,
+) -> None:
     cluster = hosts_of_our_own
     before = [decoder(cluster, f"kept{number}", 2) for number in range(2)]
     count = len(cluster.events())
@@ -294,7 +350,9 @@ def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_miss
     for job_id in (*before, after):
         assert cluster.await_end(job_id)["status"] == "succeeded"
     assert len(cluster.events()) > count
-    ended = [(event.job_id, event.number) for event in cluster.events() if isinstance(event, Finished)]
+    ended = [
+        (event.job_id, event.number) for event in cluster.events() if isinstance(event, Finished)
+    ]
     assert len(ended) == len(set(ended))
 
 
@@ -309,10 +367,14 @@ def test_no_job_of_all_has_two_records_or_none(hosts_of_our_own: Cluster) -> Non
         wanted = [f"{job['id']}-{attempt['number']}" for job in jobs for attempt in job["attempts"]]
         client = MlflowClient(cluster.mlflow)
         experiments = [
-            experiment.experiment_id for experiment in client.search_experiments() if experiment.name != "Default"
+            experiment.experiment_id
+            for experiment in client.search_experiments()
+            if experiment.name != "Default"
         ]
         runs = client.search_runs(experiments, "attributes.status != 'RUNNING'", max_results=1000)
-        return sorted(wanted), sorted(run.info.run_name for run in runs if "mlflow.parentRunId" in run.data.tags)
+        return sorted(wanted), sorted(
+            run.info.run_name for run in runs if "mlflow.parentRunId" in run.data.tags
+        )
 
     until(lambda: (both := told())[0] == both[1], f"one record per attempt {told()}")
     with closing(cluster.client(cluster.serving() or "n0")) as client:

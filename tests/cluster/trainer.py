@@ -28,7 +28,11 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     command = pathlib.Path("/proc/self/cmdline").read_text()
     attempt = re.search(r"/attempts/(\d+)", command)
-    who = {"host": socket.gethostname(), "attempt": int(attempt[1]) if attempt else 0, "pid": os.getpid()}
+    who = {
+        "host": socket.gethostname(),
+        "attempt": int(attempt[1]) if attempt else 0,
+        "pid": os.getpid(),
+    }
     for step in range(first + 1, args.steps + 1):
         target = random.Random(1000 * args.seed + step).random()
         loss = (weight - target) ** 2

@@ -46,20 +46,48 @@ def _build_libraries() -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
-    inputs = SOURCE.read_bytes() + NVML.read_bytes() + torch.__version__.encode() + torch.__file__.encode()
-    folder = Path(tempfile.gettempdir()) / f"fake-card-{os.getuid()}-{hashlib.sha256(inputs).hexdigest()[:16]}"
+    inputs = (
+        SOURCE.read_bytes()
+        + NVML.read_bytes()
+        + torch.__version__.encode()
+        + torch.__file__.encode()
+    )
+    folder = (
+        Path(tempfile.gettempdir())
+        / f"fake-card-{os.getuid()}-{hashlib.sha256(inputs).hexdigest()[:16]}"
+    )
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     torch_folder = Path(torch.__file__).parent
-    include = ("-I", torch_folder / "include", "-I", torch_folder / "include/torch/csrc/api/include")
-    link = ("-L", torch_folder / "lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}")
+    include = (
+        "-I",
+        torch_folder / "include",
+        "-I",
+        torch_folder / "include/torch/csrc/api/include",
+    )
+    link = (
+        "-L",
+        torch_folder / "lib",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{torch_folder / 'lib'}",
+    )
     card = (compiler, "-std=c++20", "-O1", "-w", "-DUSE_C10D_GLOO", *include, SOURCE, *link)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for name, command in {"libcard.so": card, "libnvidia-ml.so.1": (compiler, "-x", "c", "-w", NVML)}.items():
+        for name, command in {
+            "libcard.so": card,
+            "libnvidia-ml.so.1": (compiler, "-x", "c", "-w", NVML),
+        }.items():
             if not (folder / name).exists():
-                command_line = [*map(str, command), "-shared", "-fPIC", "-o", str(folder / f"{name}.part")]
+                command_line = [
+                    *map(str, command),
+                    "-shared",
+                    "-fPIC",
+                    "-o",
+                    str(folder / f"{name}.part"),
+                ]
                 subprocess.run(command_line, check=True, timeout=280)
                 (folder / f"{name}.part").replace(folder / name)
     return folder

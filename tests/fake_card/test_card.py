@@ -158,26 +158,44 @@ print(HELD)
 
 def test_a_card_counts_caps_computes_and_refuses_as_cards_do(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text("import os; os.environ['HIDDEN'] = 'sitecustomize of the user'")
+    (tmp_path / "site/sitecustomize.py").write_text(
+        "import os; os.environ['HIDDEN'] = 'sitecustomize of the user'"
+    )
     variables = environment(tmp_path, [1296, 1296], used_mib=100)
     variables["PYTHONPATH"] += os.pathsep + str(tmp_path / "site")
     ended = run(tmp_path, ALONE, variables)
-    assert (ended.returncode, ended.stdout.count(HELD)) == (0, 1), (ended.stdout + ended.stderr)[-4000:]
+    assert (ended.returncode, ended.stdout.count(HELD)) == (0, 1), (ended.stdout + ended.stderr)[
+        -4000:
+    ]
 
 
 def test_two_ranks_train_alike_over_nccl_by_ddp_and_both_kinds_of_fsdp(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended = run(tmp_path, GANG, environment(tmp_path, [2320, 2320]), *torchrun)
-    assert (ended.returncode, ended.stdout.count(HELD)) == (0, 2), (ended.stdout + ended.stderr)[-4000:]
+    assert (ended.returncode, ended.stdout.count(HELD)) == (0, 2), (ended.stdout + ended.stderr)[
+        -4000:
+    ]
 
 
 def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
     """Tests that time the device, compile for it or need libraries of NVIDIA's are left out."""
-    tests = [ROOT / "tests/gpu" / name for name in ("test_guard_gpu.py", "test_host_copy_gpu.py", "test_training.py")]
+    tests = [
+        ROOT / "tests/gpu" / name
+        for name in ("test_guard_gpu.py", "test_host_copy_gpu.py", "test_training.py")
+    ]
     left_out = "hundredth or compiled or held_in_bf16 or [cpu"  # moments in 8 bits are compiled
     variables = {**os.environ, **environment(tmp_path, [81920]), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "not long", "-k", f"not ({left_out})", *map(str, tests)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "not long",
+            "-k",
+            f"not ({left_out})",
+            *map(str, tests),
+        ],
         env=variables,
         cwd=ROOT,
         capture_output=True,
@@ -189,7 +207,9 @@ def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
     assert "skipped" not in ended.stdout, ended.stdout[-300:]
 
 
-def run(folder: Path, script: str, variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, script: str, variables: dict[str, str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
     """Return the ended script, with its `assert` statements compiled in whatever PYTHONOPTIMIZE says."""
     (folder / "script.py").write_text(f"HELD = {HELD!r}\n{script}")
     return subprocess.run(

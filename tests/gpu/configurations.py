@@ -12,8 +12,16 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_by
 from orchestrator.memory.engines.overhead import supposed_overhead_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, Optimizer, Precision, ZeroStage
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    Optimizer,
+    Precision,
+    ZeroStage,
+)
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -28,9 +36,14 @@ CHOICES = {
     "zero_stage": ZeroStage,
     "activation_checkpointing": ActivationCheckpointing,
 }
-STEPS = 3  # in the second, optimizer states and activations are there together; the third finds the caches full
+# in the second, optimizer states and activations are there together; the third finds the caches
+# full
+STEPS = 3
 MICRO_BATCH_MAX = 1024
-CARD_80GB, CARD_141GB = 78 * GIB, 138 * GIB  # a little below what is free on them: 79.2 GiB on an H100 (2026-11-26)
+CARD_80GB, CARD_141GB = (
+    78 * GIB,
+    138 * GIB,
+)  # a little below what is free on them: 79.2 GiB on an H100 (2026-11-26)
 BEYOND = 1.05  # a prediction so far above the capacity that the training ought to run out of memory
 
 FP32 = Plan(engine=Engine.TORCH, micro_batch_size=1)
@@ -88,7 +101,9 @@ class Measurement:
 
     def allocator_bytes(self, kind: DeviceKind) -> int:
         """Return the bytes that PyTorch's allocator may hold, as if the device had `capacity_bytes`."""
-        return self.capacity_bytes - (supposed_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0)
+        return self.capacity_bytes - (
+            supposed_overhead_bytes(self.plan) if kind is DeviceKind.CUDA else 0
+        )
 
     def fits(self, kind: DeviceKind) -> bool:
         """Return whether the planner expects the training to fit."""
@@ -97,7 +112,11 @@ class Measurement:
 
 def measured_at(peak: dict[str, Any]) -> Measurement:
     """The training of a line of `measured/*.json` whose peak was taken apart."""
-    model = ModelSpec(decoder=BILLION) if peak["model"].startswith("decoder") else ModelSpec(hf=MODELS[peak["model"]])
+    model = (
+        ModelSpec(decoder=BILLION)
+        if peak["model"].startswith("decoder")
+        else ModelSpec(hf=MODELS[peak["model"]])
+    )
     settings = {name: CHOICES.get(name, int)(value) for name, value in peak["plan"].items()}
     return Measurement(
         name=peak["model"],
@@ -121,7 +140,9 @@ def device_of(kind: DeviceKind) -> DeviceSpec:
     )
 
 
-def _llama(hidden: int, wide: int, layers: int, heads: int, groups: int, vocab_size: int) -> dict[str, object]:
+def _llama(
+    hidden: int, wide: int, layers: int, heads: int, groups: int, vocab_size: int
+) -> dict[str, object]:
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -146,8 +167,22 @@ EVERY = (FP32, BF16, FP16, SELECTIVE, FULL, SHARDED, SGD, ADAFACTOR, EIGHT_BIT)
 # model, tokens, bytes of the device, adapters, plans, which micro-batches
 GRID = (
     ("0.1B", 1024, 24 * GIB, None, EVERY, "half edge"),
-    ("0.4B", 2048, 24 * GIB, None, (FP32, BF16, SELECTIVE, FULL, SHARDED_FULL, EIGHT_BIT), "one edge beyond"),
-    ("1.3B", 2048, 40 * GIB, None, (BF16, SELECTIVE, FULL, SHARDED_FULL, EIGHT_BIT_FULL), "edge beyond"),
+    (
+        "0.4B",
+        2048,
+        24 * GIB,
+        None,
+        (FP32, BF16, SELECTIVE, FULL, SHARDED_FULL, EIGHT_BIT),
+        "one edge beyond",
+    ),
+    (
+        "1.3B",
+        2048,
+        40 * GIB,
+        None,
+        (BF16, SELECTIVE, FULL, SHARDED_FULL, EIGHT_BIT_FULL),
+        "edge beyond",
+    ),
     ("3B", 2048, CARD_80GB, None, (BF16, SELECTIVE, FULL, SHARDED_FULL), "one edge"),
     ("3B", 2048, 24 * GIB, None, (OFFLOADED,), "one edge"),
     ("3B", 2048, 24 * GIB, LORA, (BF16, FULL), "one edge beyond"),
@@ -178,7 +213,11 @@ def on_cpu() -> Iterator[Measurement]:
     """The same on a virtual device, of a model of 0.2 million parameters: it shows that all of this runs."""
     for plan, batch in ((FULL, "edge"), (SHARDED, "beyond")):
         base = Measurement(
-            name="tiny", model=ModelSpec(hf=TINY), sequence_length=64, plan=plan, capacity_bytes=8 * 2**20
+            name="tiny",
+            model=ModelSpec(hf=TINY),
+            sequence_length=64,
+            plan=plan,
+            capacity_bytes=8 * 2**20,
         )
         yield from _at(base, [batch], DeviceKind.VIRTUAL)
 
@@ -190,11 +229,16 @@ def _at(base: Measurement, batches: list[str], kind: DeviceKind) -> Iterator[Mea
         for size in sorted({*range(1, 33), *range(32, MICRO_BATCH_MAX + 1, 8)})
     ]
     edge = max((case.plan.micro_batch_size for case in sized if case.fits(kind)), default=None)
-    beyond = (case for case in sized if case.predict(kind).device_bytes > BEYOND * case.capacity_bytes)
+    beyond = (
+        case for case in sized if case.predict(kind).device_bytes > BEYOND * case.capacity_bytes
+    )
     for batch in batches:
         if batch == "beyond":
             yield next(beyond)
         elif edge is not None and (batch != "one" or edge > 1):
             size = {"one": 1, "half": -(-edge // 2), "edge": edge}[batch]
             turns = 2 if batch == "half" else 1
-            yield replace(base, plan=replace(base.plan, micro_batch_size=size, gradient_accumulation_steps=turns))
+            yield replace(
+                base,
+                plan=replace(base.plan, micro_batch_size=size, gradient_accumulation_steps=turns),
+            )

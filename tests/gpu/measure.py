@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs, say
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec
 from orchestrator.specs.run import OOM_EXIT_CODE, GuardSettings, TrainingRun, write_json
 from orchestrator.specs.settings import in_short
@@ -42,7 +42,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Measure trainings beside their predictions.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no training later than that")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no training later than that"
+    )
     options = parser.parse_args(arguments)
     kind = DeviceKind.VIRTUAL if options.cpu else DeviceKind.CUDA
     device = device_facts(kind)
@@ -50,7 +52,11 @@ def main(arguments: Sequence[str]) -> int:
         print("no CUDA device is here: `nvidia-smi` names none", file=sys.stderr)
         return 2
     end_s = time.monotonic() + options.seconds
-    todo = [case for case in (on_cpu() if options.cpu else on_cuda()) if case.capacity_bytes <= device["total_bytes"]]
+    todo = [
+        case
+        for case in (on_cpu() if options.cpu else on_cuda())
+        if case.capacity_bytes <= device["total_bytes"]
+    ]
     options.file.parent.mkdir(parents=True, exist_ok=True)
     measured_ids = {line["id"] for line in read(options.file)}
     for case in todo:
@@ -79,7 +85,11 @@ def device_facts(kind: DeviceKind) -> Line | None:
     """Name, bytes and software of the device that is measured; None where there is none."""
     import torch
 
-    versions = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cuda": torch.version.cuda}
+    versions = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     if kind is DeviceKind.VIRTUAL:
         return {"device": "virtual", "total_bytes": 2**50, **versions}
     facts = _smi("name,memory.total,driver_version")
@@ -98,7 +108,9 @@ def _smi(fields: str) -> list[str] | None:
     return [field.strip() for field in ended.stdout.split(",")]
 
 
-def measure_training(case: Measurement, kind: DeviceKind, device: Line, timeout_s: float = TRAINING_TIMEOUT_S) -> Line:
+def measure_training(
+    case: Measurement, kind: DeviceKind, device: Line, timeout_s: float = TRAINING_TIMEOUT_S
+) -> Line:
     """Train it in a process of its own: what was predicted, and what it took, so far where time ran out."""
     estimate = case.predict(kind)
     free_mib = _smi("memory.free") if kind is DeviceKind.CUDA else None
@@ -107,7 +119,9 @@ def measure_training(case: Measurement, kind: DeviceKind, device: Line, timeout_
         code, message = _train(case, kind, folder, timeout_s)
         beat, oom = (_read_report(folder / f"rank0.{what}.json") for what in ("heartbeat", "oom"))
     room_bytes = beat.get("allocator_room_bytes")
-    overhead = None if room_bytes is None or free_mib is None else int(free_mib[0]) * 2**20 - room_bytes
+    overhead = (
+        None if room_bytes is None or free_mib is None else int(free_mib[0]) * 2**20 - room_bytes
+    )
     outcome = {0: RAN, OOM_EXIT_CODE: RAN_OUT}.get(code, message)
     return {
         "id": name_of(case),
@@ -138,7 +152,13 @@ def data_of(case: Measurement, folder: Path) -> DataSpec:
     """Samples of full length for all its steps. A decoder reads bytes."""
     import numpy as np
 
-    tokens = 97 + np.arange(case.plan.global_batch_size * case.steps * case.sequence_length + 1, dtype=np.uint16) % 23
+    tokens = (
+        97
+        + np.arange(
+            case.plan.global_batch_size * case.steps * case.sequence_length + 1, dtype=np.uint16
+        )
+        % 23
+    )
     if case.model.decoder is not None:
         tokens.astype(np.uint8).tofile(folder / "text.txt")
         return DataSpec(text=(str(folder / "text.txt"),), sequence_length=case.sequence_length)
@@ -159,11 +179,19 @@ def _train(case: Measurement, kind: DeviceKind, folder: Path, timeout_s: float) 
     )
     write_json(folder / "run.json", run)
     cap_bytes = case.allocator_bytes(kind) if kind is DeviceKind.VIRTUAL else None
-    settings = GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=cap_bytes, heartbeat_interval_s=0.1)
+    settings = GuardSettings(
+        attempt_folder=str(folder), virtual_capacity_bytes=cap_bytes, heartbeat_interval_s=0.1
+    )
     write_json(folder / "guard.json", settings)
     target = ["-m", "tests.gpu.measured_rank", str(folder), str(case.allocator_bytes(kind))]
     path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
-    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "PYTHONPATH": path,
+    }
     try:
         ended = subprocess.run(
             [sys.executable, guard.__file__, str(folder / "guard.json"), "--", *target],
@@ -212,7 +240,9 @@ def _errors(ran: Iterable[Line], what: str) -> Iterator[float]:
 def report(rows: list[Figure]) -> None:
     """Print the figures and write them to FIGURES."""
     for row in rows:
-        print(f"{row['figure']:40} {row['value']:9.2f} {row['unit']:3} {row['bar']}{'' if row['holds'] else '  NO'}")
+        print(
+            f"{row['figure']:40} {row['value']:9.2f} {row['unit']:3} {row['bar']}{'' if row['holds'] else '  NO'}"
+        )
     FIGURES.parent.mkdir(exist_ok=True)
     FIGURES.write_text(json.dumps(rows, indent=1))
 

@@ -56,14 +56,28 @@ def take_apart(number: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         store = torch.distributed.FileStore(str(folder / "store"), 1)
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=EVENTS_MAX)
-        run = run_of(folder, device, case.plan, model=case.model, data=data_of(case, folder), training=case.training)
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device
+        )
+        torch.cuda.memory._record_memory_history(
+            context="alloc", stacks="python", max_entries=EVENTS_MAX
+        )
+        run = run_of(
+            folder,
+            device,
+            case.plan,
+            model=case.model,
+            data=data_of(case, folder),
+            training=case.training,
+        )
         train(run, device, replace(build_recipe(run), initialise=lambda _, values: values.zero_()))
     live_bytes, live = live_at_peak(torch.cuda.memory._snapshot()["device_traces"][0])
     by_place: Counter[str] = Counter()
     for event in live:
-        frames = [f"{Path(frame['filename']).name}:{frame['line']}" for frame in event.get("frames", ())[:PLACES]]
+        frames = [
+            f"{Path(frame['filename']).name}:{frame['line']}"
+            for frame in event.get("frames", ())[:PLACES]
+        ]
         by_place[" < ".join(frames)] += event["size"]
     totals = {"live_bytes": live_bytes, "blocks_bytes": torch.cuda.max_memory_allocated()}
     return {**peak, **totals, "torch": torch.__version__, "largest": by_place.most_common(LARGEST)}
@@ -79,7 +93,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     wanted = [int(argument) for argument in arguments] or range(len(H100["peaks"]))
     command = [sys.executable, "-m", "tests.gpu.peaks", "--one"]
-    ends = [subprocess.run([*command, str(number)], timeout=TIMEOUT_S, check=False).returncode for number in wanted]
+    ends = [
+        subprocess.run([*command, str(number)], timeout=TIMEOUT_S, check=False).returncode
+        for number in wanted
+    ]
     return max(ends)
 
 

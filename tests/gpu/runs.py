@@ -87,11 +87,15 @@ def train(run: TrainingRun, device: torch.device, recipe: Recipe | None = None) 
     return Trained(losses=losses, step_s=seconds, tokens=tokens, recipe=recipe, engine=engine)
 
 
-def take_step(run: TrainingRun, recipe: Recipe, engine: RunningEngine, step: int) -> tuple[float, int]:
+def take_step(
+    run: TrainingRun, recipe: Recipe, engine: RunningEngine, step: int
+) -> tuple[float, int]:
     """Train one step; returns its loss and its tokens. The loss is read from the device: the step has ended."""
     size = run.plan.global_batch_size
     samples = global_batch(step * size, size, len(recipe.dataset), run.training.seed)
     tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
-    mine = micro_batches(samples, 0, run.plan.micro_batch_size, run.plan.gradient_accumulation_steps)
+    mine = micro_batches(
+        samples, 0, run.plan.micro_batch_size, run.plan.gradient_accumulation_steps
+    )
     batches = (recipe.dataset.batch(indices) for indices in mine)
     return engine.step(step, batches, tokens).loss, tokens

@@ -35,9 +35,15 @@ def test_qlora_trains_adapters_beside_a_base_of_four_bits(
 
 
 @pytest.mark.long
-def test_lora_trains_adapters(tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_trains_adapters(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parameters = adapters_learn(tmp_path, device, monkeypatch, LoraSpec(rank=4))
-    kinds = {("lora_" in name, parameter.dtype) for name, parameter in parameters.items() if parameter.dim() > 1}
+    kinds = {
+        ("lora_" in name, parameter.dtype)
+        for name, parameter in parameters.items()
+        if parameter.dim() > 1
+    }
     assert (True, torch.float32) in kinds, "adapters are masters"
     assert (False, torch.bfloat16) in kinds, "frozen matrices are held as they are computed with"
     assert {dtype for is_adapter, dtype in kinds if is_adapter} == {torch.float32}

@@ -21,11 +21,17 @@ from tests.gpu.runs import TRAINING, plan, run_of, train  # noqa: E402
 
 EIGHT_BIT = plan(optimizer=Optimizer.ADAMW_8BIT)
 DECODER = DecoderSpec(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
 )  # tensors of 4096 elements and more are quantised
 
 
-def test_it_stays_near_adamw_and_goes_on_from_its_checkpoint(tmp_path: Path, device: torch.device) -> None:
+def test_it_stays_near_adamw_and_goes_on_from_its_checkpoint(
+    tmp_path: Path, device: torch.device
+) -> None:
     model = ModelSpec(decoder=DECODER)
     full = train(run_of(tmp_path, device, plan(), model=model), device)
     run = run_of(tmp_path, device, EIGHT_BIT, model=model)
@@ -53,9 +59,9 @@ def test_a_compiled_update_is_that_of_single_operations(device: torch.device) ->
         weight = torch.nn.Parameter(torch.ones(64, 128, device=device))
         optimizer = AdamW8bit([weight], lr=0.1)
         for step in range(3):
-            weight.grad = torch.sin(torch.arange(64 * 128, device=device, dtype=torch.float32) * (step + 1)).view(
-                64, 128
-            )
+            weight.grad = torch.sin(
+                torch.arange(64 * 128, device=device, dtype=torch.float32) * (step + 1)
+            ).view(64, 128)
             with torch.compiler.set_stance(stance):
                 optimizer.step()
         weights.append(weight.detach())
@@ -65,7 +71,9 @@ def test_a_compiled_update_is_that_of_single_operations(device: torch.device) ->
 def test_a_compiled_update_holds_no_more_than_is_predicted(cuda: torch.device) -> None:
     size = 16 * 2**20
     weight = torch.nn.Parameter(torch.ones(4096, size // 4096, device=cuda))
-    updates = Updates([("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, step=0)
+    updates = Updates(
+        [("weight", weight)], TrainingSpec(optimizer=Optimizer.ADAMW_8BIT), cuda, step=0
+    )
     updates.allocate()
     peaks_bytes = []
     for step in range(3):

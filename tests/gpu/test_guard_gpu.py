@@ -73,7 +73,9 @@ def test_a_real_out_of_memory_error_is_reported_with_its_bytes(tmp_path: Path) -
     assert (beat["step"], beat["steps_done"]) == (2, 2)
     assert 0 < beat["peak_bytes"] <= beat["reserved_bytes"] <= GIB
     total_bytes = torch.cuda.get_device_properties(0).total_memory
-    assert GIB < beat["allocator_room_bytes"] < total_bytes, "all but the context, whatever the process may take of it"
+    assert GIB < beat["allocator_room_bytes"] < total_bytes, (
+        "all but the context, whatever the process may take of it"
+    )
 
 
 def test_a_step_under_the_guard_takes_at_most_a_hundredth_longer(tmp_path: Path) -> None:

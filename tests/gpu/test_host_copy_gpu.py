@@ -17,11 +17,19 @@ from orchestrator.training.checkpoint.host_copy import HostCopy  # noqa: E402
 ELEMENTS = 2**24
 
 
-def test_a_copy_has_the_values_of_its_moment_in_pinned_memory_and_takes_no_device_memory(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+def test_a_copy_has_the_values_of_its_moment_in_pinned_memory_and_takes_no_device_memory(
+    tmp_path: Path,
+) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         weight = torch.zeros(ELEMENTS, device="cuda")
-        state = {"model.w": weight, "optim.steps": torch.zeros(3), "model.low": weight[:5].bfloat16()}
+        state = {
+            "model.w": weight,
+            "optim.steps": torch.zeros(3),
+            "model.low": weight[:5].bfloat16(),
+        }
         copy = HostCopy(state, weight.device, dist.group.WORLD)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

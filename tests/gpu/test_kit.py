@@ -38,7 +38,9 @@ open({!r}, "w").write(str(child.pid))
 def start(folder: Path, *chosen: tuple[str, float, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", RUN, json.dumps(chosen), str(folder / "log.txt")]
     environment = {**os.environ, RESULTS: str(folder / "results.jsonl"), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -67,7 +69,11 @@ def test_all_steps_end_within_a_call_and_what_was_never_seen_comes_first() -> No
 
 def test_a_step_at_its_limit_leaves_its_line_and_the_next_one_runs(tmp_path: Path) -> None:
     never = "import time; print('so far', flush=True); time.sleep(300)"
-    chosen = [("stuck", 1.0, never), ("broken", 9.0, "raise SystemExit(3)"), ("works", 9.0, LINES.format(1))]
+    chosen = [
+        ("stuck", 1.0, never),
+        ("broken", 9.0, "raise SystemExit(3)"),
+        ("works", 9.0, LINES.format(1)),
+    ]
     assert start(tmp_path, *chosen).wait(60) == 0
     stuck, broken, line, works = lines(tmp_path)
     assert (stuck["step"], stuck["ended"], stuck["log"].strip()) == ("stuck", "limit", "so far")
@@ -79,14 +85,19 @@ def test_a_step_at_its_limit_leaves_its_line_and_the_next_one_runs(tmp_path: Pat
 def test_what_a_step_leaves_behind_is_ended_before_the_next(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     alive = f"import os; os.kill(int(open({str(pid)!r}).read()), 0)"
-    assert start(tmp_path, ("leaves", 20.0, ORPHAN.format(str(pid))), ("looks", 20.0, alive)).wait(60) == 0
+    assert (
+        start(tmp_path, ("leaves", 20.0, ORPHAN.format(str(pid))), ("looks", 20.0, alive)).wait(60)
+        == 0
+    )
     leaves, looks = lines(tmp_path)
     assert (leaves["ended"], leaves["killed"]) == ("done", 1)
     assert "ProcessLookupError" in looks["log"]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whenever_the_kit_is_killed_its_lines_are_whole_and_its_step_ends_with_it(seed: int, tmp_path: Path) -> None:
+def test_whenever_the_kit_is_killed_its_lines_are_whole_and_its_step_ends_with_it(
+    seed: int, tmp_path: Path
+) -> None:
     pid = tmp_path / "pid"
     code = f"import os; open({str(pid)!r}, 'w').write(str(os.getpid()))\n{LINES.format(10**9)}"
     kit = start(tmp_path, ("writes", 60.0, code))

@@ -16,8 +16,8 @@ pytest.importorskip("pydantic", reason="the planner reads job files with pydanti
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.engines.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.service.intake.intake import read_cluster
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.settings import in_short
 from tests.gpu.configurations import H100, H200, Measurement, measured_at, on_cuda
@@ -69,7 +69,11 @@ def test_what_was_said_to_fit_ran_within_what_was_reserved_for_it(training: dict
 
 def test_a_context_and_a_communicator_of_one_rank_hold_what_is_supposed() -> None:
     """Both constants come from these measurements."""
-    (beside_bytes,) = (row["beside_allocator_bytes"] for row in H100["trainings"] if "beside_allocator_bytes" in row)
+    (beside_bytes,) = (
+        row["beside_allocator_bytes"]
+        for row in H100["trainings"]
+        if "beside_allocator_bytes" in row
+    )
     assert CONTEXT_BYTES + COMMUNICATOR_BYTES[1] == pytest.approx(beside_bytes, rel=0.01)
     bytes_after = {row["after"]: row["bytes"] for row in H100["beside_allocator"]}
     assert bytes_after["nccl group of one, eager"] - bytes_after["cross entropy"] == pytest.approx(
@@ -91,11 +95,19 @@ def test_a_step_takes_as_long_as_predicted(step: dict[str, Any]) -> None:
         plan=plan,
         capacity_bytes=H100["device"]["total_bytes"],
     )
-    here = Hardware(device=read_cluster(CLUSTER).nodes[0].device, devices_per_node=1, nodes=1, network_bandwidth=1)
-    assert step_s(measurement.profile(DeviceKind.CUDA), plan, here) == pytest.approx(step["step_s"], rel=STEP_TOLERANCE)
+    here = Hardware(
+        device=read_cluster(CLUSTER).nodes[0].device,
+        devices_per_node=1,
+        nodes=1,
+        network_bandwidth=1,
+    )
+    assert step_s(measurement.profile(DeviceKind.CUDA), plan, here) == pytest.approx(
+        step["step_s"], rel=STEP_TOLERANCE
+    )
 
 
-# DeepSpeed's stage 2 sends gradients to the host while it goes backward; the model holds them on the device until the
+# DeepSpeed's stage 2 sends gradients to the host while it goes backward; the model holds them on
+# the device until the
 # update. It so predicts 2 bytes a parameter too much, which is the safe side (H200, 2026-11-28).
 ON_HOST, ON_HOST_TOLERANCE = "deepspeed: zero 2, optimizer on host", 0.12
 
@@ -105,13 +117,19 @@ ON_HOST, ON_HOST_TOLERANCE = "deepspeed: zero 2, optimizer on host", 0.12
     [row for row in H200["trainings"] if not row["name"].startswith("unmeasured")],
     ids=lambda row: row["name"],
 )
-def test_plans_that_differ_by_one_choice_peak_on_an_h200_as_predicted(training: dict[str, Any]) -> None:
+def test_plans_that_differ_by_one_choice_peak_on_an_h200_as_predicted(
+    training: dict[str, Any],
+) -> None:
     """Nothing was fitted to these. Their step times are in docs/concepts/memory-model.md."""
     group, _, name = training["name"].partition(": ")
     total_bytes = H200["device"]["total_bytes"]
-    predicted = measurement(name, GROUPS[group][name], SIZES["full"], total_bytes).predict(DeviceKind.CUDA)
+    predicted = measurement(name, GROUPS[group][name], SIZES["full"], total_bytes).predict(
+        DeviceKind.CUDA
+    )
     measured_bytes = training["measured"]["allocated_bytes"]
     if training["name"] == ON_HOST:
-        assert measured_bytes <= predicted.allocated_bytes <= (1 + ON_HOST_TOLERANCE) * measured_bytes
+        assert (
+            measured_bytes <= predicted.allocated_bytes <= (1 + ON_HOST_TOLERANCE) * measured_bytes
+        )
     else:
         assert predicted.allocated_bytes == pytest.approx(measured_bytes, rel=PEAK_TOLERANCE)

@@ -18,14 +18,20 @@ from tests.gpu.runs import BILLION, SMALL, plan, run_of, train  # noqa: E402
 
 # Dense bf16 FLOP/s of the data sheets, by a part of the name that CUDA gives.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-BF16, FULL, SELECTIVE = Precision.BF16, ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
+BF16, FULL, SELECTIVE = (
+    Precision.BF16,
+    ActivationCheckpointing.FULL,
+    ActivationCheckpointing.SELECTIVE,
+)
 PLANS = {
     "autocast": plan(2, 1, precision=BF16),
     "bf16 weights": plan(2, 1, precision=BF16, zero_stage=ZeroStage.GRADIENTS),
     "bf16 weights, selective": plan(
         4, 1, precision=BF16, zero_stage=ZeroStage.GRADIENTS, activation_checkpointing=SELECTIVE
     ),
-    "bf16 weights, full": plan(8, 1, precision=BF16, zero_stage=ZeroStage.GRADIENTS, activation_checkpointing=FULL),
+    "bf16 weights, full": plan(
+        8, 1, precision=BF16, zero_stage=ZeroStage.GRADIENTS, activation_checkpointing=FULL
+    ),
 }
 STEPS = {"cpu": 3, "cuda": 12}
 WARM_UP = 2  # steps
@@ -34,7 +40,11 @@ WARM_UP = 2  # steps
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("name", PLANS)
 def test_throughput_is_measured(
-    tmp_path: Path, device: torch.device, name: str, compiled: bool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    device: torch.device,
+    name: str,
+    compiled: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     cpu = device.type == "cpu"
     if cpu and compiled:
@@ -83,7 +93,10 @@ def flops_per_step(decoder: DecoderSpec, length: int, chosen: Plan) -> float:
     As in arXiv:2204.02311, appendix B; recomputation does not count, and causal attention counts in full, as torchtitan
     has it. Parameters are those that multiply: with tied embeddings the table once.
     """
-    width = decoder.head_dim * (decoder.num_attention_heads + 2 * decoder.kv_heads) + decoder.hidden_size
+    width = (
+        decoder.head_dim * (decoder.num_attention_heads + 2 * decoder.kv_heads)
+        + decoder.hidden_size
+    )
     layer = decoder.hidden_size * (width + 3 * decoder.intermediate_size)
     parameters = decoder.num_hidden_layers * layer + decoder.vocab_size * decoder.hidden_size
     attention = 12 * decoder.num_hidden_layers * decoder.hidden_size * length

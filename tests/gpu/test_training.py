@@ -30,8 +30,12 @@ MODES = {
     "accumulation": plan(1, 8),
     "checkpointing": plan(activation_checkpointing=ActivationCheckpointing.FULL),
     "selective checkpointing": plan(activation_checkpointing=ActivationCheckpointing.SELECTIVE),
-    "full in one layer": plan(activation_checkpointing=ActivationCheckpointing.SELECTIVE, full_checkpointing_layers=1),
-    "inputs of layers on host": plan(activation_checkpointing=ActivationCheckpointing.FULL, activation_offload=True),
+    "full in one layer": plan(
+        activation_checkpointing=ActivationCheckpointing.SELECTIVE, full_checkpointing_layers=1
+    ),
+    "inputs of layers on host": plan(
+        activation_checkpointing=ActivationCheckpointing.FULL, activation_offload=True
+    ),
     "fsdp2 once a step": plan(zero_stage=ZeroStage.OPTIMIZER),
     "fsdp2": plan(zero_stage=SHARDED),
     "fsdp2 kept": plan(zero_stage=ZeroStage.GRADIENTS),
@@ -40,7 +44,9 @@ MODES = {
 LOW_MODES = {
     "bf16": plan(precision=Precision.BF16),
     "bf16 fsdp2": plan(precision=Precision.BF16, zero_stage=SHARDED),
-    "bf16 fsdp2 offload": plan(precision=Precision.BF16, zero_stage=SHARDED, offload=Offload.PARAMETERS),
+    "bf16 fsdp2 offload": plan(
+        precision=Precision.BF16, zero_stage=SHARDED, offload=Offload.PARAMETERS
+    ),
     "fp16": plan(precision=Precision.FP16),
     "fp16 fsdp2": plan(precision=Precision.FP16, zero_stage=SHARDED),
 }
@@ -60,16 +66,22 @@ def test_every_mode_gives_the_plain_losses(tmp_path: Path, device: torch.device,
 
 
 @pytest.mark.parametrize("mode", LOW_MODES)
-def test_low_precision_stays_near_the_plain_losses(tmp_path: Path, device: torch.device, mode: str) -> None:
+def test_low_precision_stays_near_the_plain_losses(
+    tmp_path: Path, device: torch.device, mode: str
+) -> None:
     expected = pytest.approx(losses(tmp_path, device, plan()), abs=LOW_TOLERANCE, rel=0)
     assert losses(tmp_path, device, LOW_MODES[mode]) == expected
 
 
-def test_updates_within_the_backward_pass_give_the_plain_losses(tmp_path: Path, device: torch.device) -> None:
+def test_updates_within_the_backward_pass_give_the_plain_losses(
+    tmp_path: Path, device: torch.device
+) -> None:
     expected = pytest.approx(
         losses(tmp_path, device, plan(8, 1), clip_norm=None), abs=FP32_TOLERANCE[device.type], rel=0
     )
-    assert losses(tmp_path, device, plan(8, 1, optimizer_in_backward=True), clip_norm=None) == expected
+    assert (
+        losses(tmp_path, device, plan(8, 1, optimizer_in_backward=True), clip_norm=None) == expected
+    )
 
 
 @pytest.mark.parametrize("sharded", [ZeroStage.NONE, SHARDED], ids=["", "fsdp2"])
@@ -88,7 +100,9 @@ def test_weights_held_in_bf16_stay_near_the_plain_losses(
 
 
 def test_a_cuda_device_gives_the_losses_of_the_cpu(tmp_path: Path, cuda: torch.device) -> None:
-    expected = pytest.approx(losses(tmp_path, torch.device("cpu"), plan()), abs=FP32_TOLERANCE["cuda"], rel=0)
+    expected = pytest.approx(
+        losses(tmp_path, torch.device("cpu"), plan()), abs=FP32_TOLERANCE["cuda"], rel=0
+    )
     assert losses(tmp_path, cuda, plan()) == expected
 
 

@@ -46,7 +46,12 @@ class ControlPlane:
     def run(self, *arguments: str, stdin: str | None = None) -> str:
         """Return kubectl's output; raise Refused with its errors."""
         ended = subprocess.run(
-            [*self._command, *arguments], input=stdin, capture_output=True, text=True, timeout=COMMAND_S, check=False
+            [*self._command, *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
         )
         if ended.returncode != 0:
             raise Refused(f"{ended.stderr}{ended.stdout}")
@@ -54,7 +59,9 @@ class ControlPlane:
 
     def apply(self, manifests: Sequence[Manifest], *arguments: str) -> list[str]:
         """Apply server-side, as the guide does; return a line per accepted object."""
-        return self.run("apply", "--server-side", *arguments, "-f", "-", stdin=as_text(manifests)).splitlines()
+        return self.run(
+            "apply", "--server-side", *arguments, "-f", "-", stdin=as_text(manifests)
+        ).splitlines()
 
     def get(self, kind: str, name: str) -> Manifest:
         """Return an object of the namespace."""
@@ -62,13 +69,28 @@ class ControlPlane:
 
     def all(self, kind: str, *arguments: str) -> list[Manifest]:
         """Return the objects of a kind in the namespace."""
-        return list(json.loads(self.run("get", kind, "-n", NAMESPACE, "-o", "json", *arguments))["items"])
+        return list(
+            json.loads(self.run("get", kind, "-n", NAMESPACE, "-o", "json", *arguments))["items"]
+        )
 
     def may(self, user: str, verb: str, resource: str) -> bool:
         """Return whether RBAC allows `user` the verb in the namespace."""
         kind, _, part = resource.partition("/")
-        command = [*self._command, "auth", "can-i", verb, kind, "-n", NAMESPACE, "--as", user, f"--subresource={part}"]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        command = [
+            *self._command,
+            "auth",
+            "can-i",
+            verb,
+            kind,
+            "-n",
+            NAMESPACE,
+            "--as",
+            user,
+            f"--subresource={part}",
+        ]
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
         assert process.stdout.strip() in ("yes", "no"), process
         return process.stdout.strip() == "yes"
 
@@ -84,7 +106,14 @@ class ControlPlane:
         """Write the status of an object, as a kubelet does; `path` is the object's below the API."""
         old = json.loads(self.run("get", "--raw", path))
         del old["metadata"]["resourceVersion"]  # the last writer wins: controllers write beside us
-        self.run("replace", "--raw", f"{path}/status", "-f", "-", stdin=json.dumps({**old, "status": status}))
+        self.run(
+            "replace",
+            "--raw",
+            f"{path}/status",
+            "-f",
+            "-",
+            stdin=json.dumps({**old, "status": status}),
+        )
 
     def add_node(self, name: str, capacity: Manifest) -> None:
         """A node that takes pods and has no kubelet: it stands for 40 s, then counts as lost."""
@@ -97,7 +126,8 @@ class ControlPlane:
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "stand-in"}
         conditions = [{**ready, "lastHeartbeatTime": now, "lastTransitionTime": now}]
         self.set_status(
-            f"/api/v1/nodes/{name}", {"capacity": capacity, "allocatable": capacity, "conditions": conditions}
+            f"/api/v1/nodes/{name}",
+            {"capacity": capacity, "allocatable": capacity, "conditions": conditions},
         )
 
     def add_volumes(self, folder: Path) -> None:
@@ -111,7 +141,9 @@ class ControlPlane:
                         "kind": "PersistentVolume",
                         "metadata": {"name": f"volume-{name}"},
                         "spec": {
-                            "capacity": {"storage": claim["spec"]["resources"]["requests"]["storage"]},
+                            "capacity": {
+                                "storage": claim["spec"]["resources"]["requests"]["storage"]
+                            },
                             "accessModes": claim["spec"]["accessModes"],
                             "claimRef": {"namespace": NAMESPACE, "name": name},
                             "hostPath": {"path": str(folder / name)},
@@ -136,13 +168,17 @@ def as_text(manifests: Sequence[Manifest]) -> str:
 def for_this_server(manifests: Sequence[Manifest], folder: Path) -> list[Manifest]:
     """The same as Kubernetes 1.20 takes it; kinds whose definitions are not at hand are left out."""
     file = folder / "manifests.yaml"
-    file.write_text(as_text([manifest for manifest in manifests if manifest["kind"] not in OPERATED]))
+    file.write_text(
+        as_text([manifest for manifest in manifests if manifest["kind"] not in OPERATED])
+    )
     return list(yaml.load_all(_older(file), Loader=LOADER))
 
 
 def _older(*files: Path) -> str:
     command = [sys.executable, str(shared("for_v1_20")), *map(str, files)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=COMMAND_S, check=True
+    ).stdout
 
 
 @contextmanager
@@ -154,7 +190,13 @@ def control_plane(folder: Path) -> Iterator[ControlPlane]:
     script, definitions = shared("control-plane"), shared("crds/ray.io_rayclusters.yaml")
     kubectl()
     try:
-        up = subprocess.run([str(script), "up", str(folder)], capture_output=True, text=True, timeout=UP_S, check=False)
+        up = subprocess.run(
+            [str(script), "up", str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=UP_S,
+            check=False,
+        )
         assert up.returncode == 0, up.stderr
         plane = ControlPlane(kubeconfig=Path(up.stdout.strip()))
         plane.run("apply", "--server-side", "-f", "-", stdin=_older(definitions))

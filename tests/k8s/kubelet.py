@@ -34,7 +34,12 @@ BRIDGE, NET = "orctest0", "10.213.77"
 PROBE_S = 5.0
 GRACE_S = 15.0
 UPPER = "/dev/shm/upper"
-COVERED = ("etc", "srv", "var/lib", "root")  # changed for one process alone: this machine stays as it is
+COVERED = (
+    "etc",
+    "srv",
+    "var/lib",
+    "root",
+)  # changed for one process alone: this machine stays as it is
 RESOLVER = "nameserver 127.0.0.1"  # nothing listens: a name that the file lacks is refused at once
 
 
@@ -73,7 +78,10 @@ class Kubelet:
 
     def write_hosts(self) -> None:
         """DNS: one file of every pod."""
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.names.items())]
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"{address} {name}" for name, address in self.names.items()),
+        ]
         self.hosts.write_text("\n".join(lines) + "\n")
 
     def reserve(self, name: str, *names: str) -> str:
@@ -92,7 +100,9 @@ class Kubelet:
         folder.mkdir(parents=True)
         namespace = f"orct{len(self.pods)}"
         veth = f"orctv{len(self.pods)}"
-        running = RunningPod(name=name, namespace=namespace, address=address, folder=folder, manifest=pod)
+        running = RunningPod(
+            name=name, namespace=namespace, address=address, folder=folder, manifest=pod
+        )
         self.pods[name] = running
         _run("ip", "netns", "add", namespace)
         _run("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", namespace)
@@ -116,7 +126,18 @@ class Kubelet:
         )
         with pod.log(container["name"]).open("ab") as log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", pod.namespace, "unshare", "--mount", "--uts", "bash", "-c", inside],
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    pod.namespace,
+                    "unshare",
+                    "--mount",
+                    "--uts",
+                    "bash",
+                    "-c",
+                    inside,
+                ],
                 env=self._environment(pod, container),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -130,13 +151,19 @@ class Kubelet:
         yield f"echo {pod.address} {pod.name} >> /etc/hosts"
         last = ("/dev/shm", "/tmp")  # what is mounted elsewhere comes from below them
         order = {path: number for number, path in enumerate(last, 1)}
-        mounts = sorted(container.get("volumeMounts", ()), key=lambda mount: order.get(mount["mountPath"], 0))
+        mounts = sorted(
+            container.get("volumeMounts", ()), key=lambda mount: order.get(mount["mountPath"], 0)
+        )
         for mount in mounts:
             source = self._source(pod, volumes[mount["name"]])
             if "subPath" in mount:
                 source /= mount["subPath"]
             target = mount["mountPath"]
-            make = f"mkdir -p {Path(target).parent} && touch {target}" if source.is_file() else f"mkdir -p {target}"
+            make = (
+                f"mkdir -p {Path(target).parent} && touch {target}"
+                if source.is_file()
+                else f"mkdir -p {target}"
+            )
             yield f"{make} && mount --bind {source} {target}"
             if mount.get("readOnly"):
                 yield f"mount -o remount,bind,ro {target}"
@@ -167,7 +194,9 @@ class Kubelet:
         """Return the environment of image and manifest, without that of the test."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"PATH": path, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        env["GRPC_DNS_RESOLVER"] = "native"  # gRPC's own asks a DNS server for what the file of host names lacks
+        env["GRPC_DNS_RESOLVER"] = (
+            "native"  # gRPC's own asks a DNS server for what the file of host names lacks
+        )
         for variable in container.get("env", ()):
             env[variable["name"]] = self._value(pod, variable)
         return env
@@ -200,7 +229,9 @@ class Kubelet:
         try:
             if probe.get("scheme") == "HTTPS":
                 context = ssl._create_unverified_context()
-                connection: Any = http.client.HTTPSConnection(pod.address, port, timeout=PROBE_S, context=context)
+                connection: Any = http.client.HTTPSConnection(
+                    pod.address, port, timeout=PROBE_S, context=context
+                )
             else:
                 connection = http.client.HTTPConnection(pod.address, port, timeout=PROBE_S)
             connection.request("GET", probe["path"])
@@ -224,7 +255,11 @@ class Kubelet:
             alive = pod.processes[container["name"]].poll() is None
             probes = [kind for kind in ("startupProbe", "readinessProbe") if kind in container]
             ready = alive and all(self.passes(pod, container, kind) for kind in probes)
-            state = {"running": {}} if alive else {"terminated": {"exitCode": pod.processes[container["name"]].poll()}}
+            state = (
+                {"running": {}}
+                if alive
+                else {"terminated": {"exitCode": pod.processes[container["name"]].poll()}}
+            )
             statuses.append(
                 {
                     "name": container["name"],
@@ -257,7 +292,16 @@ class Kubelet:
         """Run a command as `kubectl exec` would; return its output and fail on a non-zero exit."""
         pid = str(pod.processes[container["name"]].pid)
         ended = subprocess.run(
-            ["nsenter", "--target", pid, "--mount", "--uts", "--net", *_confined(pod, container), *command],
+            [
+                "nsenter",
+                "--target",
+                pid,
+                "--mount",
+                "--uts",
+                "--net",
+                *_confined(pod, container),
+                *command,
+            ],
             env=self._environment(pod, container),
             capture_output=True,
             text=True,
@@ -267,7 +311,9 @@ class Kubelet:
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
 
-    def client(self, command: list[str], env: dict[str, str], within_s: float) -> subprocess.CompletedProcess[str]:
+    def client(
+        self, command: list[str], env: dict[str, str], within_s: float
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command outside every pod: it knows the pods' names and has none of their files."""
         inside = "\n".join(("set -e", *_covered(self.hosts), f"exec {shlex.join(command)}"))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -283,7 +329,9 @@ class Kubelet:
     def stop(self) -> None:
         """End every process of every pod, and remove its namespace and link."""
         for number, pod in enumerate(self.pods.values()):
-            inside = subprocess.run(["ip", "netns", "pids", pod.namespace], capture_output=True, text=True, check=False)
+            inside = subprocess.run(
+                ["ip", "netns", "pids", pod.namespace], capture_output=True, text=True, check=False
+            )
             for pid in inside.stdout.split():
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
@@ -291,7 +339,9 @@ class Kubelet:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_S)
             subprocess.run(["ip", "netns", "del", pod.namespace], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "del", f"orctv{number}"], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "link", "del", f"orctv{number}"], capture_output=True, check=False
+            )
 
 
 def _covered(hosts: Path) -> Iterator[str]:
@@ -310,7 +360,12 @@ def _confined(pod: RunningPod, container: Manifest) -> list[str]:
     who, rights = pod.manifest["spec"]["securityContext"], container["securityContext"]
     assert rights["capabilities"] == {"drop": ["ALL"]}, rights
     assert rights["allowPrivilegeEscalation"] is False, rights
-    command = ["setpriv", f"--reuid={who['runAsUser']}", f"--regid={who['runAsGroup']}", f"--groups={who['fsGroup']}"]
+    command = [
+        "setpriv",
+        f"--reuid={who['runAsUser']}",
+        f"--regid={who['runAsGroup']}",
+        f"--groups={who['fsGroup']}",
+    ]
     return [*command, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
 
@@ -326,7 +381,9 @@ def kubelet(plane: ControlPlane, folder: Path) -> Iterator[Kubelet]:
             pytest.skip(f"{program} is missing (Debian: iproute2, util-linux, mount)")
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
-    made = subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "link", "add", BRIDGE, "type", "bridge"], capture_output=True, text=True, check=False
+    )
     if made.returncode != 0:
         pytest.skip(f"no bridge can be made here: {made.stderr.strip()}")
     node = Kubelet(plane=plane, folder=folder)

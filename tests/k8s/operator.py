@@ -9,7 +9,10 @@ from typing import Any
 from tests.k8s.manifests import Manifest, generated_ray_start
 
 GCS_PORT = 6379
-AGENT_PORT, HEALTH_PATH = 52365, "/api/healthz"  # of Ray 2.53 and later; the agent is part of ray[default]
+AGENT_PORT, HEALTH_PATH = (
+    52365,
+    "/api/healthz",
+)  # of Ray 2.53 and later; the agent is part of ray[default]
 
 
 def objects_of(cluster: Manifest) -> list[Manifest]:
@@ -52,7 +55,9 @@ def _metadata(cluster: Manifest, name: str) -> Manifest:
     return {"name": name, "namespace": cluster["metadata"]["namespace"], "ownerReferences": [owner]}
 
 
-def _pod(cluster: Manifest, kind: str, group: Mapping[str, Any], group_name: str, number: int) -> Manifest:
+def _pod(
+    cluster: Manifest, kind: str, group: Mapping[str, Any], group_name: str, number: int
+) -> Manifest:
     name = cluster["metadata"]["name"]
     template = copy.deepcopy(group["template"])
     spec, container = template["spec"], template["spec"]["containers"][0]
@@ -79,13 +84,18 @@ def _pod(cluster: Manifest, kind: str, group: Mapping[str, Any], group_name: str
         "metadata": {
             **_metadata(cluster, f"{name}-{suffix}"),
             "labels": labels,
-            "annotations": {**metadata.get("annotations", {}), "ray.io/overwrite-container-cmd": "true"},
+            "annotations": {
+                **metadata.get("annotations", {}),
+                "ray.io/overwrite-container-cmd": "true",
+            },
         },
         "spec": spec,
     }
 
 
-def _set_env(cluster: Manifest, container: Manifest, kind: str, group: Mapping[str, Any], address: str) -> None:
+def _set_env(
+    cluster: Manifest, container: Manifest, kind: str, group: Mapping[str, Any], address: str
+) -> None:
     flags = {**group["rayStartParams"]}
     limits = container["resources"].get("limits", {})
     resources = group.get("resources", {})
@@ -98,8 +108,14 @@ def _set_env(cluster: Manifest, container: Manifest, kind: str, group: Mapping[s
         {"name": "KUBERAY_GEN_RAY_START_CMD", "value": generated_ray_start(kind, flags, resources)},
         {"name": "RAY_PORT", "value": str(GCS_PORT)},
         {"name": "RAY_ADDRESS", "value": f"{host}:{GCS_PORT}"},
-        {"name": "RAY_CLUSTER_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['ray.io/cluster']"}}},
-        {"name": "RAY_CLOUD_INSTANCE_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {
+            "name": "RAY_CLUSTER_NAME",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['ray.io/cluster']"}},
+        },
+        {
+            "name": "RAY_CLOUD_INSTANCE_ID",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
+        },
     ]
     if kind == "worker":
         container["env"].append({"name": "FQ_RAY_IP", "value": address})
@@ -117,7 +133,9 @@ def _token(cluster: Manifest) -> list[Manifest]:
 
 
 def _wait_for_head(container: Manifest, address: str) -> Manifest:
-    until = f"until ray health-check --address {address}:{GCS_PORT} > /dev/null 2>&1; do sleep 1; done"
+    until = (
+        f"until ray health-check --address {address}:{GCS_PORT} > /dev/null 2>&1; do sleep 1; done"
+    )
     small = {"cpu": "200m", "memory": "256Mi"}
     return {
         "name": "wait-gcs-ready",
@@ -132,7 +150,11 @@ def _wait_for_head(container: Manifest, address: str) -> Manifest:
 
 
 def _set_probes(container: Manifest) -> None:
-    probe = {"httpGet": {"path": HEALTH_PATH, "port": AGENT_PORT}, "periodSeconds": 5, "failureThreshold": 120}
+    probe = {
+        "httpGet": {"path": HEALTH_PATH, "port": AGENT_PORT},
+        "periodSeconds": 5,
+        "failureThreshold": 120,
+    }
     container.setdefault("livenessProbe", {**probe, "initialDelaySeconds": 30})
     container.setdefault("readinessProbe", {**probe, "initialDelaySeconds": 10})
 

@@ -62,7 +62,11 @@ class Installed:
 
     def placed(self) -> dict[str, str]:
         """Node by pod, of those that have one."""
-        return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in self.pods() if "nodeName" in pod["spec"]}
+        return {
+            pod["metadata"]["name"]: pod["spec"]["nodeName"]
+            for pod in self.pods()
+            if "nodeName" in pod["spec"]
+        }
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +83,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         yield installation
 
 
-def test_every_pod_is_admitted_and_each_worker_has_a_whole_node_of_its_own(installed: Installed) -> None:
+def test_every_pod_is_admitted_and_each_worker_has_a_whole_node_of_its_own(
+    installed: Installed,
+) -> None:
     placed = installed.placed()
-    workers = {name: node for name, node in placed.items() if name.startswith("orc-ray-nodes-worker")}
+    workers = {
+        name: node for name, node in placed.items() if name.startswith("orc-ray-nodes-worker")
+    }
     assert sorted(workers.values()) == sorted(NODES)
     assert {name.rpartition("-")[0].split("-")[0] for name in placed} == {"orc", "mlflow"}
 
@@ -89,31 +97,50 @@ def test_every_pod_is_admitted_and_each_worker_has_a_whole_node_of_its_own(insta
 def test_a_fifth_worker_waits_for_a_fifth_node(installed: Installed) -> None:
     pod = installed.plane.get("pod", "orc-ray-nodes-worker-0")
     spec = {name: value for name, value in pod["spec"].items() if name != "nodeName"}
-    fifth = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "fifth", "namespace": NAMESPACE}, "spec": spec}
+    fifth = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "fifth", "namespace": NAMESPACE},
+        "spec": spec,
+    }
     for name in NODES:
         installed.plane.beat(name, BIG)
     installed.plane.apply([fifth])
 
     def why() -> str:
         conditions = installed.plane.get("pod", "fifth").get("status", {}).get("conditions", ())
-        return next((condition["message"] for condition in conditions if condition["type"] == "PodScheduled"), "")
+        return next(
+            (
+                condition["message"]
+                for condition in conditions
+                if condition["type"] == "PodScheduled"
+            ),
+            "",
+        )
 
     try:
         assert "Insufficient nvidia.com/gpu" in eventually("the scheduler says why it waits", why)
     finally:
-        installed.plane.run("delete", "pod", "fifth", "-n", NAMESPACE, "--grace-period=0", "--force")
+        installed.plane.run(
+            "delete", "pod", "fifth", "-n", NAMESPACE, "--grace-period=0", "--force"
+        )
 
 
 def test_the_ray_cluster_is_stored_as_it_was_written(installed: Installed) -> None:
     written = find_manifest(manifests_of("gpu-nodes"), "RayCluster", "orc-ray")
     stored = installed.plane.get("raycluster", "orc-ray")["spec"]
     for group in stored["workerGroupSpecs"]:
-        assert (group.pop("numOfHosts"), group.pop("priority")) == (1, 0)  # what the definition adds
+        assert (group.pop("numOfHosts"), group.pop("priority")) == (
+            1,
+            0,
+        )  # what the definition adds
     assert stored == written["spec"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_overlay_is_taken_by_the_server(installed: Installed, overlay: str, tmp_path: Path) -> None:
+def test_every_overlay_is_taken_by_the_server(
+    installed: Installed, overlay: str, tmp_path: Path
+) -> None:
     manifests = for_this_server(manifests_of(overlay), tmp_path)
     changed = [
         manifest for manifest in manifests if manifest["kind"] != "PersistentVolumeClaim"
@@ -123,15 +150,21 @@ def test_every_overlay_is_taken_by_the_server(installed: Installed, overlay: str
     assert all(line.endswith("serverside-applied (server dry run)") for line in taken), taken
 
 
-def test_the_server_refuses_a_wrong_type_in_a_ray_cluster(installed: Installed, tmp_path: Path) -> None:
-    wrong = find_manifest(for_this_server(manifests_of("gpu-nodes"), tmp_path), "RayCluster", "orc-ray")
+def test_the_server_refuses_a_wrong_type_in_a_ray_cluster(
+    installed: Installed, tmp_path: Path
+) -> None:
+    wrong = find_manifest(
+        for_this_server(manifests_of("gpu-nodes"), tmp_path), "RayCluster", "orc-ray"
+    )
     wrong["spec"]["workerGroupSpecs"][0]["replicas"] = "four"
     with pytest.raises(Refused, match="replicas"):
         installed.plane.apply([wrong], "--dry-run=server")
 
 
 @pytest.mark.parametrize(("verb", "resource"), [*USED, *NOT_USED])
-def test_the_services_account_may_do_nothing(installed: Installed, verb: str, resource: str) -> None:
+def test_the_services_account_may_do_nothing(
+    installed: Installed, verb: str, resource: str
+) -> None:
     assert not installed.plane.may(ACCOUNT, verb, resource)
 
 
@@ -142,8 +175,18 @@ def test_the_services_account_is_answered_403(installed: Installed) -> None:
 
 @pytest.fixture
 def bound(installed: Installed) -> Installed:
-    command = ["create", "rolebinding", "ada", "--role=orc-operator", f"--user={OPERATOR}", "-n", NAMESPACE]
-    if not any(binding["metadata"]["name"] == "ada" for binding in installed.plane.all("rolebinding")):
+    command = [
+        "create",
+        "rolebinding",
+        "ada",
+        "--role=orc-operator",
+        f"--user={OPERATOR}",
+        "-n",
+        NAMESPACE,
+    ]
+    if not any(
+        binding["metadata"]["name"] == "ada" for binding in installed.plane.all("rolebinding")
+    ):
         installed.plane.run(*command)
     eventually("the binding counts", lambda: installed.plane.may(OPERATOR, "get", "pods"))
     return installed
@@ -167,10 +210,15 @@ def test_an_operator_who_asks_for_secrets_is_answered_403(bound: Installed) -> N
 @pytest.mark.parametrize("pod", ["orc-ray-head", "orc-ray-nodes-worker-0"])
 def test_the_head_and_the_workers_of_ray_cannot_be_evicted(installed: Installed, pod: str) -> None:
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
-    ready = {"type": "Ready", "status": "True"}  # as a kubelet says it; a pending pod may always be evicted
+    ready = {
+        "type": "Ready",
+        "status": "True",
+    }  # as a kubelet says it; a pending pod may always be evicted
     installed.plane.set_status(path, {"phase": "Running", "conditions": [ready]})
     with pytest.raises(Refused, match="disruption budget"):
-        installed.plane.run("create", "--raw", f"{path}/eviction", "-f", "-", stdin=json.dumps(_eviction(pod)))
+        installed.plane.run(
+            "create", "--raw", f"{path}/eviction", "-f", "-", stdin=json.dumps(_eviction(pod))
+        )
     assert pod in installed.placed()
 
 
@@ -182,7 +230,9 @@ def _eviction(pod: str) -> dict[str, Any]:
     }
 
 
-def test_a_changed_cluster_file_reaches_the_service_in_a_new_pod(installed: Installed, tmp_path: Path) -> None:
+def test_a_changed_cluster_file_reaches_the_service_in_a_new_pod(
+    installed: Installed, tmp_path: Path
+) -> None:
     copied = tmp_path / "k8s"
     shutil.copytree(K8S, copied)
     file = copied / "overlays/gpu-nodes/cluster.yaml"
@@ -201,14 +251,29 @@ def test_a_changed_cluster_file_reaches_the_service_in_a_new_pod(installed: Inst
     assert "launch_cost: 90s" in installed.plane.get("configmap", after)["data"]["cluster.yaml"]
 
     def leaving() -> list[str]:
-        return [pod["metadata"]["name"] for pod in installed.plane.all("pods") if before in _configs(pod)]
+        return [
+            pod["metadata"]["name"]
+            for pod in installed.plane.all("pods")
+            if before in _configs(pod)
+        ]
 
     (old,) = eventually("the old pod is told to end", lambda: [*leaving()])
-    assert not any(after in _configs(pod) for pod in installed.pods()), "the old pod is not gone yet"
-    installed.plane.run("delete", "pod", old, "-n", NAMESPACE, "--grace-period=0", "--force")  # as its kubelet does
-    eventually("a pod with the new file", lambda: any(after in _configs(pod) for pod in installed.pods()))
-    eventually("none with the old one", lambda: not any(before in _configs(pod) for pod in installed.pods()))
+    assert not any(after in _configs(pod) for pod in installed.pods()), (
+        "the old pod is not gone yet"
+    )
+    installed.plane.run(
+        "delete", "pod", old, "-n", NAMESPACE, "--grace-period=0", "--force"
+    )  # as its kubelet does
+    eventually(
+        "a pod with the new file", lambda: any(after in _configs(pod) for pod in installed.pods())
+    )
+    eventually(
+        "none with the old one",
+        lambda: not any(before in _configs(pod) for pod in installed.pods()),
+    )
 
 
 def _configs(pod: dict[str, Any]) -> list[str]:
-    return [volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume]
+    return [
+        volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume
+    ]

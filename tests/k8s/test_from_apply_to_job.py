@@ -78,16 +78,26 @@ def make_secrets(plane: ControlPlane, folder: Path) -> Path:
         "2",
     ]
     command += ["-subj", "/CN=orc", "-addext", "subjectAltName=DNS:orc.orc.svc"]
-    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    subprocess.run(
+        [*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True
+    )
     secret = ("create", "secret", "-n", NAMESPACE)
-    plane.run(*secret[:2], "generic", "orc-ray-token", "--from-literal=auth_token=" + 32 * "ab", *secret[2:])
+    plane.run(
+        *secret[:2],
+        "generic",
+        "orc-ray-token",
+        "--from-literal=auth_token=" + 32 * "ab",
+        *secret[2:],
+    )
     plane.run(*secret[:2], "tls", "orc-tls", f"--cert={certificate}", f"--key={key}", *secret[2:])
     return certificate
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    pytest.importorskip("aiohttp_cors", reason="KubeRay's probes ask Ray's agent: pip install 'ray[default]'")
+    pytest.importorskip(
+        "aiohttp_cors", reason="KubeRay's probes ask Ray's agent: pip install 'ray[default]'"
+    )
     folder = tmp_path_factory.mktemp("pods")
     with control_plane(folder / "plane") as plane, kubelet(plane, folder / "kubelet") as node:
         (folder / "kubelet").mkdir()
@@ -104,13 +114,17 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         def all_ready() -> bool:
             for pod in started.values():
                 node.restart_ended(pod)
-            ready = [node.report(pod) for pod in started.values()]  # each reports, whatever the others say
+            ready = [
+                node.report(pod) for pod in started.values()
+            ]  # each reports, whatever the others say
             return all(ready)
 
         try:
             started |= {name: node.run(pods[name]) for name in NAMES}
             eventually("every pod is ready", all_ready, READY_S)
-            yield Running(plane=plane, kubelet=node, pods=started, folder=folder, authority=authority)
+            yield Running(
+                plane=plane, kubelet=node, pods=started, folder=folder, authority=authority
+            )
         finally:
             print(logs(node))  # shown where a test fails
 
@@ -124,9 +138,15 @@ def bound_pods(plane: ControlPlane) -> dict[str, Manifest] | None:
     return pods if len(pods) == len(NAMES) else None
 
 
-def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(running: Running) -> None:
+def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(
+    running: Running,
+) -> None:
     service = running.pods["orc"]
-    (container,) = [container for container in service.manifest["spec"]["containers"] if container["name"] == "orc"]
+    (container,) = [
+        container
+        for container in service.manifest["spec"]["containers"]
+        if container["name"] == "orc"
+    ]
     running.kubelet.execute(service, container, "orc", "user", "set", "ada", "--role", "member")
     token = running.kubelet.execute(service, container, "orc", "token", "create", "ada")
     demo = running.folder / "demo"  # no pod sees it: the client uploads what the job needs
@@ -144,7 +164,11 @@ def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(run
     assert [attempt["outcome"] for attempt in job["attempts"]] == ["device_oom", "succeeded"]
     assert job["user"] == "ada"
     assert running.kubelet.fails_liveness() == []
-    eventually("MLflow has both attempts", lambda: recorded(running, job_id) == ["FAILED", "FINISHED"], RECORDED_S)
+    eventually(
+        "MLflow has both attempts",
+        lambda: recorded(running, job_id) == ["FAILED", "FINISHED"],
+        RECORDED_S,
+    )
 
 
 def recorded(running: Running, job_id: str) -> list[str]:

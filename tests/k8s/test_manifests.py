@@ -20,11 +20,12 @@ from packaging.requirements import Requirement
 
 from orchestrator.backends.ray.embedded import RAY_ENV
 from orchestrator.cli import app
-from orchestrator.service.server.api import ROLES
-from orchestrator.service.server.endpoint import parse_listen
-from orchestrator.service.server.gate import OPEN
+from orchestrator.service.client.endpoint import parse_listen
+from orchestrator.service.server.access.gate import OPEN
+from orchestrator.service.server.routes.api import ROLES
 from orchestrator.specs.access import Role
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.parse import parse_cluster
 from tests.k8s.manifests import (
     K8S,
@@ -53,8 +54,17 @@ CUSTOM = (
     "PrometheusRule",
 )  # kinds whose schemas Kubernetes does not have
 WIDE = ("orc/ray-member",)  # label of pods that reach each other on every port
-OUTSIDE = {53: "DNS", 443: "webhooks and chat", 587: "mail", 5432: "a database of the user's"}  # ports of others
-SECRETS = {"orc-tls": {"tls.crt", "tls.key"}, "orc-ray-token": {"auth_token"}, "orc-database": {"journal", "mlflow"}}
+OUTSIDE = {
+    53: "DNS",
+    443: "webhooks and chat",
+    587: "mail",
+    5432: "a database of the user's",
+}  # ports of others
+SECRETS = {
+    "orc-tls": {"tls.crt", "tls.key"},
+    "orc-ray-token": {"auth_token"},
+    "orc-database": {"journal", "mlflow"},
+}
 EXTRAS = ("finetune", "notify", "oidc", "postgres")  # of the image
 NAMESPACE = "orc"
 HOME = "/srv/orc"
@@ -78,10 +88,14 @@ def test_every_overlay_of_the_guide_is_there() -> None:
 
 
 @each_overlay
-def test_every_object_is_valid_by_kubernetes_own_schema_and_has_no_unknown_key(overlay: str) -> None:
+def test_every_object_is_valid_by_kubernetes_own_schema_and_has_no_unknown_key(
+    overlay: str,
+) -> None:
     checked = pytest.importorskip("kubernetes_validate")
     manifests = [manifest for manifest in manifests_of(overlay) if manifest["kind"] not in CUSTOM]
-    assert {"Deployment", "NetworkPolicy", "Namespace", "Service"} <= {manifest["kind"] for manifest in manifests}
+    assert {"Deployment", "NetworkPolicy", "Namespace", "Service"} <= {
+        manifest["kind"] for manifest in manifests
+    }
     assert [refused for manifest in manifests if (refused := why_refused(checked, manifest))] == []
 
 
@@ -109,8 +123,12 @@ def closed(schema: Any) -> Any:
         return schema
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
-    inner = {key: closed(value) for key, value in schema.items() if not key.startswith("x-kubernetes")}
-    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    inner = {
+        key: closed(value) for key, value in schema.items() if not key.startswith("x-kubernetes")
+    }
+    open_ended = (
+        schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    )
     if isinstance(schema.get("properties"), dict) and not open_ended:
         inner["additionalProperties"] = False
     return inner
@@ -119,7 +137,9 @@ def closed(schema: Any) -> Any:
 def ray_schema() -> Any:
     definition = yaml.load(shared("crds/ray.io_rayclusters.yaml").read_text(), Loader=LOADER)
     (schema,) = [
-        version["schema"]["openAPIV3Schema"] for version in definition["spec"]["versions"] if version["name"] == "v1"
+        version["schema"]["openAPIV3Schema"]
+        for version in definition["spec"]["versions"]
+        if version["name"] == "v1"
     ]
     schema = closed(schema)
     schema["properties"]["metadata"] = {"type": "object"}
@@ -127,7 +147,9 @@ def ray_schema() -> Any:
 
 
 @each_overlay
-def test_the_ray_cluster_is_valid_by_kuberays_definition_and_has_no_unknown_key(overlay: str) -> None:
+def test_the_ray_cluster_is_valid_by_kuberays_definition_and_has_no_unknown_key(
+    overlay: str,
+) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     clusters = of_kind(manifests_of(overlay), "RayCluster")
     assert len(clusters) == 1
@@ -152,8 +174,13 @@ def test_what_kuberays_operator_refuses_beyond_its_schema_is_not_said(overlay: s
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         parameters = set(group["rayStartParams"])
         assert "labels" not in parameters
-        assert not ("resources" in group and parameters & {"num-cpus", "num-gpus", "memory", "resources"})
-    assert all({"replicas", "minReplicas", "maxReplicas"} <= set(group) for group in spec["workerGroupSpecs"])
+        assert not (
+            "resources" in group and parameters & {"num-cpus", "num-gpus", "memory", "resources"}
+        )
+    assert all(
+        {"replicas", "minReplicas", "maxReplicas"} <= set(group)
+        for group in spec["workerGroupSpecs"]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- security
@@ -171,7 +198,14 @@ def unrestricted(template: Template) -> Iterator[str]:
         yield "a namespace of the host"
     if spec.get("automountServiceAccountToken") is not False:
         yield "a token of the Kubernetes API"
-    allowed = {"configMap", "emptyDir", "persistentVolumeClaim", "secret", "projected", "downwardAPI"}
+    allowed = {
+        "configMap",
+        "emptyDir",
+        "persistentVolumeClaim",
+        "secret",
+        "projected",
+        "downwardAPI",
+    }
     for volume in spec.get("volumes", ()):
         if not set(volume) - {"name"} <= allowed:
             yield f"volume {volume['name']}"
@@ -204,12 +238,18 @@ LOOSENED: dict[str, Callable[[Manifest], Any]] = {
     "a namespace of the host": lambda spec: spec.update(hostNetwork=True),
     "a token of the Kubernetes API": lambda spec: spec.pop("automountServiceAccountToken"),
     "volume tmp": lambda spec: spec["volumes"].append({"name": "tmp", "hostPath": {"path": "/"}}),
-    "escalation": lambda spec: spec["containers"][0]["securityContext"].pop("allowPrivilegeEscalation"),
-    "capabilities": lambda spec: spec["containers"][0]["securityContext"]["capabilities"].update(add=["SYS_PTRACE"]),
-    "a root file system that is written to": lambda spec: spec["containers"][0]["securityContext"].update(
-        readOnlyRootFilesystem=False
+    "escalation": lambda spec: spec["containers"][0]["securityContext"].pop(
+        "allowPrivilegeEscalation"
     ),
-    "a container as root": lambda spec: spec["containers"][0]["securityContext"].update(runAsUser=0),
+    "capabilities": lambda spec: spec["containers"][0]["securityContext"]["capabilities"].update(
+        add=["SYS_PTRACE"]
+    ),
+    "a root file system that is written to": lambda spec: spec["containers"][0][
+        "securityContext"
+    ].update(readOnlyRootFilesystem=False),
+    "a container as root": lambda spec: spec["containers"][0]["securityContext"].update(
+        runAsUser=0
+    ),
     "a port of the host": lambda spec: spec["containers"][0]["ports"][0].update(hostPort=80),
 }
 
@@ -238,7 +278,9 @@ def test_no_manifest_has_a_secret_in_it(overlay: str) -> None:
 def test_nothing_of_ours_may_ask_the_kubernetes_api(overlay: str) -> None:
     manifests = manifests_of(overlay)
     assert of_kind(manifests, "ClusterRole", "ClusterRoleBinding", "RoleBinding") == []
-    assert find_manifest(manifests, "ServiceAccount", "orc")["automountServiceAccountToken"] is False
+    assert (
+        find_manifest(manifests, "ServiceAccount", "orc")["automountServiceAccountToken"] is False
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -276,14 +318,20 @@ def test_every_command_is_one_that_its_program_takes(overlay: str) -> None:
 
 
 def test_a_flag_that_orc_does_not_have_is_found() -> None:
-    (container,) = [container for container in service("dev-virtual-devices").containers if container["name"] == "orc"]
+    (container,) = [
+        container
+        for container in service("dev-virtual-devices").containers
+        if container["name"] == "orc"
+    ]
     container["args"] = [*container["args"], "--replicas=2"]
     with pytest.raises(Exception, match="No such option"):
         parse(container)
 
 
 def service(overlay: str) -> Template:
-    (template,) = [template for template in templates(manifests_of(overlay)) if template.owner == "orc"]
+    (template,) = [
+        template for template in templates(manifests_of(overlay)) if template.owner == "orc"
+    ]
     return template
 
 
@@ -299,8 +347,14 @@ def test_rays_containers_run_what_the_operator_generated_with_its_quotes(
     command = generated_ray_start(kind, group["rayStartParams"], group.get("resources", {}))
     (tmp_path / "ray").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "ray").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.defpath}", "KUBERAY_GEN_RAY_START_CMD": command, "NODE_NAME": "node-7"}
-    ran = subprocess.run(command_of(container), env=env, capture_output=True, text=True, timeout=20, check=True)
+    env = {
+        "PATH": f"{tmp_path}:{os.defpath}",
+        "KUBERAY_GEN_RAY_START_CMD": command,
+        "NODE_NAME": "node-7",
+    }
+    ran = subprocess.run(
+        command_of(container), env=env, capture_output=True, text=True, timeout=20, check=True
+    )
     from ray.scripts.scripts import start
 
     understood = start.make_context("start", ran.stdout.split("\n")[1:-1]).params
@@ -319,7 +373,9 @@ def test_every_part_of_ray_runs_by_the_rules_of_the_embedded_one(overlay: str) -
     for template in templates(manifests_of(overlay)):
         for container in template.containers:
             if shell(container) or container["command"][0] == "ray":
-                values = {name: variable.get("value") for name, variable in environment(container).items()}
+                values = {
+                    name: variable.get("value") for name, variable in environment(container).items()
+                }
                 assert values.items() >= RAY_ENV.items(), container["name"]
 
 
@@ -328,7 +384,9 @@ def test_every_part_of_ray_runs_by_the_rules_of_the_embedded_one(overlay: str) -
 
 def cluster_of(overlay: str) -> tuple[Manifest, ClusterSpec]:
     (config,) = [
-        manifest for manifest in of_kind(manifests_of(overlay), "ConfigMap") if "cluster.yaml" in manifest["data"]
+        manifest
+        for manifest in of_kind(manifests_of(overlay), "ConfigMap")
+        if "cluster.yaml" in manifest["data"]
     ]
     return config, parse_cluster(config["data"]["cluster.yaml"], overlay)
 
@@ -336,22 +394,34 @@ def cluster_of(overlay: str) -> tuple[Manifest, ClusterSpec]:
 @each_overlay
 def test_the_cluster_file_describes_the_workers_that_the_ray_cluster_starts(overlay: str) -> None:
     _, cluster = cluster_of(overlay)
-    (group,) = find_manifest(manifests_of(overlay), "RayCluster", "orc-ray")["spec"]["workerGroupSpecs"]
+    (group,) = find_manifest(manifests_of(overlay), "RayCluster", "orc-ray")["spec"][
+        "workerGroupSpecs"
+    ]
     assert len([name for node in cluster.nodes for name in node.names]) == group["replicas"]
     assert group["minReplicas"] == group["maxReplicas"] == group["replicas"]
     devices = [name for name in group["resources"] if name.startswith("gpu")]
-    (limits,) = [container["resources"]["limits"] for container in group["template"]["spec"]["containers"]]
+    (limits,) = [
+        container["resources"]["limits"] for container in group["template"]["spec"]["containers"]
+    ]
     for node in cluster.nodes:
         assert sorted(devices) == sorted(f"gpu{index}" for index in range(node.devices))
         on_gpus = node.device.kind is DeviceKind.CUDA
-        assert limits.get("nvidia.com/gpu") == group["resources"].get("GPU") == (str(node.devices) if on_gpus else None)
+        assert (
+            limits.get("nvidia.com/gpu")
+            == group["resources"].get("GPU")
+            == (str(node.devices) if on_gpus else None)
+        )
 
 
 @each_overlay
 def test_a_changed_cluster_file_changes_the_pod(overlay: str) -> None:
     config, _ = cluster_of(overlay)
     assert re.fullmatch(r"orc-cluster-[a-z0-9]{10}", config["metadata"]["name"])
-    used = [volume["configMap"]["name"] for volume in service(overlay).spec["volumes"] if "configMap" in volume]
+    used = [
+        volume["configMap"]["name"]
+        for volume in service(overlay).spec["volumes"]
+        if "configMap" in volume
+    ]
     assert used == [config["metadata"]["name"]]
 
 
@@ -371,15 +441,24 @@ def test_a_worker_is_named_for_its_kubernetes_node_unless_there_is_one_alone(ove
 @each_overlay
 def test_the_service_is_told_names_and_ports_that_are_there(overlay: str) -> None:
     manifests = manifests_of(overlay)
-    (container,) = [container for container in service(overlay).containers if container["name"] == "orc"]
+    (container,) = [
+        container for container in service(overlay).containers if container["name"] == "orc"
+    ]
     options, env = parse(container), environment(container)
     ray = find_manifest(manifests, "RayCluster", "orc-ray")["metadata"]["name"]
     assert options["ray"] == f"{ray}-head-svc:6379"
-    (raylet,) = [container for container in service(overlay).containers if container["name"] == "raylet"]
+    (raylet,) = [
+        container for container in service(overlay).containers if container["name"] == "raylet"
+    ]
     assert f"--address={options['ray']}" in raylet["args"]
     mlflow = find_manifest(manifests, "Service", "mlflow")
     assert env["ORC_MLFLOW"]["value"] == f"http://mlflow:{mlflow['spec']['ports'][0]['port']}"
-    names = {"orc", f"orc.{NAMESPACE}", f"orc.{NAMESPACE}.svc", f"orc.{NAMESPACE}.svc.cluster.local"}
+    names = {
+        "orc",
+        f"orc.{NAMESPACE}",
+        f"orc.{NAMESPACE}.svc",
+        f"orc.{NAMESPACE}.svc.cluster.local",
+    }
     assert set(options["allowed_hosts"]) == names
     assert parse_listen(options["listen"])[1] == container["ports"][0]["containerPort"]
     assert options["foreground"]
@@ -390,7 +469,9 @@ def test_the_service_is_told_names_and_ports_that_are_there(overlay: str) -> Non
 
 @each_overlay
 def test_probes_ask_what_the_service_answers_anyone(overlay: str) -> None:
-    (container,) = [container for container in service(overlay).containers if container["name"] == "orc"]
+    (container,) = [
+        container for container in service(overlay).containers if container["name"] == "orc"
+    ]
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container[name]["httpGet"]
         assert probe["path"] in OPEN
@@ -402,17 +483,28 @@ def test_the_home_folder_has_one_path_and_one_user_and_one_image_serves_all(over
     manifests = manifests_of(overlay)
     homes, users, images = set(), set(), set()
     for template in templates(manifests):
-        users.add((template.spec["securityContext"]["runAsUser"], template.spec["securityContext"]["fsGroup"]))
+        users.add(
+            (
+                template.spec["securityContext"]["runAsUser"],
+                template.spec["securityContext"]["fsGroup"],
+            )
+        )
         for container in template.containers:
             images.add(container["image"])
-            homes |= {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "home"}
+            homes |= {
+                mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "home"
+            }
     assert homes == {HOME}
     assert len(images) == 1
     ((user, group),) = users
     assert f"--uid {user} " in (K8S / "image/Dockerfile").read_text()
     assert f"USER {user}:{group}" in (K8S / "image/Dockerfile").read_text()
-    (container,) = [container for container in service(overlay).containers if container["name"] == "orc"]
-    assert environment(container)["ORC_HOME"]["value"].startswith(f"{HOME}/")  # made, and so owned, by the service
+    (container,) = [
+        container for container in service(overlay).containers if container["name"] == "orc"
+    ]
+    assert environment(container)["ORC_HOME"]["value"].startswith(
+        f"{HOME}/"
+    )  # made, and so owned, by the service
 
 
 @each_overlay
@@ -442,12 +534,19 @@ def test_every_name_that_a_pod_mentions_is_there(overlay: str) -> None:
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         for volume in volumes.values():
             if "persistentVolumeClaim" in volume:
-                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
+                assert (
+                    "PersistentVolumeClaim",
+                    volume["persistentVolumeClaim"]["claimName"],
+                ) in names
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in names
             if "secret" in volume:
                 assert volume["secret"]["secretName"] in SECRETS
-        mounted = {mount["name"] for container in template.containers for mount in container["volumeMounts"]}
+        mounted = {
+            mount["name"]
+            for container in template.containers
+            for mount in container["volumeMounts"]
+        }
         assert mounted == set(volumes), f"{template.owner} mounts each volume, and no other"
         for container in template.containers:
             for variable in environment(container).values():
@@ -464,14 +563,18 @@ def test_every_claim_is_used(overlay: str) -> None:
         for volume in template.spec["volumes"]
         if "persistentVolumeClaim" in volume
     }
-    assert used == {claim["metadata"]["name"] for claim in of_kind(manifests, "PersistentVolumeClaim")}
+    assert used == {
+        claim["metadata"]["name"] for claim in of_kind(manifests, "PersistentVolumeClaim")
+    }
 
 
 @each_overlay
 def test_every_object_is_of_the_namespace_or_of_the_cluster(overlay: str) -> None:
     for manifest in manifests_of(overlay):
         of_the_cluster = manifest["kind"] in ("Namespace", "PriorityClass")
-        assert manifest["metadata"].get("namespace") == (None if of_the_cluster else NAMESPACE), manifest["metadata"]
+        assert manifest["metadata"].get("namespace") == (None if of_the_cluster else NAMESPACE), (
+            manifest["metadata"]
+        )
 
 
 @each_overlay
@@ -487,11 +590,17 @@ def test_every_selector_selects_a_pod(overlay: str) -> None:
             "Deployment": lambda spec: spec["selector"],
         }.get(manifest["kind"])
         if selector is not None:
-            assert any(selects(selector(manifest["spec"]), labels) for labels in pods), manifest["metadata"]["name"]
+            assert any(selects(selector(manifest["spec"]), labels) for labels in pods), manifest[
+                "metadata"
+            ]["name"]
 
 
 def listened(template: Template) -> set[int]:
-    return {port["containerPort"] for container in template.containers for port in container.get("ports", ())}
+    return {
+        port["containerPort"]
+        for container in template.containers
+        for port in container.get("ports", ())
+    }
 
 
 def test_prometheus_is_led_to_the_services_port_for_metrics() -> None:
@@ -518,14 +627,23 @@ def test_every_port_of_a_service_is_one_that_its_pods_name(overlay: str) -> None
     manifests = manifests_of(overlay)
     for service in of_kind(manifests, "Service"):
         chosen = [
-            pod for pod in templates(manifests) if selects({"matchLabels": service["spec"]["selector"]}, pod.labels)
+            pod
+            for pod in templates(manifests)
+            if selects({"matchLabels": service["spec"]["selector"]}, pod.labels)
         ]
-        names = {port["name"] for pod in chosen for container in pod.containers for port in container.get("ports", ())}
+        names = {
+            port["name"]
+            for pod in chosen
+            for container in pod.containers
+            for port in container.get("ports", ())
+        }
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
 
 
 @each_overlay
-def test_every_port_that_a_network_policy_opens_is_one_that_somebody_listens_on(overlay: str) -> None:
+def test_every_port_that_a_network_policy_opens_is_one_that_somebody_listens_on(
+    overlay: str,
+) -> None:
     manifests = manifests_of(overlay)
     pods = templates(manifests)
     for policy in of_kind(manifests, "NetworkPolicy"):
@@ -533,15 +651,25 @@ def test_every_port_that_a_network_policy_opens_is_one_that_somebody_listens_on(
         chosen = [pod for pod in pods if selects(spec["podSelector"], pod.labels)]
         for rule in spec.get("ingress", ()):
             for port in rule.get("ports", ()):
-                assert all(port["port"] in listened(pod) for pod in chosen), policy["metadata"]["name"]
+                assert all(port["port"] in listened(pod) for pod in chosen), policy["metadata"][
+                    "name"
+                ]
             if not rule.get("ports"):
-                assert all(set(peer["podSelector"]["matchLabels"]) <= set(WIDE) for peer in rule["from"])
+                assert all(
+                    set(peer["podSelector"]["matchLabels"]) <= set(WIDE) for peer in rule["from"]
+                )
         for rule in spec.get("egress", ()):
             for port in rule.get("ports", ()):
-                peers = [peer["podSelector"] for peer in rule.get("to", ()) if set(peer) == {"podSelector"}]
+                peers = [
+                    peer["podSelector"]
+                    for peer in rule.get("to", ())
+                    if set(peer) == {"podSelector"}
+                ]
                 targets = [pod for pod in pods if any(selects(peer, pod.labels) for peer in peers)]
                 if targets:
-                    assert all(port["port"] in listened(pod) for pod in targets), policy["metadata"]["name"]
+                    assert all(port["port"] in listened(pod) for pod in targets), policy[
+                        "metadata"
+                    ]["name"]
                 else:
                     assert port["port"] in OUTSIDE
 
@@ -557,7 +685,8 @@ def reaches(manifests: list[Manifest], source: Template, target: Template, port:
                 ports = [port["port"] for port in rule.get("ports", ())]
                 peers = rule.get(key)
                 is_peer = peers is None or any(
-                    set(peer) == {"podSelector"} and selects(peer["podSelector"], other.labels) for peer in peers
+                    set(peer) == {"podSelector"} and selects(peer["podSelector"], other.labels)
+                    for peer in peers
                 )
                 if is_peer and (not ports or port in ports):
                     return True
@@ -584,7 +713,11 @@ def test_parts_reach_what_they_need_and_nothing_else(overlay: str) -> None:
                 expected = (source, target, port) in needed or (
                     port == 5000 and "mlflow" not in (source, target)  # within Ray, every port
                 )
-                assert reaches(manifests, pods[source], pods[target], port) == expected, (source, target, port)
+                assert reaches(manifests, pods[source], pods[target], port) == expected, (
+                    source,
+                    target,
+                    port,
+                )
 
 
 @each_overlay
@@ -595,7 +728,9 @@ def test_the_service_alone_gets_the_variables_that_a_cluster_file_names(overlay:
         for container in template.containers
         if "envFrom" in container
     }
-    assert sources == {("orc", "orc"): [{"secretRef": {"name": "orc-environment", "optional": True}}]}
+    assert sources == {
+        ("orc", "orc"): [{"secretRef": {"name": "orc-environment", "optional": True}}]
+    }
 
 
 def test_notices_leave_for_public_addresses_and_by_the_service_alone() -> None:
@@ -603,7 +738,14 @@ def test_notices_leave_for_public_addresses_and_by_the_service_alone() -> None:
     assert policy["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "orc"}}
     ((block,),) = ([peer["ipBlock"] for peer in rule["to"]] for rule in policy["egress"])
     denied = [ipaddress.ip_network(network) for network in block["except"]]
-    for address in ("10.0.0.1", "172.20.0.1", "192.168.1.1", "169.254.169.254", "127.0.0.1", "100.64.0.1"):
+    for address in (
+        "10.0.0.1",
+        "172.20.0.1",
+        "192.168.1.1",
+        "169.254.169.254",
+        "127.0.0.1",
+        "100.64.0.1",
+    ):
         assert any(ipaddress.ip_address(address) in network for network in denied), address
     assert "notify" not in {
         policy["metadata"]["name"] for policy in of_kind(manifests_of("gpu-nodes"), "NetworkPolicy")
@@ -618,7 +760,10 @@ def test_the_image_pins_what_the_project_allows() -> None:
     extras = project["optional-dependencies"]
     wanted = [
         Requirement(text)
-        for text in (*project["dependencies"], *(requirement for name in EXTRAS for requirement in extras[name]))
+        for text in (
+            *project["dependencies"],
+            *(requirement for name in EXTRAS for requirement in extras[name]),
+        )
     ]
     lines = (K8S / "image/constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
@@ -631,7 +776,11 @@ def test_the_image_pins_what_the_project_allows() -> None:
 
 
 def test_the_image_copies_what_is_there() -> None:
-    lines = [line.split() for line in (K8S / "image/Dockerfile").read_text().splitlines() if line.startswith("COPY")]
+    lines = [
+        line.split()
+        for line in (K8S / "image/Dockerfile").read_text().splitlines()
+        if line.startswith("COPY")
+    ]
     for _, *sources, _ in lines:
         assert all((ROOT / source).exists() for source in sources)
 
@@ -645,7 +794,11 @@ def test_the_guide_names_every_overlay_and_makes_every_secret_with_its_keys() ->
     for name, keys in SECRETS.items():
         (made,) = re.findall(rf"create secret (\S+) {name} ((?:.*\\\n)*.*)", guide)
         kind, options = made
-        secret_keys = {"tls.crt", "tls.key"} if kind == "tls" else set(re.findall(r"--from-literal=(\w+)=", options))
+        secret_keys = (
+            {"tls.crt", "tls.key"}
+            if kind == "tls"
+            else set(re.findall(r"--from-literal=(\w+)=", options))
+        )
         assert secret_keys == keys
 
 
@@ -663,6 +816,8 @@ def is_understood(arguments: list[str]) -> bool:
     context, name, rest = None, arguments[0], arguments[1:]
     while hasattr(command, "commands"):
         context = command.make_context(name, list(rest), parent=context)
-        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        name, command, rest = command.resolve_command(
+            context, [*context._protected_args, *context.args]
+        )
     command.make_context(name, list(rest), parent=context)
     return True

@@ -40,15 +40,21 @@ class SoundDecoder(nn.Module):
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(vocab_size, width) for _ in range(codebooks))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(layers)
         )
-        self.heads = nn.ModuleList(nn.Linear(width, vocab_size, bias=False) for _ in range(codebooks))
+        self.heads = nn.ModuleList(
+            nn.Linear(width, vocab_size, bias=False) for _ in range(codebooks)
+        )
 
     def forward(self, tokens_BKT: Tensor) -> Tensor:
         embedded = [embed(tokens_BKT[:, number]) for number, embed in enumerate(self.embeddings)]
         x_BTD = torch.stack(embedded).sum(0)
-        mask_TT = nn.Transformer.generate_square_subsequent_mask(x_BTD.shape[1], device=x_BTD.device, dtype=x_BTD.dtype)
+        mask_TT = nn.Transformer.generate_square_subsequent_mask(
+            x_BTD.shape[1], device=x_BTD.device, dtype=x_BTD.dtype
+        )
         for layer in self.layers:
             x_BTD = layer(x_BTD, src_mask=mask_TT, is_causal=True)
         return torch.stack([head(x_BTD) for head in self.heads], dim=1)
@@ -67,4 +73,6 @@ def build(config: dict[str, Any]) -> Recipe:
 def loss_sum(module: nn.Module, batch: Batch) -> Tensor:
     (tokens_BKT,) = batch
     logits_BKTV = module(tokens_BKT).float()
-    return functional.cross_entropy(logits_BKTV.flatten(0, 2), tokens_BKT.flatten(), reduction="sum")
+    return functional.cross_entropy(
+        logits_BKTV.flatten(0, 2), tokens_BKT.flatten(), reduction="sum"
+    )

@@ -20,7 +20,8 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -30,7 +31,8 @@ from tests.memory.measure import peaks
 
 SEQUENCE_LENGTH = 64
 GLOBAL_BATCH = 16
-TURNS_MAX = 3  # the first, one between and the last: further ones need byte for byte what the second needs
+# the first, one between and the last: further ones need byte for byte what the second needs
+TURNS_MAX = 3
 RANKS = 2
 # In the first the layers weigh, in the second the logits.
 DEEP = DecoderSpec(
@@ -41,7 +43,13 @@ DEEP = DecoderSpec(
     num_attention_heads=6,
     num_key_value_heads=2,
 )
-WIDE = DecoderSpec(vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
+WIDE = DecoderSpec(
+    vocab_size=2048,
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+)
 # Little is trained of it, so that what is gathered weighs.
 ADAPTED = ModelSpec(
     hf={
@@ -72,7 +80,9 @@ MIXED = ModelSpec(
 )
 # Every token goes to all experts, so that as many copies come to a rank as it sends.
 EVEN = ModelSpec(hf={**MIXED.hf, "num_local_experts": 4, "num_experts_per_tok": 4})
-FEW = ModelSpec(hf={**MIXED.hf, "num_local_experts": 2, "num_experts_per_tok": 2})  # of four ranks two share one
+FEW = ModelSpec(
+    hf={**MIXED.hf, "num_local_experts": 2, "num_experts_per_tok": 2}
+)  # of four ranks two share one
 NARROW = ModelSpec(
     hf={
         "model_type": "qwen2_moe",
@@ -165,17 +175,32 @@ def plans(
 ) -> list[Plan]:
     """Every ZeRO stage of the engine x micro-batch x checkpointing that is legal."""
     return _legal(
-        (engine, stage, micro, {"dp": ranks}, {"activation_checkpointing": mode, "precision": precision})
+        (
+            engine,
+            stage,
+            micro,
+            {"dp": ranks},
+            {"activation_checkpointing": mode, "precision": precision},
+        )
         for stage, micro, mode in product(STAGES[engine], micro_batch_sizes, modes)
     )
 
 
 def parallel_plans(
-    ranks: int, micro_batch_sizes: Sequence[int], precision: Precision, modes: Sequence[ActivationCheckpointing]
+    ranks: int,
+    micro_batch_sizes: Sequence[int],
+    precision: Precision,
+    modes: Sequence[ActivationCheckpointing],
 ) -> list[Plan]:
     """Tensor and pipeline parallel, their products with what is shared over dp, and hybrid sharding."""
     return _legal(
-        (Engine.TORCH, stage, micro, layout, {**more, "activation_checkpointing": mode, "precision": precision})
+        (
+            Engine.TORCH,
+            stage,
+            micro,
+            layout,
+            {**more, "activation_checkpointing": mode, "precision": precision},
+        )
         for (stage, layout, more), micro, mode in product(PARALLEL[ranks], micro_batch_sizes, modes)
     )
 
@@ -184,10 +209,21 @@ def context_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[
     """Ranks that share each sample's tokens, alone and in products, for few tokens and many."""
     ways: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
         2: ((0, {"cp": 2}), (2, {"cp": 2}), (3, {"cp": 2})),
-        4: ((0, {"cp": 4}), (2, {"dp": 2, "cp": 2}), (3, {"cp": 2, "tp": 2}), (0, {"cp": 2, "pp": 2})),
+        4: (
+            (0, {"cp": 4}),
+            (2, {"dp": 2, "cp": 2}),
+            (3, {"cp": 2, "tp": 2}),
+            (0, {"cp": 2, "pp": 2}),
+        ),
     }
     return _legal(
-        (Engine.TORCH, stage, micro, layout, {"activation_checkpointing": mode, "precision": precision})
+        (
+            Engine.TORCH,
+            stage,
+            micro,
+            layout,
+            {"activation_checkpointing": mode, "precision": precision},
+        )
         for (stage, layout), precision, micro, mode in product(
             ways[ranks], (Precision.FP32, Precision.BF16), (1, 4), modes
         )
@@ -196,7 +232,10 @@ def context_plans(ranks: int, modes: Sequence[ActivationCheckpointing]) -> list[
 
 def once_plans(ranks: int) -> list[Plan]:
     """ZeRO-1 by FSDP2, which reduces once a step: two micro-batches and three, few samples and many."""
-    layouts: dict[int, tuple[dict[str, int], ...]] = {2: ({"dp": 2},), 4: ({"dp": 2, "tp": 2}, {"dp": 4})}
+    layouts: dict[int, tuple[dict[str, int], ...]] = {
+        2: ({"dp": 2},),
+        4: ({"dp": 2, "tp": 2}, {"dp": 4}),
+    }
     return [
         Plan(
             engine=Engine.TORCH,
@@ -209,7 +248,10 @@ def once_plans(ranks: int) -> list[Plan]:
             sequence_length=SEQUENCE_LENGTH,
         )
         for layout, precision, (micro, turns), mode in product(
-            layouts[ranks], (Precision.FP32, Precision.BF16), ((1, 3), (1, 2), (8, 2)), ActivationCheckpointing
+            layouts[ranks],
+            (Precision.FP32, Precision.BF16),
+            ((1, 3), (1, 2), (8, 2)),
+            ActivationCheckpointing,
         )
     ]
 
@@ -227,7 +269,9 @@ def on_host_plans(ranks: int) -> list[Plan]:
     fields = {"activation_checkpointing": ActivationCheckpointing.FULL, "activation_offload": True}
     return _legal(
         (engine, stage, micro, layout, fields | {"precision": precision})
-        for (engine, stage, layout), precision, micro in product(ways[ranks], (Precision.FP32, Precision.BF16), (1, 8))
+        for (engine, stage, layout), precision, micro in product(
+            ways[ranks], (Precision.FP32, Precision.BF16), (1, 8)
+        )
     )
 
 
@@ -239,8 +283,28 @@ def cut_plans(ranks: int) -> list[Plan]:
     of_two = (
         (0, 2, 4, {"first_stage_layers": 5, "last_stage_layers": 3}),
         (0, 4, 4, {"first_stage_layers": 3, "last_stage_layers": 5, **selective, **low}),
-        (0, 4, 4, {"pipeline_stages_per_rank": 2, "first_stage_layers": 1, "last_stage_layers": 1, **full}),
-        (0, 4, 4, {"first_stage_layers": 5, "last_stage_layers": 3, "full_checkpointing_layers": 4, **selective}),
+        (
+            0,
+            4,
+            4,
+            {
+                "pipeline_stages_per_rank": 2,
+                "first_stage_layers": 1,
+                "last_stage_layers": 1,
+                **full,
+            },
+        ),
+        (
+            0,
+            4,
+            4,
+            {
+                "first_stage_layers": 5,
+                "last_stage_layers": 3,
+                "full_checkpointing_layers": 4,
+                **selective,
+            },
+        ),
         (0, 4, 2, {"pipeline_stages_per_rank": 2}),
         (0, 4, 3, {"pipeline_stages_per_rank": 4, **selective}),
     )
@@ -290,7 +354,9 @@ def partial_plans(ranks: int) -> list[Plan]:
     return _legal((*how, selective | more) for *how, more in (of_two if ranks == 2 else of_four))
 
 
-def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: Precision) -> list[Plan]:
+def in_backward_plans(
+    ranks: int, micro_batch_sizes: Sequence[int], precision: Precision
+) -> list[Plan]:
     """Return plans that update a parameter once its gradient is whole: alone, under FSDP2, in tensor parallel."""
     ways: dict[int, tuple[tuple[int, dict[str, int]], ...]] = {
         1: ((0, {}),),
@@ -308,7 +374,9 @@ def in_backward_plans(ranks: int, micro_batch_sizes: Sequence[int], precision: P
             optimizer_in_backward=True,
             sequence_length=SEQUENCE_LENGTH,
         )
-        for (stage, layout), micro, mode in product(ways[ranks], micro_batch_sizes, ActivationCheckpointing)
+        for (stage, layout), micro, mode in product(
+            ways[ranks], micro_batch_sizes, ActivationCheckpointing
+        )
     ]
 
 
@@ -317,7 +385,13 @@ def adapted_plans() -> list[Plan]:
     none, selective, whole = ActivationCheckpointing
     low = Precision.BF16
     return _legal(
-        (engine, stage, micro, {"dp": RANKS}, {"activation_checkpointing": mode, "precision": precision})
+        (
+            engine,
+            stage,
+            micro,
+            {"dp": RANKS},
+            {"activation_checkpointing": mode, "precision": precision},
+        )
         for engine, stage, micro, mode, precision in (
             (Engine.TORCH, 2, 1, whole, Precision.FP32),
             (Engine.TORCH, 3, 1, whole, Precision.FP32),
@@ -330,11 +404,19 @@ def adapted_plans() -> list[Plan]:
     )
 
 
-def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheckpointing)) -> list[Plan]:
+def mixed_plans(
+    modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheckpointing),
+) -> list[Plan]:
     """Return plans of experts: both precisions, few and many tokens, whole gradients and cut ones."""
     low = Precision.BF16
     return _legal(
-        (engine, stage, micro, {"dp": RANKS}, {"activation_checkpointing": mode, "precision": precision})
+        (
+            engine,
+            stage,
+            micro,
+            {"dp": RANKS},
+            {"activation_checkpointing": mode, "precision": precision},
+        )
         for engine, stage, micro, precision in (
             (Engine.TORCH, 0, 1, Precision.FP32),
             (Engine.TORCH, 0, 8, low),
@@ -349,7 +431,9 @@ def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheck
     )
 
 
-def expert_plans(ranks: int, modes: Sequence[ActivationCheckpointing], experts: int = 4) -> list[Plan]:
+def expert_plans(
+    ranks: int, modes: Sequence[ActivationCheckpointing], experts: int = 4
+) -> list[Plan]:
     """Return plans with experts over all ranks and over some: both stages and precisions, few tokens and many."""
     degrees = (2,) if min(ranks, experts) == 2 else (2, 4)
     return [
@@ -380,22 +464,44 @@ def eight_bit_plans(ranks: int) -> list[Plan]:
 
     Beside fp32 weights, and beside weights in bf16.
     """
-    of_two = ({"dp": 2}, 0), ({"dp": 2}, 1), ({"dp": 2}, 2), ({"dp": 2}, 3), ({"tp": 2}, 0), ({"pp": 2}, 0)
-    of_four = ({"dp": 2, "tp": 2}, 2), ({"dp": 2, "tp": 2}, 3), ({"dp": 2, "pp": 2}, 2), ({"tp": 2, "pp": 2}, 0)
+    of_two = (
+        ({"dp": 2}, 0),
+        ({"dp": 2}, 1),
+        ({"dp": 2}, 2),
+        ({"dp": 2}, 3),
+        ({"tp": 2}, 0),
+        ({"pp": 2}, 0),
+    )
+    of_four = (
+        ({"dp": 2, "tp": 2}, 2),
+        ({"dp": 2, "tp": 2}, 3),
+        ({"dp": 2, "pp": 2}, 2),
+        ({"tp": 2, "pp": 2}, 0),
+    )
     ways = {1: (({"dp": 1}, 0),), 2: of_two, 4: of_four}[ranks]
     modes = ActivationCheckpointing.NONE, ActivationCheckpointing.FULL
     precisions = Precision.FP32, Precision.BF16
     at_the_end = _legal(
-        (Engine.TORCH, stage, micro, layout, {"activation_checkpointing": mode, "precision": precision})
+        (
+            Engine.TORCH,
+            stage,
+            micro,
+            layout,
+            {"activation_checkpointing": mode, "precision": precision},
+        )
         for (layout, stage), micro, mode, precision in product(ways, (1, 4), modes, precisions)
     )
-    within = [plan for precision in precisions for plan in in_backward_plans(ranks, (1, 4), precision)]
+    within = [
+        plan for precision in precisions for plan in in_backward_plans(ranks, (1, 4), precision)
+    ]
     eight_bit = [replace(plan, optimizer=Optimizer.ADAMW_8BIT) for plan in (*at_the_end, *within)]
     rounded = [plan for plan in eight_bit if plan.precision is Precision.BF16]
     return [*eight_bit, *(replace(plan, master_weights=MasterWeights.BF16) for plan in rounded)]
 
 
-def _legal(settings: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]]]) -> list[Plan]:
+def _legal(
+    settings: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]]],
+) -> list[Plan]:
     legal = []
     for engine, stage, micro, layout, fields in settings:
         with contextlib.suppress(IllegalPlan):
@@ -435,8 +541,14 @@ def full(folder: Path) -> dict[str, list[Row]]:
     by_family: dict[str, list[Row]] = {name: [] for name in decoders}
     modes = (ActivationCheckpointing.NONE, ActivationCheckpointing.FULL)
     for (name, decoder), engine in product(decoders.items(), STAGES):
-        tried = [plan for precision in (Precision.FP32, Precision.BF16) for plan in plans(engine, (1, 4, 8), precision)]
-        by_family[name] += rows(decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}")
+        tried = [
+            plan
+            for precision in (Precision.FP32, Precision.BF16)
+            for plan in plans(engine, (1, 4, 8), precision)
+        ]
+        by_family[name] += rows(
+            decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}"
+        )
     for (name, decoder), ranks in product(decoders.items(), PARALLEL):
         tried = [
             plan
@@ -445,7 +557,11 @@ def full(folder: Path) -> dict[str, list[Row]]:
             if plan.layout.pp * plan.pipeline_stages_per_rank <= decoder.num_hidden_layers
         ]
         by_family[name] += rows(decoder, tried, folder / f"{name}-{ranks}")
-    more = {"optimizers": optimizer_plans(), "once": once_plans(RANKS), "on host": on_host_plans(RANKS)}
+    more = {
+        "optimizers": optimizer_plans(),
+        "once": once_plans(RANKS),
+        "on host": on_host_plans(RANKS),
+    }
     for name, tried in (more | {"8 bits": eight_bit_plans(RANKS)}).items():
         by_family["deep decoder"] += rows(DEEP, tried, folder / name)
     by_family["wide decoder"] += rows(WIDE, context_plans(RANKS, modes), folder / "context")
@@ -453,7 +569,9 @@ def full(folder: Path) -> dict[str, list[Row]]:
     by_family["llama"] = rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
     by_family["mixtral"] = rows(MIXED, mixed_plans(), folder / "mixed")
     dropping = [plan for engine in STAGES for plan in plans(engine, (4,), Precision.FP32)]
-    by_family["decoder with dropout"] = rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
+    by_family["decoder with dropout"] = rows(
+        replace(DEEP, dropout=0.1), dropping, folder / "dropout"
+    )
     return by_family
 
 

@@ -40,7 +40,9 @@ class Run:
 
 def peaks(model: ModelSpec, sequence_length: int, plans: Sequence[Plan], folder: Path) -> list[int]:
     """Allocated peak of the worst rank of every plan; all plans have one world size and share one launch."""
-    return measure_peaks([Run(model=model, plan=plan, sequence_length=sequence_length) for plan in plans], folder)
+    return measure_peaks(
+        [Run(model=model, plan=plan, sequence_length=sequence_length) for plan in plans], folder
+    )
 
 
 def measure_peaks(runs: Sequence[Run], folder: Path) -> list[int]:
@@ -54,7 +56,9 @@ def measure_peaks(runs: Sequence[Run], folder: Path) -> list[int]:
     if any(map(_is_encoder_decoder, (run.model for run in runs))):
         _write_pairs(folder)
     order = sorted(range(len(runs)), key=lambda index: _leaves_behind(runs[index].plan))
-    (folder / "request.json").write_text(json.dumps([dataclasses.asdict(runs[index]) for index in order]))
+    (folder / "request.json").write_text(
+        json.dumps([dataclasses.asdict(runs[index]) for index in order])
+    )
     ranks = start_ranks("tests.memory.measure", [str(folder)], world_size)
     try:
         codes = _exit_codes(ranks, START_TIMEOUT_S + RUN_TIMEOUT_S * len(runs))
@@ -62,9 +66,15 @@ def measure_peaks(runs: Sequence[Run], folder: Path) -> list[int]:
         for process in ranks:
             process.kill()
             process.wait()
-    logs = [(folder / f"{rank}.log").read_text()[-2000:] for rank, code in enumerate(codes) if code not in (0, None)]
+    logs = [
+        (folder / f"{rank}.log").read_text()[-2000:]
+        for rank, code in enumerate(codes)
+        if code not in (0, None)
+    ]
     assert codes == [0] * world_size, "\n".join(logs)
-    peaks_by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+    peaks_by_rank = [
+        json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)
+    ]
     worst = dict(zip(order, map(max, zip(*peaks_by_rank, strict=True)), strict=True))
     return [worst[index] for index in range(len(runs))]
 
@@ -85,8 +95,14 @@ def _write_pairs(folder: Path) -> None:
     """Inputs and targets, of which every other is shorter than a sample, and the tokenizer for them."""
     from tests.training import tiny_hf  # only here: importing transformers takes seconds
 
-    turns = (("user", "work " * 100), ("assistant", "play " * 100)), (("user", "work"), ("assistant", "play"))
-    talks = ([{"role": role, "content": content} for role, content in turns[number % 2]] for number in range(400))
+    turns = (
+        (("user", "work " * 100), ("assistant", "play " * 100)),
+        (("user", "work"), ("assistant", "play")),
+    )
+    talks = (
+        [{"role": role, "content": content} for role, content in turns[number % 2]]
+        for number in range(400)
+    )
     (folder / PAIRS).write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     tiny_hf.tokenizer().save_pretrained(folder / TOKENIZER)
 
@@ -121,7 +137,13 @@ def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo")
     peaks_bytes = []
     for fields in request:
-        run = Run(**{**fields, "model": model_from_json(fields["model"]), "plan": plan_from_json(fields["plan"])})
+        run = Run(
+            **{
+                **fields,
+                "model": model_from_json(fields["model"]),
+                "plan": plan_from_json(fields["plan"]),
+            }
+        )
         try:
             peaks_bytes.append(_peak_bytes(run, folder))
         except torch.OutOfMemoryError as error:
@@ -160,10 +182,14 @@ def _peak_bytes(request: Run, folder: Path) -> int:
         recipe = build_recipe(run)
         engine = build_engine(run, recipe, torch.device("cpu"), None)
         for step in range(STEPS):
-            samples = global_batch(step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0)
+            samples = global_batch(
+                step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0
+            )
             tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
             dp_rank = plan.layout.dp_rank(dist.get_rank())
-            mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps)
+            mine = micro_batches(
+                samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps
+            )
             engine.step(step, (recipe.dataset.batch(indices) for indices in mine), tokens)
         del engine, recipe
         peak = device.peak_bytes

@@ -31,12 +31,18 @@ def model(parts: list[tuple[int, list[int]]]) -> ModelProfile:
         )
         for number, (count, sizes) in enumerate(parts)
     )
-    return ModelProfile(family="drawn", precision=Precision.FP32, source=Source.DECLARED, segments=segments)
+    return ModelProfile(
+        family="drawn", precision=Precision.FP32, source=Source.DECLARED, segments=segments
+    )
 
 
 def in_order(profile: ModelProfile) -> list[int]:
     """Return the sizes of parameters as they were registered, else in the reverse order of gradients."""
-    parts = [segment.registered or segment.tensors[::-1] for segment in profile.segments for _ in range(segment.count)]
+    parts = [
+        segment.registered or segment.tensors[::-1]
+        for segment in profile.segments
+        for _ in range(segment.count)
+    ]
     return [size for sizes in parts for size in sizes]
 
 
@@ -46,14 +52,18 @@ def test_every_gradient_is_reduced_once_and_no_bucket_holds_more_than_it_can(
 ) -> None:
     profile = model(parts)
     buckets, largest = filling(profile, bucket), max(in_order(profile))
-    reduced = [reduction.elements for reductions in buckets.reduced.values() for reduction in reductions]
+    reduced = [
+        reduction.elements for reductions in buckets.reduced.values() for reduction in reductions
+    ]
     assert sum(reduced) + buckets.rest == profile.trained_parameters
     assert all(0 < elements <= max(bucket, largest) for elements in (*reduced, buckets.rest))
     assert bool(reduced) == (profile.trained_parameters > bucket and len(in_order(profile)) > 1)
 
 
 @given(MODELS)
-def test_at_the_start_of_a_backward_pass_nothing_was_reduced(parts: list[tuple[int, list[int]]]) -> None:
+def test_at_the_start_of_a_backward_pass_nothing_was_reduced(
+    parts: list[tuple[int, list[int]]],
+) -> None:
     profile = model(parts)
     buckets, last = filling(profile, 50), len(profile.segments) - 1
     assert not buckets.has_begun((last, 0), 0)
@@ -63,12 +73,20 @@ def test_at_the_start_of_a_backward_pass_nothing_was_reduced(parts: list[tuple[i
 
 
 @given(MODELS)
-def test_only_one_reduction_of_a_backward_pass_is_the_first(parts: list[tuple[int, list[int]]]) -> None:
-    reductions = [reduction for group in filling(model(parts), 50).reduced.values() for reduction in group]
-    assert [reduction.is_first for reduction in reductions] == [number == 0 for number in range(len(reductions))]
+def test_only_one_reduction_of_a_backward_pass_is_the_first(
+    parts: list[tuple[int, list[int]]],
+) -> None:
+    reductions = [
+        reduction for group in filling(model(parts), 50).reduced.values() for reduction in group
+    ]
+    assert [reduction.is_first for reduction in reductions] == [
+        number == 0 for number in range(len(reductions))
+    ]
 
 
-def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_were_registered() -> None:
+def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_were_registered() -> (
+    None
+):
     layer = replace(model([(2, [3, 20, 30, 4, 5])]).segments[0], leaf=(4, 30, 20), leaf_until=57)
     profile = replace(model([]), segments=(layer,))
     assert filling(profile, 40, leaves=True).reduced == {
@@ -85,11 +103,15 @@ def test_a_share_holds_all_of_every_tensor_that_reaches_into_it(
 ) -> None:
     profile = model(parts)
     if is_known:
-        segments = tuple(replace(segment, registered=tuple(sorted(segment.tensors))) for segment in profile.segments)
+        segments = tuple(
+            replace(segment, registered=tuple(sorted(segment.tensors)))
+            for segment in profile.segments
+        )
         profile = replace(profile, segments=segments)
     sizes, share = in_order(profile), -(-profile.trained_parameters // shares)
     owners = [rank for tensor, size in enumerate(sizes) for rank in [tensor] * size]
     loads = [
-        sum(sizes[tensor] for tensor in set(owners[begin : begin + share])) for begin in range(0, len(owners), share)
+        sum(sizes[tensor] for tensor in set(owners[begin : begin + share]))
+        for begin in range(0, len(owners), share)
     ]
     assert largest_share(profile, shares) == max(loads)

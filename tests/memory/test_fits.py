@@ -15,7 +15,14 @@ import pytest
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, Optimizer, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    Optimizer,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
@@ -25,11 +32,18 @@ from tests.memory.matrix import ADAPTED, DEVICE, SEQUENCE_LENGTH, job
 from tests.memory.measure import Run, measure_peaks
 from tests.memory.models import MODELS
 
-KNOWN = {**{name: MODELS[name] for name in ("conv", "unet", "unet3d", "gan", "codebooks", "decoder")}, "lora": ADAPTED}
+KNOWN = {
+    **{name: MODELS[name] for name in ("conv", "unet", "unet3d", "gan", "codebooks", "decoder")},
+    "lora": ADAPTED,
+}
 CLOSED_FORM = ("decoder", "lora")
 REFUSED_MAX = 0.05
 PIECES, DRAWS = 20, 16  # 320 in all
-LAYOUTS = {1: [{}], 2: [{"dp": 2}] * 4 + [{"tp": 2}, {"pp": 2}], 4: [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}]}
+LAYOUTS = {
+    1: [{}],
+    2: [{"dp": 2}] * 4 + [{"tp": 2}, {"pp": 2}],
+    4: [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +72,14 @@ def draws(seed: int, count: int, ranks: int, names: Sequence[str]) -> list[Draw]
         if plan is not None:
             least, most = _range(name, ranks)
             capacity = math.exp(chance.uniform(math.log(least / 2), math.log(2 * most)))
-            drawn.append(Draw(name=name, plan=plan, needed_bytes=_needed(name, plan), capacity_bytes=int(capacity)))
+            drawn.append(
+                Draw(
+                    name=name,
+                    plan=plan,
+                    needed_bytes=_needed(name, plan),
+                    capacity_bytes=int(capacity),
+                )
+            )
     return drawn
 
 
@@ -79,7 +100,9 @@ def _plan(chance: random.Random, name: str, ranks: int) -> Plan | None:
             gradient_accumulation_steps=chance.randint(1, 3),
             activation_checkpointing=chance.choice(list(ActivationCheckpointing)),
             precision=chance.choice((Precision.FP32, Precision.BF16)),
-            optimizer=chance.choice((Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.SGD, Optimizer.ADAFACTOR)),
+            optimizer=chance.choice(
+                (Optimizer.ADAMW, Optimizer.ADAMW, Optimizer.SGD, Optimizer.ADAFACTOR)
+            ),
             sequence_length=SEQUENCE_LENGTH,
         )
         is_alone = plan.layout.tp == plan.layout.pp == 1
@@ -127,9 +150,16 @@ def _traced(name: str) -> dict[tuple[Precision, bool], ModelProfile]:
         Arithmetic(precision=Precision.BF16, autocast=False),
     )
     request = Request(
-        model=KNOWN[name], training=TrainingSpec(), family=name, sequence_length=SEQUENCE_LENGTH, arithmetics=kinds
+        model=KNOWN[name],
+        training=TrainingSpec(),
+        family=name,
+        sequence_length=SEQUENCE_LENGTH,
+        arithmetics=kinds,
     )
-    return {(kind.precision, kind.autocast): profile for kind, profile in zip(kinds, profiles(request), strict=True)}
+    return {
+        (kind.precision, kind.autocast): profile
+        for kind, profile in zip(kinds, profiles(request), strict=True)
+    }
 
 
 def count_refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:
@@ -148,20 +178,29 @@ def count_refused(drawn: Sequence[Draw], folder: Path) -> tuple[int, int]:
         for draw in drawn
     ]
     needed = measure_peaks(runs, folder)
-    would_fit = [draw for draw, peak in zip(drawn, needed, strict=True) if peak <= draw.capacity_bytes]
+    would_fit = [
+        draw for draw, peak in zip(drawn, needed, strict=True) if peak <= draw.capacity_bytes
+    ]
     assert all(draw in would_fit for draw in drawn if draw.fits)
     return sum(not draw.fits for draw in would_fit), len(would_fit)
 
 
 @pytest.mark.timeout(600)
-def test_on_devices_of_just_the_memory_that_planning_asks_for_no_plan_runs_out_of_it(tmp_path: Path) -> None:
-    drawn = [replace(draw, capacity_bytes=draw.needed_bytes) for draw in draws(0, 10, 1, ("conv", "decoder"))]
+def test_on_devices_of_just_the_memory_that_planning_asks_for_no_plan_runs_out_of_it(
+    tmp_path: Path,
+) -> None:
+    drawn = [
+        replace(draw, capacity_bytes=draw.needed_bytes)
+        for draw in draws(0, 10, 1, ("conv", "decoder"))
+    ]
     assert count_refused(drawn, tmp_path) == (0, len(drawn))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_of_320_draws_no_fitting_plan_runs_out_of_memory_and_5_percent_are_refused_in_vain(tmp_path: Path) -> None:
+def test_of_320_draws_no_fitting_plan_runs_out_of_memory_and_5_percent_are_refused_in_vain(
+    tmp_path: Path,
+) -> None:
     refusals = fitting = 0
     for number in range(PIECES):
         in_vain, would_fit = count_refused(piece(number), tmp_path / str(number))

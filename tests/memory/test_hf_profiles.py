@@ -17,7 +17,13 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.models import experts
 from orchestrator.memory.models.hf import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -43,7 +49,10 @@ CONFIGS = {
     "biased llama": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
     "tied llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
     "wide heads": {"model_type": "qwen3", **SIZES, "head_dim": 48},
-    "defaults": {"model_type": "qwen3", **{key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}},
+    "defaults": {
+        "model_type": "qwen3",
+        **{key: SIZES[key] for key in SIZES if key != "num_key_value_heads"},
+    },
 }
 CONFIGS["defaults"]["num_attention_heads"] = 64
 LENGTHS = (64, 128)
@@ -116,11 +125,17 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
         made = adapt(model(CONFIGS["qwen3"], real=False), lora)
     derived = profile(CONFIGS["qwen3"], lora)
     trained = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in made.parameters() if not parameter.requires_grad)
+    frozen = sum(
+        parameter.numel() for parameter in made.parameters() if not parameter.requires_grad
+    )
     assert derived.trained_parameters == trained
     assert derived.weight_bytes(4) == 4 * (trained + frozen)
     low = profile(CONFIGS["qwen3"], lora, precision=Precision.BF16, autocast=True)
-    projections = [name for name, _ in made.named_parameters() if name.endswith(("_proj.weight", "base_layer.weight"))]
+    projections = [
+        name
+        for name, _ in made.named_parameters()
+        if name.endswith(("_proj.weight", "base_layer.weight"))
+    ]
     matrices = sum(made.get_parameter(name).numel() for name in projections)
     head = SIZES["vocab_size"] * SIZES["hidden_size"]
     assert low.weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
@@ -132,12 +147,17 @@ def saved_bytes_per_token(
     """Return the bytes that a further layer keeps for its backward pass, as the slope over a sample's tokens."""
     made = model(config, real=True)
     layers = (adapt(made, lora) if lora else made).model.layers
-    dtype, autocast = torch.bfloat16 if precision == "cast" else torch.float32, precision == "autocast"
+    dtype, autocast = (
+        torch.bfloat16 if precision == "cast" else torch.float32,
+        precision == "autocast",
+    )
     layers.to(dtype)
 
     def live_bytes(count: int, length: int) -> int:
         with VirtualDevice(2**40) as device:
-            hidden = torch.randn(1, length, config["hidden_size"], requires_grad=True, dtype=dtype) * 1.0
+            hidden = (
+                torch.randn(1, length, config["hidden_size"], requires_grad=True, dtype=dtype) * 1.0
+            )
             tables = made.model.rotary_emb(hidden, torch.arange(length)[None])
             before = device.live_bytes
             on_cuda = as_on_cuda() if cuda else contextlib.nullcontext()
@@ -163,17 +183,23 @@ CASES = [
     pytest.param(*case, marks=() if order[1:] == (order[0] % 3, order[0] % 4) else pytest.mark.long)
     for order, case in (
         (tuple(number for number, _ in numbered), tuple(value for _, value in numbered))
-        for numbered in product(enumerate(DEFAULTS), enumerate(("fp32", "autocast", "cast")), enumerate(ADAPTERS))
+        for numbered in product(
+            enumerate(DEFAULTS), enumerate(("fp32", "autocast", "cast")), enumerate(ADAPTERS)
+        )
     )
 ]
 
 
 @pytest.mark.parametrize(("family", "precision", "adapters"), CASES)
-def test_a_layer_saves_what_the_closed_form_says(family: str, precision: str, adapters: str) -> None:
+def test_a_layer_saves_what_the_closed_form_says(
+    family: str, precision: str, adapters: str
+) -> None:
     lora = ADAPTERS[adapters]
     config = {**CONFIGS[family], "head_dim": 16}
     arithmetic = Precision.FP32 if precision == "fp32" else Precision.BF16
-    layer = profile(config, lora, precision=arithmetic, autocast=precision == "autocast").segments[1]
+    layer = profile(config, lora, precision=arithmetic, autocast=precision == "autocast").segments[
+        1
+    ]
     measured = saved_bytes_per_token(config, lora, precision)
     assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
 
@@ -183,7 +209,9 @@ def test_dropout_before_adapters_keeps_a_byte_of_each_element_on_cuda(precision:
     config, lora = {**CONFIGS["llama"], "head_dim": 16}, ADAPTERS["dropout"]
     arithmetic = Precision.FP32 if precision == "fp32" else Precision.BF16
     here, there = (
-        profile(config, lora, precision=arithmetic, autocast=precision == "autocast", cuda=cuda).segments[1].saved_bytes
+        profile(config, lora, precision=arithmetic, autocast=precision == "autocast", cuda=cuda)
+        .segments[1]
+        .saved_bytes
         for cuda in (False, True)
     )
     measured = saved_bytes_per_token(config, lora, precision, cuda=True)
@@ -205,15 +233,26 @@ def test_dropout_before_adapters_keeps_a_byte_of_each_element_on_cuda(precision:
             LoraSpec(rank=4, dropout=0.1),
             marks=pytest.mark.long,
         ),
-        (Arithmetic(precision=Precision.BF16, autocast=False), LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))),
+        (
+            Arithmetic(precision=Precision.BF16, autocast=False),
+            LoraSpec(rank=4, target_modules=("q_proj", "v_proj")),
+        ),
     ],
     ids=["dropout", "dropout under autocast", "attention alone, cast"],
 )
-def test_a_recomputed_layer_with_adapters_peaks_where_its_trace_does(arithmetic: Arithmetic, lora: LoraSpec) -> None:
+def test_a_recomputed_layer_with_adapters_peaks_where_its_trace_does(
+    arithmetic: Arithmetic, lora: LoraSpec
+) -> None:
     hf = {**CONFIGS["llama"], "hidden_size": 192, "intermediate_size": 512, "head_dim": 48}
     model, length = ModelSpec(hf=hf, lora=lora), LENGTHS[1]
     (traced,) = profiles(
-        Request(model=model, training=TrainingSpec(), family="job", sequence_length=length, arithmetics=(arithmetic,))
+        Request(
+            model=model,
+            training=TrainingSpec(),
+            family="job",
+            sequence_length=length,
+            arithmetics=(arithmetic,),
+        )
     )
     closed = profile(hf, lora, **dataclasses.asdict(arithmetic), sequence_length=length)
     plan = Plan(
@@ -226,7 +265,9 @@ def test_a_recomputed_layer_with_adapters_peaks_where_its_trace_does(arithmetic:
         precision=arithmetic.precision,
         activation_checkpointing=ActivationCheckpointing.FULL,
     )
-    actual, expected = (estimate(source, plan, DEVICE).allocated_bytes for source in (closed, traced))
+    actual, expected = (
+        estimate(source, plan, DEVICE).allocated_bytes for source in (closed, traced)
+    )
     assert actual == pytest.approx(expected, rel=0.01)
 
 
@@ -240,7 +281,9 @@ EXPERTS = [
 @pytest.mark.parametrize(("family", "precision"), EXPERTS)
 def test_a_layer_of_experts_saves_what_the_closed_form_says(family: str, precision: str) -> None:
     arithmetic = Precision.FP32 if precision == "fp32" else Precision.BF16
-    layer = profile(MIXTURES[family], precision=arithmetic, autocast=precision == "autocast").segments[1]
+    layer = profile(
+        MIXTURES[family], precision=arithmetic, autocast=precision == "autocast"
+    ).segments[1]
     measured = saved_bytes_per_token(MIXTURES[family], None, precision)
     assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
 
@@ -253,7 +296,9 @@ def other_values(config: dict[str, Any], setting: str, default: Any) -> list[Any
         return ["relu", "gelu"]
     if isinstance(current, list):
         return [[1]]
-    return [2 * current] if isinstance(current, int) else [0.1] if isinstance(current, float) else [2]
+    return (
+        [2 * current] if isinstance(current, int) else [0.1] if isinstance(current, float) else [2]
+    )
 
 
 @pytest.mark.long
@@ -275,9 +320,13 @@ def test_no_setting_of_a_family_is_overlooked(family: str) -> None:
                 continue  # transformers refuses it, or it says nothing of the model
             if decoder_shape(ModelSpec(hf=changed), LENGTHS[0]) is not None:
                 derived = profile(changed)
-                assert derived.parameters == sum(parameter.numel() for parameter in made.parameters()), setting
+                assert derived.parameters == sum(
+                    parameter.numel() for parameter in made.parameters()
+                ), setting
                 measured = saved_bytes_per_token(changed, None, "fp32")
-                assert derived.segments[1].saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3), setting
+                assert derived.segments[1].saved_bytes / LENGTHS[0] == pytest.approx(
+                    measured, rel=1e-3
+                ), setting
 
 
 def test_every_family_with_experts_is_known_by_its_defaults() -> None:
@@ -298,16 +347,29 @@ def test_there_is_no_closed_form_where_it_would_not_hold() -> None:
         {"model_type": "mistral", **SIZES, "sliding_window": LENGTHS[0] - 1},
     ]
     assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 7
-    assert decoder_shape(ModelSpec(hf={**unknown[-1], "sliding_window": None}), LENGTHS[0]) is not None
-    for targets in (("embed_tokens", "q_proj"), ("nothing",)):  # adapters that only a trace knows, or refuses
+    assert (
+        decoder_shape(ModelSpec(hf={**unknown[-1], "sliding_window": None}), LENGTHS[0]) is not None
+    )
+    for targets in (
+        ("embed_tokens", "q_proj"),
+        ("nothing",),
+    ):  # adapters that only a trace knows, or refuses
         lora = LoraSpec(rank=4, target_modules=targets)
         assert decoder_shape(ModelSpec(hf=CONFIGS["llama"], lora=lora), LENGTHS[0]) is None
     mixture = MIXTURES["qwen3_moe"]
     without_width = {name: size for name, size in mixture.items() if name != "intermediate_size"}
-    assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) == decoder_shape(ModelSpec(hf=without_width), LENGTHS[0])
+    assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) == decoder_shape(
+        ModelSpec(hf=without_width), LENGTHS[0]
+    )
     assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) is not None
-    without_width = {name: size for name, size in MIXTURES["mixtral"].items() if name != "intermediate_size"}
+    without_width = {
+        name: size for name, size in MIXTURES["mixtral"].items() if name != "intermediate_size"
+    }
     assert decoder_shape(ModelSpec(hf=without_width), LENGTHS[0]) is None
-    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"output_router_logits": True}):
+    for change in (
+        {"mlp_only_layers": [0]},
+        {"decoder_sparse_step": 2},
+        {"output_router_logits": True},
+    ):
         assert decoder_shape(ModelSpec(hf=mixture | change), LENGTHS[0]) is None
     assert decoder_shape(ModelSpec(hf=mixture, lora=LoraSpec(rank=4)), LENGTHS[0]) is None

@@ -19,7 +19,9 @@ def host_bytes(model: ModelSpec, engine: Engine, stage: int, dp: int, **fields: 
     return estimate(profile, plan(engine, stage, 1, layout={"dp": dp}, **fields), DEVICE).host_bytes
 
 
-@pytest.mark.parametrize(("engine", "stage"), [(Engine.TORCH, 0), (Engine.TORCH, 3), (Engine.DEEPSPEED, 1)])
+@pytest.mark.parametrize(
+    ("engine", "stage"), [(Engine.TORCH, 0), (Engine.TORCH, 3), (Engine.DEEPSPEED, 1)]
+)
 @pytest.mark.parametrize(("optimizer", "width"), [(Optimizer.ADAMW, 12), (Optimizer.SGD, 8)])
 @pytest.mark.parametrize("model", [ModelSpec(decoder=DEEP), ADAPTED], ids=["whole", "adapters"])
 def test_the_ranks_together_copy_what_is_trained_and_its_states_once(

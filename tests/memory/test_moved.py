@@ -25,8 +25,29 @@ SMALL = TOKENS * 32  # elements: below are rotary tables and what a norm keeps o
 TOLERANCE = 0.03
 # Views move nothing, fresh memory neither; products and attention have a time of their own.
 NOT_COUNTED = (
-    *("view", "_unsafe_view", "reshape", "transpose", "t.default", "permute", "expand", "unsqueeze", "squeeze"),
-    *("slice", "split", "select", "as_strided", "detach", "alias", "lift", "empty", "new_empty", "mm"),
+    *(
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "transpose",
+        "t.default",
+        "permute",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+    ),
+    *(
+        "slice",
+        "split",
+        "select",
+        "as_strided",
+        "detach",
+        "alias",
+        "lift",
+        "empty",
+        "new_empty",
+        "mm",
+    ),
     *("gather", "scatter_add"),  # one logit of a row
 )
 SIZES = {
@@ -47,7 +68,9 @@ class Counted(TorchDispatchMode):
         self.moved_bytes = 0
 
     def add(self, *tensors: Any) -> None:
-        large = (tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() >= SMALL)
+        large = (
+            tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() >= SMALL
+        )
         self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in large)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +134,9 @@ def their_layer(family: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     rotary = getattr(modeling, f"{name}RotaryEmbedding")(config)
 
     def run(x: Tensor) -> Tensor:
-        out = layer(x, position_embeddings=rotary(x, torch.arange(TOKENS)[None]), attention_mask=None)
+        out = layer(
+            x, position_embeddings=rotary(x, torch.arange(TOKENS)[None]), attention_mask=None
+        )
         return out[0] if isinstance(out, tuple) else out
 
     return layer, run
@@ -119,10 +144,16 @@ def their_layer(family: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("family", ["ours", "llama", "mistral", "qwen3"])
-def test_operators_move_what_is_said(family: str, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_move_what_is_said(
+    family: str, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights and residual stream are bf16, too, where FSDP2 and DeepSpeed run in bf16."""
     counted = Counted()
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, *_, **__: Attention.apply(q, k, v))
+    monkeypatch.setattr(
+        functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, *_, **__: Attention.apply(q, k, v),
+    )
     monkeypatch.setattr(functional, "rms_norm", norm_of(counted))
     dtype = torch.float32 if precision is Precision.FP32 else torch.bfloat16
     with torch.device("meta"):
@@ -144,11 +175,15 @@ def test_operators_move_what_is_said(family: str, precision: Precision, monkeypa
         model=ModelSpec(**model),
         data=DataSpec(text=("x",), sequence_length=TOKENS),
     )
-    profile = profile_of(job, precision=precision, sequence_length=TOKENS, autocast=False, cuda=True)
+    profile = profile_of(
+        job, precision=precision, sequence_length=TOKENS, autocast=False, cuda=True
+    )
     assert profile is not None
     (segment,) = (candidate for candidate in profile.segments if candidate.name == "layer")
     assert segment.forward_moved_bytes == pytest.approx(forward_bytes, rel=TOLERANCE)
-    assert segment.backward_moved_bytes == pytest.approx(counted.moved_bytes - forward_bytes, rel=TOLERANCE)
+    assert segment.backward_moved_bytes == pytest.approx(
+        counted.moved_bytes - forward_bytes, rel=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
@@ -164,9 +199,13 @@ def test_the_loss_moves_what_is_said_of_a_logit_and_of_a_gradient(
         weight = torch.zeros(vocab_size, hidden, dtype=dtype, requires_grad=trains)
         states = torch.zeros(TOKENS, hidden, dtype=dtype, requires_grad=True)
         with counted:
-            cross_entropy.linear_cross_entropy(states, weight, torch.zeros(TOKENS, dtype=torch.long))
+            cross_entropy.linear_cross_entropy(
+                states, weight, torch.zeros(TOKENS, dtype=torch.long)
+            )
         return counted.moved_bytes
 
     assert moved_bytes(TOKENS, trains=False) == TOKENS * vocab_size * LOGIT_TRAFFIC_BYTES[precision]
-    more = moved_bytes(TOKENS // 2, trains=True) - moved_bytes(TOKENS, trains=True)  # one chunk more is added
+    more = moved_bytes(TOKENS // 2, trains=True) - moved_bytes(
+        TOKENS, trains=True
+    )  # one chunk more is added
     assert more == vocab_size * hidden * GRADIENT_TRAFFIC_BYTES[precision]

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration.calibrate import WINDOW, calibration, overhead_of, select_newest
+from orchestrator.memory.calibration.calibrate import (
+    WINDOW,
+    calibration,
+    overhead_of,
+    select_newest,
+)
 from orchestrator.memory.engines.overhead import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -27,7 +32,9 @@ PAIR = replace(ALONE, layout=ParallelLayout(dp=2))
 MESH = replace(ALONE, layout=ParallelLayout(dp=4, tp=2), zero_stage=ZeroStage.PARAMETERS)
 
 
-def observe(*bytes_of: int, plan: Plan = ALONE, first: int = 1, **changes: object) -> list[Observation]:
+def observe(
+    *bytes_of: int, plan: Plan = ALONE, first: int = 1, **changes: object
+) -> list[Observation]:
     return [
         observation(plan=plan, overhead_bytes=count, number=number, at_s=float(number), **changes)
         for number, count in enumerate(bytes_of, start=first)
@@ -41,12 +48,15 @@ def bytes_after(outcomes: list[Observation], plan: Plan = ALONE) -> int:
 def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group() -> None:
     assert SUPPOSED_OVERHEAD.bytes_of(ALONE) == CONTEXT_BYTES
     assert SUPPOSED_OVERHEAD.bytes_of(PAIR) == CONTEXT_BYTES + COMMUNICATOR_BYTES[2]
-    groups_bytes = LARGE_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES[2] + LARGE_COMMUNICATOR_BYTES  # all, tp, dp
+    # all, tp, dp
+    groups_bytes = LARGE_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES[2] + LARGE_COMMUNICATOR_BYTES
     assert SUPPOSED_OVERHEAD.bytes_of(MESH) == CONTEXT_BYTES + groups_bytes
 
 
 @given(st.integers(1, 4 * 2**30))
-def test_measured_overhead_replaces_the_constants_and_is_never_rounded_down(measured_bytes: int) -> None:
+def test_measured_overhead_replaces_the_constants_and_is_never_rounded_down(
+    measured_bytes: int,
+) -> None:
     assert 0 <= bytes_after(observe(measured_bytes)) - measured_bytes < STEP_BYTES
 
 
@@ -67,7 +77,9 @@ def test_other_programs_that_start_or_end_meanwhile_are_outvoted() -> None:
 
 def test_it_counts_for_all_families_of_one_kind_of_device_under_one_torch() -> None:
     outcomes = select_newest(observe(640 * MIB, family="vocoder"))
-    assert calibration(outcomes, device=DEVICE.name, family="lm").overhead.bytes_of(ALONE) == 640 * MIB
+    assert (
+        calibration(outcomes, device=DEVICE.name, family="lm").overhead.bytes_of(ALONE) == 640 * MIB
+    )
     assert calibration(outcomes, device="another", family="vocoder").overhead == SUPPOSED_OVERHEAD
     newer = outcomes + tuple(observe(960 * MIB, first=2, torch_version="2.13.0"))
     assert overhead_of(newer, DEVICE.name).bytes_of(ALONE) == 960 * MIB

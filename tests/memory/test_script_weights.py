@@ -59,7 +59,10 @@ def test_weights_in_bf16_halve_parameters_and_states(plan: dict[str, str]) -> No
 
 def test_deepspeed_keeps_fp32_masters_of_weights_in_bf16() -> None:
     knobs = {"deepspeed_config": {"flag": "--deepspeed"}, "zero_stage": None}
-    answers = [answer(FSDP, knobs=knobs, trains={"hf": LLAMA, "weights": word}) for word in ("fp32", "bf16")]
+    answers = [
+        answer(FSDP, knobs=knobs, trains={"hf": LLAMA, "weights": word})
+        for word in ("fp32", "bf16")
+    ]
     wide, narrow = (reply["estimate"]["by_cause"]["optimizer states"] for reply in answers)
     assert wide == narrow
 
@@ -67,10 +70,18 @@ def test_deepspeed_keeps_fp32_masters_of_weights_in_bf16() -> None:
 def test_a_fused_loss_is_the_trainers_own() -> None:
     command = "python train.py --use_liger_kernel true"
     adapted = {"hf": LLAMA, "lora": {"rank": 8}}
-    plain, fused = (answer(FULL, line, trains=adapted)["estimate"] for line in ("python train.py", command))
+    plain, fused = (
+        answer(FULL, line, trains=adapted)["estimate"] for line in ("python train.py", command)
+    )
     assert plain["allocated_bytes"] - fused["allocated_bytes"] > 4 * 2048 * 32000
-    knobs = {"micro_batch_size": {"flag": "--batch"}, "activation_checkpointing": {"switch": "--checkpointing"}}
-    loops = [answer(FULL, line, trains=adapted, trainer=None, knobs=knobs) for line in ("python train.py", command)]
+    knobs = {
+        "micro_batch_size": {"flag": "--batch"},
+        "activation_checkpointing": {"switch": "--checkpointing"},
+    }
+    loops = [
+        answer(FULL, line, trains=adapted, trainer=None, knobs=knobs)
+        for line in ("python train.py", command)
+    ]
     assert loops[0]["estimate"] == loops[1]["estimate"]
 
 
@@ -83,17 +94,28 @@ def test_transformers_trainer_holds_the_inputs_of_frozen_fsdp_units() -> None:
         "zero_stage": {"flag": "--shard"},
     }
     trainer_bytes = answer(FSDP, trains=trains)["estimate"]["by_cause"]["activations"]
-    loop_bytes = answer(FSDP, trains=trains, trainer=None, knobs=knobs, launch="torchrun")["estimate"]["by_cause"]
+    loop_bytes = answer(FSDP, trains=trains, trainer=None, knobs=knobs, launch="torchrun")[
+        "estimate"
+    ]["by_cause"]
     boundary_bytes = 2 * 2048 * 1024
     assert trainer_bytes - loop_bytes["activations"] > 20 * boundary_bytes
 
 
 @pytest.mark.parametrize(
-    "source", [{"trains": {"hf": LLAMA}}, {"trains": None, "profile": PROFILE}, {"trains": None, "profile": ONE_LAYER}]
+    "source",
+    [
+        {"trains": {"hf": LLAMA}},
+        {"trains": None, "profile": PROFILE},
+        {"trains": None, "profile": ONE_LAYER},
+    ],
 )
-def test_every_optimizer_has_its_own_states_in_each_profile_of_a_script(source: dict[str, Any]) -> None:
+def test_every_optimizer_has_its_own_states_in_each_profile_of_a_script(
+    source: dict[str, Any],
+) -> None:
     of_rule = {
-        rule.value: answer(FULL, training={"optimizer": rule.value}, **source)["estimate"]["by_cause"]
+        rule.value: answer(FULL, training={"optimizer": rule.value}, **source)["estimate"][
+            "by_cause"
+        ]
         for rule in Optimizer
     }
     states = {rule: causes["optimizer states"] for rule, causes in of_rule.items()}
@@ -103,7 +125,9 @@ def test_every_optimizer_has_its_own_states_in_each_profile_of_a_script(source: 
         assert states["adamw_8bit"] == pytest.approx(2 * PROFILE["parameters"], rel=0.05)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("activation_checkpointing", "none"), ("micro_batch_size", "2")])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("activation_checkpointing", "none"), ("micro_batch_size", "2")]
+)
 def test_settings_of_a_declared_script_change_its_bytes(setting: str, value: str) -> None:
     source = {"trains": None, "profile": PROFILE, "global_batch_size": 2}
     usual, changed = answer(FULL, **source), answer({**FULL, setting: value}, **source)

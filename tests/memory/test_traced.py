@@ -10,7 +10,14 @@ import pytest
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, is_known, profile_of
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, Optimizer, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    Optimizer,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.job.model import Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
@@ -28,7 +35,9 @@ def trace_profiles(
     model: ModelSpec, *arithmetics: tuple[Precision, bool], training: TrainingSpec | None = None
 ) -> dict[tuple[Precision, bool], ModelProfile]:
     """Profiles by precision and whether autocast computes in it."""
-    kinds = tuple(Arithmetic(precision=precision, autocast=autocast) for precision, autocast in arithmetics)
+    kinds = tuple(
+        Arithmetic(precision=precision, autocast=autocast) for precision, autocast in arithmetics
+    )
     request = Request(
         model=model,
         training=training or TrainingSpec(),
@@ -53,15 +62,21 @@ def plan(engine: Engine, stage: int, dp: int, micro: int, turns: int, **fields: 
 
 def rows(name: str, tried: Sequence[Plan], folder: Path) -> list[Row]:
     """Every plan of the model, predicted and measured."""
-    traces = trace_profiles(MODELS[name], *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried))
+    traces = trace_profiles(
+        MODELS[name], *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried)
+    )
     return [
         Row(
             plan=plan,
-            predicted_bytes=estimate(traces[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
+            predicted_bytes=estimate(
+                traces[plan.precision, autocasts(plan)], plan, DEVICE
+            ).allocated_bytes,
             measured_bytes=measured,
         )
         for plan, measured in zip(
-            tried, peaks(MODELS[name], SEQUENCE_LENGTH, tried, folder / f"{name}-{tried[0].world_size}"), strict=True
+            tried,
+            peaks(MODELS[name], SEQUENCE_LENGTH, tried, folder / f"{name}-{tried[0].world_size}"),
+            strict=True,
         )
     ]
 
@@ -105,7 +120,9 @@ def test_a_lone_rank_of_a_net_that_skips_layers_needs_what_its_trace_says(tmp_pa
 
 @pytest.mark.timeout(600)
 def test_a_lone_rank_reduces_its_gradients_in_one_piece(tmp_path: Path) -> None:
-    tried = plan(Engine.DEEPSPEED, 2, 1, 1, 3, activation_checkpointing=SELECTIVE, optimizer=Optimizer.SGD)
+    tried = plan(
+        Engine.DEEPSPEED, 2, 1, 1, 3, activation_checkpointing=SELECTIVE, optimizer=Optimizer.SGD
+    )
     results = rows("conv", [tried], tmp_path)
     assert bars_hold(results), table(results)
 
@@ -117,7 +134,10 @@ def ragged_rows(name: str, folder: Path) -> list[Row]:
 MOMENT_ERROR_MAX = 0.005
 MOMENTS = {
     "a first reduction that is the last": ("conv", plan(Engine.DEEPSPEED, 2, 2, 1, 1)),
-    "nothing gathered for the loss of what was returned": ("codebooks", plan(Engine.TORCH, 3, 2, 4, 1, precision=BF16)),
+    "nothing gathered for the loss of what was returned": (
+        "codebooks",
+        plan(Engine.TORCH, 3, 2, 4, 1, precision=BF16),
+    ),
     "weights of which views are saved": ("codebooks", plan(Engine.DEEPSPEED, 3, 2, 4, 1)),
     "a reduction when a gradient comes": (
         "decoder",
@@ -128,7 +148,10 @@ MOMENTS = {
         "bart",
         plan(Engine.TORCH, 2, 2, 1, 4, activation_checkpointing=FULL, precision=BF16),
     ),
-    "a gradient that a reduction still names": ("decoder", plan(Engine.TORCH, 2, 2, 1, 1, precision=BF16)),
+    "a gradient that a reduction still names": (
+        "decoder",
+        plan(Engine.TORCH, 2, 2, 1, 1, precision=BF16),
+    ),
 }
 SHORT = ("a first reduction that is the last", "a gradient that a reduction still names")
 
@@ -138,7 +161,10 @@ SHORT = ("a first reduction that is the last", "a gradient that a reduction stil
 def test_short_lived_buffers_are_modelled(moments: Sequence[str], tmp_path: Path) -> None:
     chosen = {moment: MOMENTS[moment] for moment in moments}
     models = MODELS | WITH_LARGE_TABLES
-    runs = [Run(model=models[name], plan=plan, sequence_length=SEQUENCE_LENGTH) for name, plan in chosen.values()]
+    runs = [
+        Run(model=models[name], plan=plan, sequence_length=SEQUENCE_LENGTH)
+        for name, plan in chosen.values()
+    ]
     peaks = dict(zip(chosen, measure_peaks(runs, tmp_path), strict=True))
     for moment, (name, plan) in chosen.items():
         (profile,) = trace_profiles(models[name], (plan.precision, autocasts(plan))).values()
@@ -149,13 +175,20 @@ def test_short_lived_buffers_are_modelled(moments: Sequence[str], tmp_path: Path
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_bars_hold_over_ranks_stages_and_ragged_micro_batches(name: str, tmp_path: Path) -> None:
+def test_the_bars_hold_over_ranks_stages_and_ragged_micro_batches(
+    name: str, tmp_path: Path
+) -> None:
     results = ragged_rows(name, tmp_path)
     assert bars_hold(results), table(results)
 
 
 EXPERTS = {
-    "mixtral": {**MODELS["mixtral"].hf, "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 4},
+    "mixtral": {
+        **MODELS["mixtral"].hf,
+        "hidden_size": 192,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+    },
     "qwen2_moe": {
         **WIDE,
         "model_type": "qwen2_moe",
@@ -179,11 +212,18 @@ def test_reductions_while_a_leaf_waits_are_modelled(name: str, tmp_path: Path) -
 
 
 def expert_rows(name: str, folder: Path) -> list[Row]:
-    model, tried = ModelSpec(hf=EXPERTS[name]), [plan(Engine.DEEPSPEED, 3, 2, micro, 1) for micro in (1, 3)]
+    model, tried = (
+        ModelSpec(hf=EXPERTS[name]),
+        [plan(Engine.DEEPSPEED, 3, 2, micro, 1) for micro in (1, 3)],
+    )
     (profile,) = trace_profiles(model, (Precision.FP32, False)).values()
     measured = peaks(model, SEQUENCE_LENGTH, tried, folder / f"experts-{name}")
     return [
-        Row(plan=plan, predicted_bytes=estimate(profile, plan, DEVICE).allocated_bytes, measured_bytes=peak)
+        Row(
+            plan=plan,
+            predicted_bytes=estimate(profile, plan, DEVICE).allocated_bytes,
+            measured_bytes=peak,
+        )
         for plan, peak in zip(tried, measured, strict=True)
     ]
 
@@ -215,13 +255,19 @@ FROZEN_PAIRS = [
 def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> list[Row]:
     training = TrainingSpec(freeze=tuple(Freeze(parameters=name) for name in names))
     traces = trace_profiles(
-        LLAMA, *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried), training=training
+        LLAMA,
+        *dict.fromkeys((plan.precision, autocasts(plan)) for plan in tried),
+        training=training,
     )
-    runs = [Run(model=LLAMA, plan=plan, sequence_length=SEQUENCE_LENGTH, frozen=names) for plan in tried]
+    runs = [
+        Run(model=LLAMA, plan=plan, sequence_length=SEQUENCE_LENGTH, frozen=names) for plan in tried
+    ]
     return [
         Row(
             plan=plan,
-            predicted_bytes=estimate(traces[plan.precision, autocasts(plan)], plan, DEVICE).allocated_bytes,
+            predicted_bytes=estimate(
+                traces[plan.precision, autocasts(plan)], plan, DEVICE
+            ).allocated_bytes,
             measured_bytes=peak,
         )
         for plan, peak in zip(tried, measure_peaks(runs, folder), strict=True)
@@ -230,8 +276,12 @@ def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plans", [FROZEN_PAIRS[::2], pytest.param(FROZEN_PAIRS[1::2], marks=pytest.mark.long)])
-def test_frozen_parameters_have_no_gradients_states_or_saved_inputs(plans: Sequence[Plan], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plans", [FROZEN_PAIRS[::2], pytest.param(FROZEN_PAIRS[1::2], marks=pytest.mark.long)]
+)
+def test_frozen_parameters_have_no_gradients_states_or_saved_inputs(
+    plans: Sequence[Plan], tmp_path: Path
+) -> None:
     results = frozen_rows(FROZEN["what comes first"], plans, tmp_path)
     assert bars_hold(results), table(results)
 
@@ -249,11 +299,16 @@ def test_zero3_saves_the_inputs_of_frozen_products() -> None:
     training = TrainingSpec(freeze=(Freeze(parameters="*.self_attn.*"),))
     (profile,) = trace_profiles(LLAMA, (Precision.FP32, False), training=training).values()
     most = {
-        zero3: max(moment.sample_bytes for moment in profile.moments if (moment.mode, moment.zero3) == (NONE, zero3))
+        zero3: max(
+            moment.sample_bytes
+            for moment in profile.moments
+            if (moment.mode, moment.zero3) == (NONE, zero3)
+        )
         for zero3 in (False, True)
     }
     assert isinstance(LLAMA.hf, dict)
-    normed = 4 * SEQUENCE_LENGTH * LLAMA.hf["hidden_size"]  # of attention: its result is saved in any case
+    # of attention: its result is saved in any case
+    normed = 4 * SEQUENCE_LENGTH * LLAMA.hf["hidden_size"]
     assert most[True] - most[False] == LLAMA.hf["num_hidden_layers"] * normed
 
 
@@ -272,7 +327,9 @@ def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_o
     assert is_known(spec)
     for_some_steps = TrainingSpec(freeze=(Freeze(parameters="model.layers.*", until_step=10),))
     assert is_known(spec.model_copy(update={"training": for_some_steps}))
-    frozen = spec.model_copy(update={"training": TrainingSpec(freeze=(Freeze(parameters="model.layers.*"),))})
+    frozen = spec.model_copy(
+        update={"training": TrainingSpec(freeze=(Freeze(parameters="model.layers.*"),))}
+    )
     assert not is_known(frozen)
     closed_form = profile_of(spec, precision=Precision.FP32, sequence_length=None)
     assert closed_form is not None
@@ -287,11 +344,17 @@ def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_o
 
 
 @pytest.mark.timeout(600)
-def test_the_trace_of_our_decoder_has_the_parameters_and_about_the_peak_of_its_closed_form() -> None:
+def test_the_trace_of_our_decoder_has_the_parameters_and_about_the_peak_of_its_closed_form() -> (
+    None
+):
     (trace,) = trace_profiles(ModelSpec(decoder=DECODER), (Precision.FP32, False)).values()
-    closed = profile_of(job(ModelSpec(decoder=DECODER)), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+    closed = profile_of(
+        job(ModelSpec(decoder=DECODER)), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH
+    )
     assert closed is not None
     assert trace.parameters == closed.parameters
     for plan in (*LONE, *PAIRS):
-        traced_bytes, theirs = (estimate(profile, plan, DEVICE).allocated_bytes for profile in (trace, closed))
+        traced_bytes, theirs = (
+            estimate(profile, plan, DEVICE).allocated_bytes for profile in (trace, closed)
+        )
         assert traced_bytes == pytest.approx(theirs, rel=0.05), plan

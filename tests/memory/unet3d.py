@@ -22,7 +22,9 @@ class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList((nn.GroupNorm(1, inputs), nn.GroupNorm(4, outputs)))
-        self.convs = nn.ModuleList(nn.Conv3d(width, outputs, 3, padding=1) for width in (inputs, outputs))
+        self.convs = nn.ModuleList(
+            nn.Conv3d(width, outputs, 3, padding=1) for width in (inputs, outputs)
+        )
 
     def forward(self, x_BCZYX: Tensor) -> Tensor:
         for norm, conv in zip(self.norms, self.convs, strict=True):
@@ -36,10 +38,14 @@ class UNet(nn.Module):
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
-        self.down = nn.ModuleList(Block(inputs, outputs) for inputs, outputs in itertools.pairwise((1, *widths)))
+        self.down = nn.ModuleList(
+            Block(inputs, outputs) for inputs, outputs in itertools.pairwise((1, *widths))
+        )
         deepest_first = widths[::-1]
         pairs = list(itertools.pairwise(deepest_first))
-        self.rise = nn.ModuleList(nn.ConvTranspose3d(inputs, outputs, 2, stride=2) for inputs, outputs in pairs)
+        self.rise = nn.ModuleList(
+            nn.ConvTranspose3d(inputs, outputs, 2, stride=2) for inputs, outputs in pairs
+        )
         self.up = nn.ModuleList(Block(2 * outputs, outputs) for _, outputs in pairs)
         self.last = nn.Conv3d(width, 1, 1)
 
@@ -70,7 +76,9 @@ class Balls:
         """Volumes and masks, [B, 1, Z, Y, X] each."""
         axis = torch.linspace(-1, 1, self._size)
         distance = (axis[:, None, None].square() + axis[:, None].square() + axis.square()).sqrt()
-        masks = torch.stack([(distance < 0.2 + 0.1 * (index % 7)).float() for index in indices]).unsqueeze(1)
+        masks = torch.stack(
+            [(distance < 0.2 + 0.1 * (index % 7)).float() for index in indices]
+        ).unsqueeze(1)
         return masks + 0.1, masks
 
 
@@ -87,5 +95,7 @@ def build(config: dict[str, Any]) -> Recipe:
 def loss_sum(module: nn.Module, batch: Batch) -> Tensor:
     """The mean over the voxels of every volume, summed over the volumes."""
     volumes, masks = batch
-    lost = functional.binary_cross_entropy_with_logits(module(volumes).float(), masks, reduction="none")
+    lost = functional.binary_cross_entropy_with_logits(
+        module(volumes).float(), masks, reduction="none"
+    )
     return lost.flatten(1).mean(1).sum()

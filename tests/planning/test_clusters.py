@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.parse import parse_cluster
 
 FILES = sorted((Path(__file__).parents[2] / "clusters").glob("*.yaml"))

@@ -15,7 +15,13 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops, product_rates
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import plans
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.job.spec import JobSpec
@@ -30,7 +36,12 @@ SMALL = {
     "num_hidden_layers": 24,
     "num_attention_heads": 16,
 }
-LARGE = SMALL | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+LARGE = SMALL | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 
 
 def device(name: str = "a100-80gb", **changes: Any) -> DeviceSpec:
@@ -38,7 +49,9 @@ def device(name: str = "a100-80gb", **changes: Any) -> DeviceSpec:
 
 
 def machine(network: int = 200 * 10**9, nodes: int = 4, **changes: Any) -> Hardware:
-    return Hardware(device=device(**changes), devices_per_node=8, nodes=nodes, network_bandwidth=network)
+    return Hardware(
+        device=device(**changes), devices_per_node=8, nodes=nodes, network_bandwidth=network
+    )
 
 
 def job(sizes: dict[str, int] = SMALL, **changes: Any) -> JobSpec:
@@ -53,10 +66,21 @@ def job(sizes: dict[str, int] = SMALL, **changes: Any) -> JobSpec:
     return JobSpec.model_validate(fields | changes)
 
 
-def plan(dp: int = 1, tp: int = 1, pp: int = 1, micro: int = 1, steps: int = 8, **fields: Any) -> Plan:
-    defaults: dict[str, Any] = {"engine": Engine.TORCH, "precision": Precision.BF16, "sequence_length": 2048}
+def plan(
+    dp: int = 1, tp: int = 1, pp: int = 1, micro: int = 1, steps: int = 8, **fields: Any
+) -> Plan:
+    defaults: dict[str, Any] = {
+        "engine": Engine.TORCH,
+        "precision": Precision.BF16,
+        "sequence_length": 2048,
+    }
     layout = ParallelLayout(dp=dp, tp=tp, pp=pp)
-    return Plan(layout=layout, micro_batch_size=micro, gradient_accumulation_steps=steps, **(defaults | fields))
+    return Plan(
+        layout=layout,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=steps,
+        **(defaults | fields),
+    )
 
 
 def seconds(candidate: Plan, here: Hardware | None = None, spec: JobSpec | None = None) -> float:
@@ -65,7 +89,10 @@ def seconds(candidate: Plan, here: Hardware | None = None, spec: JobSpec | None 
 
 
 PLANS = [
-    *(plan(dp=8, steps=4, zero_stage=stage) for stage in (ZeroStage.NONE, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)),
+    *(
+        plan(dp=8, steps=4, zero_stage=stage)
+        for stage in (ZeroStage.NONE, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
+    ),
     *(plan(tp=8, activation_checkpointing=mode) for mode in ActivationCheckpointing),
     plan(dp=16, steps=2, zero_stage=ZeroStage.PARAMETERS, dp_replicate=2),
     plan(pp=4, steps=16),
@@ -76,7 +103,15 @@ PLANS = [
 
 @pytest.mark.parametrize("candidate", PLANS, ids=in_short)
 @pytest.mark.parametrize(
-    "rate", ["fp16_tflops", "bf16_tflops", "measured_tflops", "memory_bandwidth", "link_bandwidth", "host_bandwidth"]
+    "rate",
+    [
+        "fp16_tflops",
+        "bf16_tflops",
+        "measured_tflops",
+        "memory_bandwidth",
+        "link_bandwidth",
+        "host_bandwidth",
+    ],
 )
 def test_a_better_device_is_never_slower(candidate: Plan, rate: str) -> None:
     now = getattr(device(), rate)
@@ -87,19 +122,31 @@ def test_a_better_device_is_never_slower(candidate: Plan, rate: str) -> None:
 
 @pytest.mark.parametrize("candidate", PLANS, ids=in_short)
 def test_a_faster_network_is_never_slower_and_matters_only_beyond_a_node(candidate: Plan) -> None:
-    slow, fast = seconds(candidate, machine(network=10**9)), seconds(candidate, machine(network=10**11))
+    slow, fast = (
+        seconds(candidate, machine(network=10**9)),
+        seconds(candidate, machine(network=10**11)),
+    )
     assert (fast < slow) if candidate.world_size > 8 else (fast == slow)
 
 
 def test_a_newer_device_runs_the_same_plan_faster() -> None:
-    taken = [seconds(plan(precision=Precision.FP16), machine(name=name)) for name in ("v100-32gb", "a100-80gb")]
-    taken += [seconds(plan(micro=8, steps=1), machine(name=name)) for name in ("a100-80gb", "h100-80gb", "b200-180gb")]
+    taken = [
+        seconds(plan(precision=Precision.FP16), machine(name=name))
+        for name in ("v100-32gb", "a100-80gb")
+    ]
+    taken += [
+        seconds(plan(micro=8, steps=1), machine(name=name))
+        for name in ("a100-80gb", "h100-80gb", "b200-180gb")
+    ]
     assert taken == sorted(taken, reverse=True)
 
 
 def test_time_is_a_constant_and_a_part_for_every_layer() -> None:
     def of(layers: int) -> float:
-        return seconds(plan(dp=8, zero_stage=ZeroStage.PARAMETERS), spec=job(SMALL | {"num_hidden_layers": layers}))
+        return seconds(
+            plan(dp=8, zero_stage=ZeroStage.PARAMETERS),
+            spec=job(SMALL | {"num_hidden_layers": layers}),
+        )
 
     assert of(48) - of(32) == pytest.approx(of(32) - of(16), rel=0.01)
 
@@ -113,23 +160,33 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
 
     assert 0.95 < share(6912, 2048, 16384) <= 1  # the fastest on A100 (mag-/gpu_benchmark)
     assert share(512, 1024, 512) < 0.5
-    assert share(9 * 256, 2048, 12 * 128) > 1.2 * share(10 * 256, 2048, 12 * 128)  # 108 tiles, and 12 more
+    assert share(9 * 256, 2048, 12 * 128) > 1.2 * share(
+        10 * 256, 2048, 12 * 128
+    )  # 108 tiles, and 12 more
     assert share(16, 8192, 8192) < 0.2  # as many bytes as a large one for few operations
 
 
 @given(
-    st.tuples(*[st.integers(1, 20000)] * 3), st.sampled_from(sorted(DEVICES)), st.sampled_from(Precision), st.booleans()
+    st.tuples(*[st.integers(1, 20000)] * 3),
+    st.sampled_from(sorted(DEVICES)),
+    st.sampled_from(Precision),
+    st.booleans(),
 )
 @settings(max_examples=examples(200), deadline=None)
 def test_no_product_beats_the_device_and_a_larger_one_never_ends_earlier(
     shape: tuple[int, int, int], name: str, precision: Precision, tiled: bool
 ) -> None:
-    card, (rows, inner, columns) = device(name, **({} if tiled else {"multiprocessors": None})), shape
+    card, (rows, inner, columns) = (
+        device(name, **({} if tiled else {"multiprocessors": None})),
+        shape,
+    )
     rates = product_rates(card, precision)
     taken_s = matmul_s(rows, inner, columns, *rates)
     width = 4 if precision is Precision.FP32 else 2
     assert taken_s >= 2 * rows * inner * columns / product_flops(card, precision)
-    assert taken_s >= width * (rows * inner + inner * columns + rows * columns) / card.memory_bandwidth
+    assert (
+        taken_s >= width * (rows * inner + inner * columns + rows * columns) / card.memory_bandwidth
+    )
     assert matmul_s(2 * rows, inner, columns, *rates) >= taken_s
 
 
@@ -153,15 +210,20 @@ def test_where_launches_block_every_plan_takes_longer_and_small_micro_batches_lo
     for candidate in PLANS:
         assert seconds(candidate, blocking) > seconds(candidate)
     small, large = plan(micro=1, steps=16), plan(micro=16, steps=1)
-    assert seconds(small, blocking) - seconds(small) > 2 * (seconds(large, blocking) - seconds(large))
+    assert seconds(small, blocking) - seconds(small) > 2 * (
+        seconds(large, blocking) - seconds(large)
+    )
 
 
 def test_where_launches_block_no_message_hides_behind_computation() -> None:
-    blocking, slow = (replace(machine(network=network), launches_block=True) for network in (2 * 10**12, 10**10))
+    blocking, slow = (
+        replace(machine(network=network), launches_block=True) for network in (2 * 10**12, 10**10)
+    )
     candidate = plan(dp=16, steps=2, zero_stage=ZeroStage.PARAMETERS)
     exposed_s = seconds(candidate, slow) - seconds(candidate, blocking)
     assert exposed_s > 1.1 * (
-        seconds(candidate, machine(network=10**10)) - seconds(candidate, machine(network=2 * 10**12))
+        seconds(candidate, machine(network=10**10))
+        - seconds(candidate, machine(network=2 * 10**12))
     )
 
 
@@ -171,7 +233,10 @@ def test_a_layer_that_waits_for_its_launches_waits_longer_where_ranks_share_it()
 
 
 def test_saved_activations_are_not_recomputed() -> None:
-    taken = [seconds(plan(micro=4, activation_checkpointing=mode), spec=job(LARGE)) for mode in ActivationCheckpointing]
+    taken = [
+        seconds(plan(micro=4, activation_checkpointing=mode), spec=job(LARGE))
+        for mode in ActivationCheckpointing
+    ]
     assert taken == sorted(taken)
     assert 1.25 < taken[2] / taken[0] < 1.4  # four passes for three
 
@@ -194,14 +259,19 @@ def test_cutting_more_never_communicates_less() -> None:
     slow = machine(link_bandwidth="1MB/s")
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
         stages = [stage for stage in ZeroStage if stage > 1]
-        taken = [seconds(plan(dp=8, steps=4, engine=engine, zero_stage=stage), slow) for stage in stages]
+        taken = [
+            seconds(plan(dp=8, steps=4, engine=engine, zero_stage=stage), slow) for stage in stages
+        ]
         assert taken == sorted(taken)
 
 
 def test_gradients_hide_behind_the_last_micro_batch_only_where_the_engine_lets_them() -> None:
     """DDP sends while it computes; DeepSpeed's stage 1 sends afterwards, over links on which that takes long."""
     here = machine(link_bandwidth="20GB/s")
-    ddp, zero = plan(dp=8, micro=8, steps=1), plan(dp=8, micro=8, steps=1, engine=Engine.DEEPSPEED, zero_stage=1)
+    ddp, zero = (
+        plan(dp=8, micro=8, steps=1),
+        plan(dp=8, micro=8, steps=1, engine=Engine.DEEPSPEED, zero_stage=1),
+    )
     alone = seconds(plan(micro=8, steps=1), here)
     moved_s = 2 * 7 / 8 * 4 * profile_for(job(), here, ddp).parameters / 20e9
     assert seconds(ddp, here) - alone < 0.5 * moved_s
@@ -229,7 +299,9 @@ def test_a_large_all_reduce_on_a_node_takes_what_nccl_was_measured_to_take() -> 
     """8.193 ms for 1 GiB, 0.58 ms for 64 MiB, 0.093 ms for 1 MiB on 8 A100 (VIA-Research/vTrain trace/a100)."""
     node = ring(8, 1, device(), 8, 10**11)
     for mib, measured_s in ((1024, 8.193e-3), (64, 0.58e-3), (1, 0.093e-3)):
-        assert node.all_reduce_s(mib * 2**20) == pytest.approx(measured_s, rel=0.4 if mib == 1 else 0.1)
+        assert node.all_reduce_s(mib * 2**20) == pytest.approx(
+            measured_s, rel=0.4 if mib == 1 else 0.1
+        )
 
 
 def test_rings_between_the_same_nodes_share_the_network() -> None:
@@ -249,8 +321,12 @@ def test_a_cut_layer_waits_for_four_messages_and_either_end_of_the_model_for_one
 def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_would_do() -> None:
     here = machine(nodes=1)
     stage_3: dict[str, Any] = {"zero_stage": ZeroStage.PARAMETERS, "steps": 4}
-    assert all(seconds(candidate, here) > 0 for candidate in plans(job(gpus={"min": 1, "max": 8}), here))
-    assert seconds(plan(dp=8, **stage_3), here) < seconds(plan(dp=8, engine=Engine.DEEPSPEED, **stage_3), here)
+    assert all(
+        seconds(candidate, here) > 0 for candidate in plans(job(gpus={"min": 1, "max": 8}), here)
+    )
+    assert seconds(plan(dp=8, **stage_3), here) < seconds(
+        plan(dp=8, engine=Engine.DEEPSPEED, **stage_3), here
+    )
 
 
 MIXTURE = {
@@ -268,11 +344,19 @@ MIXTURE = {
 
 def spread_over(ep: int, micro: int, here: Hardware) -> float:
     spec = job(model=MIXTURE, global_batch_size=16 * micro)
-    return seconds(plan(dp=16, micro=micro, steps=1, zero_stage=ZeroStage.PARAMETERS, expert_parallel=ep), here, spec)
+    return seconds(
+        plan(dp=16, micro=micro, steps=1, zero_stage=ZeroStage.PARAMETERS, expert_parallel=ep),
+        here,
+        spec,
+    )
 
 
 def test_spread_experts_save_messages_of_weights_and_cost_messages_of_tokens() -> None:
     slow, fast = (machine(network=network * 10**9, nodes=2) for network in (25, 200))
-    assert spread_over(8, 1, slow) < spread_over(2, 1, slow) < spread_over(1, 1, slow), "few tokens, many weights"
-    assert spread_over(8, 16, fast) > spread_over(1, 16, fast), "weights hide behind what many tokens compute"
+    assert spread_over(8, 1, slow) < spread_over(2, 1, slow) < spread_over(1, 1, slow), (
+        "few tokens, many weights"
+    )
+    assert spread_over(8, 16, fast) > spread_over(1, 16, fast), (
+        "weights hide behind what many tokens compute"
+    )
     assert spread_over(16, 16, fast) > spread_over(8, 16, fast), "tokens leave the node"

@@ -12,14 +12,25 @@ from orchestrator.planning.cost import step_s
 from orchestrator.planning.ends import ends_of
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import plans
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.stages import stage_layers
 from tests.planning.test_cost import job, machine
 
 NONE, SELECTIVE, FULL = ActivationCheckpointing
-LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+}
 LLAMA_405B = {
     "vocab_size": 128256,
     "hidden_size": 16384,
@@ -28,10 +39,13 @@ LLAMA_405B = {
     "num_attention_heads": 128,
     "num_key_value_heads": 8,
 }
-EQUAL = 1.001  # an update and its messages take longer where a rank holds a layer more; no cut is chosen by them
+# an update and its messages take longer where a rank holds a layer more; no cut is chosen by them
+EQUAL = 1.001
 
 
-def plan(pp: int, per_rank: int = 1, mode: ActivationCheckpointing = NONE, **fields: object) -> Plan:
+def plan(
+    pp: int, per_rank: int = 1, mode: ActivationCheckpointing = NONE, **fields: object
+) -> Plan:
     return Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(dp=2, pp=pp),
@@ -55,7 +69,8 @@ def seconds(spec: JobSpec, candidate: Plan) -> float:
 
 
 @pytest.mark.parametrize(
-    ("layers", "pp", "per_rank"), [(32, 2, 1), (32, 4, 1), (30, 4, 1), (33, 8, 1), (32, 4, 2), (30, 2, 4)]
+    ("layers", "pp", "per_rank"),
+    [(32, 2, 1), (32, 4, 1), (30, 4, 1), (33, 8, 1), (32, 4, 2), (30, 2, 4)],
 )
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 256000])
 def test_no_other_numbers_of_layers_at_the_ends_make_a_step_faster(
@@ -72,7 +87,9 @@ def test_no_other_numbers_of_layers_at_the_ends_make_a_step_faster(
                 assert seconds(spec, chosen) <= EQUAL * seconds(spec, other), (chosen, other)
 
 
-def test_llama_3_405b_loses_a_layer_of_the_first_and_of_the_last_of_16_stages_as_its_authors_cut_it() -> None:
+def test_llama_3_405b_loses_a_layer_of_the_first_and_of_the_last_of_16_stages_as_its_authors_cut_it() -> (
+    None
+):
     """Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2."""
     for mode in ActivationCheckpointing:
         chosen = cut_pipeline(job(LLAMA_405B), plan(16, mode=mode))
@@ -86,7 +103,9 @@ def test_of_cuts_that_are_equally_fast_the_fullest_rank_needs_the_least() -> Non
     heavy = replace(chosen, first_stage_layers=0)
     assert seconds(spec, chosen) <= EQUAL * seconds(spec, heavy)
     needed = [
-        estimate(profile_for(spec, machine(), candidate), candidate, machine().device).allocated_bytes
+        estimate(
+            profile_for(spec, machine(), candidate), candidate, machine().device
+        ).allocated_bytes
         for candidate in (chosen, heavy)
     ]
     assert needed[0] < 0.95 * needed[1]
@@ -96,9 +115,13 @@ def test_every_plan_with_a_pipeline_is_cut_so_unless_the_job_says_where() -> Non
     spec = job(LLAMA | {"num_hidden_layers": 30}, gpus=8)
     pipelined = [plan for plan in plans(spec, machine()) if plan.layout.pp == 4]
     assert {
-        (plan.first_stage_layers, plan.last_stage_layers) for plan in pipelined if plan.pipeline_stages_per_rank == 1
+        (plan.first_stage_layers, plan.last_stage_layers)
+        for plan in pipelined
+        if plan.pipeline_stages_per_rank == 1
     } == {(8, 6)}
     pinned = spec.model_copy(update={"plan": (("last_stage_layers", 4), ("pp", 4))})
-    assert {(plan.first_stage_layers, plan.last_stage_layers) for plan in plans(pinned, machine())} == {(0, 4)}
+    assert {
+        (plan.first_stage_layers, plan.last_stage_layers) for plan in plans(pinned, machine())
+    } == {(0, 4)}
     impossible = spec.model_copy(update={"plan": (("last_stage_layers", 28), ("pp", 4))})
     assert not list(plans(impossible, machine()))

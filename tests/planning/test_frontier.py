@@ -27,7 +27,8 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -47,15 +48,24 @@ def device(kind: DeviceKind = DeviceKind.CUDA, memory: str = "80GiB") -> DeviceS
     )
 
 
-def hardware(kind: DeviceKind = DeviceKind.CUDA, per_node: int = 4, nodes: int = 2, memory: str = "80GiB") -> Hardware:
+def hardware(
+    kind: DeviceKind = DeviceKind.CUDA, per_node: int = 4, nodes: int = 2, memory: str = "80GiB"
+) -> Hardware:
     return Hardware(
-        device=device(kind, memory), devices_per_node=per_node, nodes=nodes, network_bandwidth=50_000_000_000
+        device=device(kind, memory),
+        devices_per_node=per_node,
+        nodes=nodes,
+        network_bandwidth=50_000_000_000,
     )
 
 
 def decoder_job(**changed: object) -> JobSpec:
     decoder = DecoderSpec(
-        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
     )
     fields = {
         "name": "job",
@@ -98,12 +108,17 @@ def planned(spec: JobSpec, machine: Hardware) -> tuple[Candidate, ...]:
 
 @given(jobs, machines)
 @settings(max_examples=examples(60, 6), deadline=None)
-def test_every_plan_keeps_the_global_batch_and_the_range_of_devices(spec: JobSpec, machine: Hardware) -> None:
+def test_every_plan_keeps_the_global_batch_and_the_range_of_devices(
+    spec: JobSpec, machine: Hardware
+) -> None:
     for candidate in planned(spec, machine):
         plan = candidate.plan
         assert plan.global_batch_size == spec.global_batch_size
         assert spec.gpus.min <= plan.world_size <= spec.gpus.max
-        assert plan.world_size <= machine.devices_per_node or plan.world_size % machine.devices_per_node == 0
+        assert (
+            plan.world_size <= machine.devices_per_node
+            or plan.world_size % machine.devices_per_node == 0
+        )
         assert plan.world_size <= machine.devices_per_node * machine.nodes
 
 
@@ -113,7 +128,9 @@ def test_no_plan_changes_more_than_the_job_allows(spec: JobSpec, machine: Hardwa
     for candidate in planned(spec, machine):
         plan, changed = candidate.plan, candidate.degradation
         assert changed <= spec.degrade.limit
-        assert (plan.sequence_length != spec.data.sequence_length) == (changed is Degradation.SEMANTIC)
+        assert (plan.sequence_length != spec.data.sequence_length) == (
+            changed is Degradation.SEMANTIC
+        )
         if changed is Degradation.EXACT:
             assert plan.precision is spec.precision
         assert machine.device.kind is DeviceKind.CUDA or plan.offload is Offload.NONE
@@ -121,7 +138,9 @@ def test_no_plan_changes_more_than_the_job_allows(spec: JobSpec, machine: Hardwa
 
 @given(jobs, machines)
 @settings(max_examples=examples(60, 6), deadline=None)
-def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(spec: JobSpec, machine: Hardware) -> None:
+def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(
+    spec: JobSpec, machine: Hardware
+) -> None:
     order = [(candidate.degradation, candidate.step_s) for candidate in planned(spec, machine)]
     assert order == sorted(order)
 
@@ -134,23 +153,38 @@ def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ig
         plan=plan,
         estimate=estimate(profile, plan, machine.device),
         step_s=step_s(profile, plan, machine),
-        degradation=Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT,
+        degradation=Degradation.SEMANTIC
+        if semantic
+        else Degradation.NUMERIC
+        if numeric
+        else Degradation.EXACT,
     )
 
 
 @given(jobs, machines)
 @settings(max_examples=examples(40, 6), deadline=None)
-def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, machine: Hardware) -> None:
+def test_estimates_are_positive_and_grow_with_the_micro_batch(
+    spec: JobSpec, machine: Hardware
+) -> None:
     families: dict[object, list[Candidate]] = {}
     try:
         tried = list(plans(spec, machine))
     except SpecError:
         return
     for plan in tried:
-        if plan.pipeline_stages_per_rank > 1:  # between its stages fewer messages wait when micro-batches are larger
+        if (
+            plan.pipeline_stages_per_rank > 1
+        ):  # between its stages fewer messages wait when micro-batches are larger
             continue
         key = (
-            *(plan.engine, plan.layout, plan.zero_stage, plan.offload, plan.offload_target, plan.dp_replicate),
+            *(
+                plan.engine,
+                plan.layout,
+                plan.zero_stage,
+                plan.offload,
+                plan.offload_target,
+                plan.dp_replicate,
+            ),
             *(
                 plan.activation_checkpointing,
                 plan.full_checkpointing_layers,
@@ -194,12 +228,16 @@ def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
     accepted = [c for c in front.candidates if why_rejected(c, capacity, learned, refuted) is None]
     assert accepted == list(fitting(front, capacity, learned, refuted))
     assert 0 < len(accepted) < len(front.candidates)
-    assert why_rejected(front.candidates[-1], capacity, learned, refuted) == "ran out of memory before"
+    assert (
+        why_rejected(front.candidates[-1], capacity, learned, refuted) == "ran out of memory before"
+    )
 
 
 def test_torch_is_preferred_where_both_engines_would_do() -> None:
     spec = decoder_job(gpus=2)
-    first = next(fitting(frontier(spec, hardware(DeviceKind.VIRTUAL, memory="8GiB")), 8 * 2**30, UNMEASURED))
+    first = next(
+        fitting(frontier(spec, hardware(DeviceKind.VIRTUAL, memory="8GiB")), 8 * 2**30, UNMEASURED)
+    )
     assert first.plan.engine is Engine.TORCH
 
 
@@ -210,12 +248,16 @@ def test_a_batch_that_no_allowed_number_of_devices_divides_is_refused_with_a_way
     assert "global_batch_size: 12" in refused.value.hint
 
 
-def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing_layer_by_layer() -> None:
+def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing_layer_by_layer() -> (
+    None
+):
     """A plan that ran out of memory has a lighter neighbour, whose layers more often keep only their input."""
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     heads = ("num_attention_heads", "num_key_value_heads")
     spec = decoder_job(
-        model=ModelSpec(decoder=DecoderSpec(**dict(zip((*names, *heads), SIZES["70b"], strict=True)))),
+        model=ModelSpec(
+            decoder=DecoderSpec(**dict(zip((*names, *heads), SIZES["70b"], strict=True)))
+        ),
         data=DataSpec(text=("text",), sequence_length=8192),
         gpus=512,
         global_batch_size=512,
@@ -231,11 +273,21 @@ def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing
         precision=Precision.BF16,
         sequence_length=8192,
     )
-    steps = [candidate for candidate in candidates if replace(candidate.plan, **WITHOUT_CHECKPOINTING) == alike]
+    steps = [
+        candidate
+        for candidate in candidates
+        if replace(candidate.plan, **WITHOUT_CHECKPOINTING) == alike
+    ]
     steps = [candidate for candidate in steps if not candidate.plan.activation_offload]
-    chain = [(candidate.plan.activation_checkpointing, candidate.plan.full_checkpointing_layers) for candidate in steps]
+    chain = [
+        (candidate.plan.activation_checkpointing, candidate.plan.full_checkpointing_layers)
+        for candidate in steps
+    ]
     selective = ActivationCheckpointing.SELECTIVE
-    assert chain[-8:] == [*((selective, layers) for layers in range(10, 80, 10)), (ActivationCheckpointing.FULL, 0)]
+    assert chain[-8:] == [
+        *((selective, layers) for layers in range(10, 80, 10)),
+        (ActivationCheckpointing.FULL, 0),
+    ]
     assert [candidate.estimate.device_bytes for candidate in steps] == sorted(
         (candidate.estimate.device_bytes for candidate in steps), reverse=True
     )
@@ -268,7 +320,9 @@ def count_calls(model: str, gpus: int, batch: int) -> int:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     heads = ("num_attention_heads", "num_key_value_heads")
     spec = decoder_job(
-        model=ModelSpec(decoder=DecoderSpec(**dict(zip((*names, *heads), SIZES[model], strict=True)))),
+        model=ModelSpec(
+            decoder=DecoderSpec(**dict(zip((*names, *heads), SIZES[model], strict=True)))
+        ),
         data=DataSpec(text=("text",), sequence_length=4096),
         gpus={"min": 1, "max": gpus},
         global_batch_size=batch,

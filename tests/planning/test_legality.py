@@ -21,18 +21,23 @@ from tests.planning.test_search import jobs, machines
 PLANTED: dict[str, Callable[[Plan], bool]] = {
     "of the batch": lambda plan: plan.micro_batch_size == 4,
     "of the layout": lambda plan: plan.layout.dp == 2,
-    "of checkpointing": lambda plan: plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE,
+    "of checkpointing": lambda plan: (
+        plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE
+    ),
     "of sharding": lambda plan: plan.zero_stage is ZeroStage.GRADIENTS,
     "of a part of the layers": lambda plan: plan.full_checkpointing_layers % 2 == 1,
     "of the ends of a pipeline": lambda plan: plan.first_stage_layers > 0,
-    "of two settings": lambda plan: plan.gradient_accumulation_steps > 1 and plan.activation_offload,
+    "of two settings": lambda plan: (
+        plan.gradient_accumulation_steps > 1 and plan.activation_offload
+    ),
 }
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, is_illegal: Callable[[Plan], bool]) -> None:
     judge = why_illegal
     monkeypatch.setattr(
-        "orchestrator.specs.plan.why_illegal", lambda plan: "planted" if is_illegal(plan) else judge(plan)
+        "orchestrator.specs.plan.why_illegal",
+        lambda plan: "planted" if is_illegal(plan) else judge(plan),
     )
 
 
@@ -43,14 +48,22 @@ def forget() -> None:
 
 
 @pytest.mark.parametrize("rule", PLANTED)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=8,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(spec=jobs, hardware=machines)
-def test_a_planted_rule_is_obeyed_by_the_search_at_once(rule: str, spec: JobSpec, hardware: Hardware) -> None:
+def test_a_planted_rule_is_obeyed_by_the_search_at_once(
+    rule: str, spec: JobSpec, hardware: Hardware
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         forget()
         plant(patch, PLANTED[rule])
         try:
-            offered = [*plans(spec, hardware), *(candidate.plan for candidate in frontier(spec, hardware).candidates)]
+            offered = [
+                *plans(spec, hardware),
+                *(candidate.plan for candidate in frontier(spec, hardware).candidates),
+            ]
         except SpecError:  # no batch of it can be cut, or no legal plan is left
             return
         finally:

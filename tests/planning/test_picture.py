@@ -66,7 +66,9 @@ def test_every_line_is_within_its_width_and_the_axes_meet(picture: Picture) -> N
 
 @given(pictures, st.integers(2, 12))
 @settings(deadline=None)
-def test_ticks_are_few_within_the_picture_ascending_and_distinct(picture: Picture, most: int) -> None:
+def test_ticks_are_few_within_the_picture_ascending_and_distinct(
+    picture: Picture, most: int
+) -> None:
     for ticks, (low, high) in (
         (byte_ticks(*picture.span_bytes, most), picture.span_bytes),
         (second_ticks(*picture.span_s, most), picture.span_s),
@@ -89,14 +91,20 @@ def test_ticks_are_few_within_the_picture_ascending_and_distinct(picture: Pictur
         (900, 40_000, ["20 min", "1 h", "2 h", "5 h", "10 h"]),
     ],
 )
-def test_times_are_labelled_in_round_numbers_of_their_unit(low: float, high: float, labels: list[str]) -> None:
+def test_times_are_labelled_in_round_numbers_of_their_unit(
+    low: float, high: float, labels: list[str]
+) -> None:
     assert [label for _, label in second_ticks(low, high, 7)] == labels
 
 
 def test_faster_is_further_left_heavier_is_higher_and_the_line_lies_between() -> None:
     lines = draw_lines(STAIRS)
     places = [
-        next((row, line.index(SYMBOLS[mark])) for row, line in enumerate(lines) if SYMBOLS[mark] in line)
+        next(
+            (row, line.index(SYMBOLS[mark]))
+            for row, line in enumerate(lines)
+            if SYMBOLS[mark] in line
+        )
         for mark in (Mark.TOO_BIG, Mark.REFUTED, Mark.CHOSEN, Mark.FITS)
     ]
     assert places == sorted(places)
@@ -110,6 +118,11 @@ def test_attempts_stand_beside_their_marks_and_the_legend_names_what_occurs() ->
     text = "\n".join(lines)
     assert "✗1" in text
     assert "●2" in text
-    assert lines[-1].strip().split("   ") == ["● chosen", "✗ ran out of memory", "○ fits", "· too big"]
+    assert lines[-1].strip().split("   ") == [
+        "● chosen",
+        "✗ ran out of memory",
+        "○ fits",
+        "· too big",
+    ]
     few = Picture(device="device", capacity_bytes=MIB, points=STAIRS.points[-1:])
     assert draw_lines(few)[-1].strip() == "○ fits"

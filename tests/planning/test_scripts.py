@@ -11,7 +11,11 @@ import pytest
 from rich.console import Console
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
-from orchestrator.memory.calibration.correction import corrected, corrected_allocated_bytes, corrected_bytes
+from orchestrator.memory.calibration.correction import (
+    corrected,
+    corrected_allocated_bytes,
+    corrected_bytes,
+)
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.cost import step_s
@@ -35,7 +39,8 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, idle_nodes
+from orchestrator.specs.cluster import DeviceSpec, idle_nodes
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -88,7 +93,13 @@ def decoder_job(hidden_size: int = 256, **changed: object) -> JobSpec:
         num_attention_heads=8,
     )
     data = DataSpec(text=("text",), sequence_length=128)
-    fields = {"name": "job", "gpus": 2, "global_batch_size": 16, "model": ModelSpec(decoder=decoder), "data": data}
+    fields = {
+        "name": "job",
+        "gpus": 2,
+        "global_batch_size": 16,
+        "model": ModelSpec(decoder=decoder),
+        "data": data,
+    }
     return JobSpec.model_validate(fields | changed)
 
 
@@ -114,7 +125,9 @@ def test_an_unknown_script_starts_as_it_would_alone_on_cuda_too() -> None:
 def test_only_declared_knobs_are_turned() -> None:
     bare = script(knobs={"micro_batch_size": {"flag": "--batch"}}, global_batch_size=32)
     legal_plans = {candidate.plan for candidate in frontier(bare, machine()).candidates}
-    assert {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in legal_plans} == {(16, 1)}
+    assert {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in legal_plans} == {
+        (16, 1)
+    }
     assert {plan.activation_checkpointing for plan in legal_plans} == {ActivationCheckpointing.NONE}
     assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.NONE}
 
@@ -127,11 +140,24 @@ def test_a_script_that_derives_accumulation_gets_only_its_micro_batch() -> None:
         "gradient_accumulation_steps": "derived",
     }
     spec = script(knobs=knobs)
-    cut = {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in plans(spec, machine())}
+    cut = {
+        (plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in plans(spec, machine())
+    }
     assert cut == {(micro_batch, 16 // micro_batch) for micro_batch in (1, 2, 4, 8, 16)}
-    four = next(plan for plan in plans(spec, machine()) if plan.micro_batch_size == 4 and plan.world_size == 2)
-    command = script_command(spec, four, output_dir="/out", resume_from=None, deepspeed_config_path=None)
-    assert command.arguments[4:] == ("--train.micro_batch_size", "4", "--train.global_batch_size", "32")
+    four = next(
+        plan
+        for plan in plans(spec, machine())
+        if plan.micro_batch_size == 4 and plan.world_size == 2
+    )
+    command = script_command(
+        spec, four, output_dir="/out", resume_from=None, deepspeed_config_path=None
+    )
+    assert command.arguments[4:] == (
+        "--train.micro_batch_size",
+        "4",
+        "--train.global_batch_size",
+        "32",
+    )
     assert command.env == {}
 
 
@@ -140,8 +166,12 @@ def test_accumulation_is_derived_from_a_micro_batch_that_the_script_can_take() -
         script(knobs={"gradient_accumulation_steps": "derived"})
 
 
-@pytest.mark.parametrize("left_out", [["gradient_accumulation_steps"], ["micro_batch_size"], [*KNOBS]])
-def test_a_refusal_names_the_batch_knobs_that_are_missing_and_what_to_write(left_out: list[str]) -> None:
+@pytest.mark.parametrize(
+    "left_out", [["gradient_accumulation_steps"], ["micro_batch_size"], [*KNOBS]]
+)
+def test_a_refusal_names_the_batch_knobs_that_are_missing_and_what_to_write(
+    left_out: list[str],
+) -> None:
     profile = {"parameters": 1_000_000, "layers": 4, "activations_per_sample": "16MiB"}
     knobs = {name: knob for name, knob in KNOBS.items() if name not in left_out}
     spec = script(knobs=knobs, profile=profile, gpus=1)
@@ -164,7 +194,9 @@ def test_a_deepspeed_knob_opens_the_zero_stages_of_a_declared_script() -> None:
 
 def test_accumulation_that_cannot_divide_a_ranks_share_is_refused() -> None:
     with pytest.raises(SpecError) as refused:
-        frontier(script(knobs={"gradient_accumulation_steps": {"flag": "-a", "default": 3}}), machine())
+        frontier(
+            script(knobs={"gradient_accumulation_steps": {"flag": "-a", "default": 3}}), machine()
+        )
     assert refused.value.path == "knobs.gradient_accumulation_steps.default"
 
 
@@ -177,7 +209,9 @@ def test_knobs_come_after_the_users_own_arguments_in_the_scripts_words() -> None
         activation_checkpointing=ActivationCheckpointing.FULL,
         precision=Precision.BF16,
     )
-    arguments, env, _ = script_command(script(), plan, output_dir="/out", resume_from=None, deepspeed_config_path=None)
+    arguments, env, _ = script_command(
+        script(), plan, output_dir="/out", resume_from=None, deepspeed_config_path=None
+    )
     assert arguments == (
         *("python", "train.py", "--batch", "64"),
         *("--batch", "4", "--checkpoint", "--dtype", "bfloat16", "--out", "/out"),
@@ -187,7 +221,9 @@ def test_knobs_come_after_the_users_own_arguments_in_the_scripts_words() -> None
 
 def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
-    arguments, *_ = script_command(script(), plan, output_dir="o", resume_from="c", deepspeed_config_path=None)
+    arguments, *_ = script_command(
+        script(), plan, output_dir="o", resume_from="c", deepspeed_config_path=None
+    )
     assert "--checkpoint" not in arguments
     assert arguments[-4:] == ("--resume", "c", "--out", "o")
 
@@ -196,7 +232,9 @@ def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
 def test_a_switch_selects_every_precision_but_fp32(precision: Precision) -> None:
     spec = script(knobs=KNOBS | {"precision": {"switch": "--mixed"}}, precision=precision)
     for plan in plans(spec, machine()):
-        arguments, *_ = script_command(spec, plan, output_dir="o", resume_from=None, deepspeed_config_path=None)
+        arguments, *_ = script_command(
+            spec, plan, output_dir="o", resume_from=None, deepspeed_config_path=None
+        )
         assert plan.precision is precision
         assert ("--mixed" in arguments) is (precision is not Precision.FP32)
 
@@ -228,13 +266,17 @@ def test_a_switch_with_more_than_two_values_is_refused(knobs: dict[str, object])
         script(knobs=knobs)
 
 
-MUSICGEN = {  # facebookresearch/audiocraft: a global batch, shards of its own, autocast only without them
+# facebookresearch/audiocraft: a global batch, shards of its own, autocast only without them
+MUSICGEN = {
     "micro_batch_size": {"override": "dataset.batch_size", "per": "global"},
     "zero_stage": {
         "override": "fsdp.use",
         "values": {0: False, 2: True, 3: True},
         "also": [
-            {"override": "fsdp.sharding_strategy", "values": {0: None, 2: "shard_grad_op", 3: "full_shard"}},
+            {
+                "override": "fsdp.sharding_strategy",
+                "values": {0: None, 2: "shard_grad_op", 3: "full_shard"},
+            },
             {"override": "autocast", "values": {0: True, 2: False, 3: False}},
         ],
     },
@@ -250,7 +292,11 @@ def plan_arguments(spec: JobSpec, plan: Plan, **changes: Any) -> tuple[str, ...]
 
 def test_a_switch_goes_together_with_another_and_a_global_batch_counts_all_ranks() -> None:
     spec = script(knobs=MUSICGEN, command="dora run solver=x", launch="dora")
-    commands = {plan.zero_stage: plan_arguments(spec, plan) for plan in plans(spec, machine()) if plan.layout.dp == 2}
+    commands = {
+        plan.zero_stage: plan_arguments(spec, plan)
+        for plan in plans(spec, machine())
+        if plan.layout.dp == 2
+    }
     assert commands == {
         ZeroStage.NONE: ("dataset.batch_size=32", "fsdp.use=false", "autocast=true"),
         ZeroStage.GRADIENTS: (
@@ -274,7 +320,9 @@ def test_one_setting_drives_several_knobs_and_a_phase_has_a_batch_of_its_own() -
             {"flag": "--eval-batch", "phase": "evaluation", "default": 16},
         ],
     }
-    spec = script(knobs={"micro_batch_size": knob}, phases={"encoding": "Encode", "evaluation": "Eval"})
+    spec = script(
+        knobs={"micro_batch_size": knob}, phases={"encoding": "Encode", "evaluation": "Eval"}
+    )
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=4)
     train = ("--train-batch", "4", "--collate-batch", "4")
     assert plan_arguments(spec, plan) == (*train, "--codec-batch", "8", "--eval-batch", "16")
@@ -304,7 +352,12 @@ def test_a_script_that_spawns_its_ranks_stays_on_one_node() -> None:
 
 
 def test_a_batch_per_node_counts_the_nodes_ranks() -> None:
-    spec = script(knobs={"micro_batch_size": {"flag": "-b", "per": "node"}, "ranks": {"flag": "-n", "per": "node"}})
+    spec = script(
+        knobs={
+            "micro_batch_size": {"flag": "-b", "per": "node"},
+            "ranks": {"flag": "-n", "per": "node"},
+        }
+    )
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=3)
     assert plan_arguments(spec, plan, devices=(0, 1)) == ("-b", "6", "-n", "2")
 
@@ -314,7 +367,12 @@ def test_keys_of_a_config_file_are_distinguished_from_words_of_the_command() -> 
     spec = script(knobs=knobs, config={"file": "unet.yaml", "flag": "--config"})
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
     command = script_command(
-        spec, plan, output_dir="/out", resume_from=None, deepspeed_config_path=None, config_path="/attempt/unet.yaml"
+        spec,
+        plan,
+        output_dir="/out",
+        resume_from=None,
+        deepspeed_config_path=None,
+        config_path="/attempt/unet.yaml",
     )
     assert command.keys == {"data.batch_size": "16", "data.out": "/out"}
     assert command.arguments[-2:] == ("--config", "/attempt/unet.yaml")
@@ -329,7 +387,9 @@ def test_keys_of_a_config_file_are_distinguished_from_words_of_the_command() -> 
         ("deepspeed", ZeroStage.OPTIMIZER, "DEEPSPEED", "/attempt/deepspeed.json"),
     ],
 )
-def test_accelerates_file_has_the_plans_sharding(way: str, stage: ZeroStage, kind: str, expected: str) -> None:
+def test_accelerates_file_has_the_plans_sharding(
+    way: str, stage: ZeroStage, kind: str, expected: str
+) -> None:
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": way}}
     spec = script(knobs=knobs, launch="accelerate", precision="bf16")
     plan = next(plan for plan in plans(spec, machine()) if plan.zero_stage is stage)
@@ -341,7 +401,11 @@ def test_accelerates_file_has_the_plans_sharding(way: str, stage: ZeroStage, kin
 
 @pytest.mark.parametrize(
     ("more", "is_timed"),
-    [({}, False), ({"speeds": {"1": "2s"}}, True), ({"profile": PROFILE | {"forward_flops_per_sample": 1e12}}, True)],
+    [
+        ({}, False),
+        ({"speeds": {"1": "2s"}}, True),
+        ({"profile": PROFILE | {"forward_flops_per_sample": 1e12}}, True),
+    ],
 )
 def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_told(
     more: dict[str, Any], is_timed: bool
@@ -356,7 +420,9 @@ def test_a_declared_script_has_step_times_only_where_its_flops_or_speeds_are_tol
 
 
 @pytest.mark.parametrize(("most", "is_noted"), [(2, True), (8, False)])
-def test_the_fit_table_says_where_it_names_more_cards_than_the_job_allows(most: int, *, is_noted: bool) -> None:
+def test_the_fit_table_says_where_it_names_more_cards_than_the_job_allows(
+    most: int, *, is_noted: bool
+) -> None:
     knobs = KNOBS | {"zero_stage": {"flag": "--shard"}}
     profile = {"parameters": 4_000_000_000, "layers": 20, "activations_per_sample": "4MiB"}
     spec = script(gpus={"min": 1, "max": most}, profile=profile, knobs=knobs)
@@ -367,8 +433,12 @@ def test_the_fit_table_says_where_it_names_more_cards_than_the_job_allows(most: 
     assert ("The job allows 2" in output.getvalue()) == is_noted
 
 
-@pytest.mark.parametrize(("way", "offloads"), [({"accelerate": "fsdp"}, True), ({"flag": "-z"}, False)])
-def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(way: dict[str, str], offloads: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "offloads"), [({"accelerate": "fsdp"}, True), ({"flag": "-z"}, False)]
+)
+def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(
+    way: dict[str, str], offloads: bool
+) -> None:
     profile = {"parameters": 1_000_000_000, "layers": 10, "activations_per_sample": "4MiB"}
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": way}
     spec = script(knobs=knobs, profile=profile, launch="accelerate", precision="bf16")
@@ -376,26 +446,39 @@ def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(way: dict[str, str],
     fsdp = [plan for plan in plans(spec, cuda) if plan.sharding is Sharding.FSDP]
     on_host = [plan for plan in fsdp if plan.offload is not Offload.NONE]
     assert bool(on_host) == offloads
-    assert {(plan.offload, plan.zero_stage) for plan in on_host} <= {(Offload.PARAMETERS, ZeroStage.PARAMETERS)}
+    assert {(plan.offload, plan.zero_stage) for plan in on_host} <= {
+        (Offload.PARAMETERS, ZeroStage.PARAMETERS)
+    }
     assert {plan.gradient_accumulation_steps for plan in on_host} <= {1}
     for plan in fsdp if offloads else ():
         config = accelerate_config(spec.knobs, plan, deepspeed_config_path=None)
         assert config["fsdp_config"]["fsdp_offload_params"] == (plan.offload is Offload.PARAMETERS)
-    assert not any(plan.offload is not Offload.NONE for plan in plans(spec, machine(memory="24GiB")))
+    assert not any(
+        plan.offload is not Offload.NONE for plan in plans(spec, machine(memory="24GiB"))
+    )
 
 
 def test_what_fsdp_keeps_on_the_host_is_counted_there() -> None:
     profile = {"parameters": 1_000_000_000, "layers": 10, "activations_per_sample": "4MiB"}
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": "fsdp"}}
-    spec = script(knobs=knobs, profile=profile, launch="accelerate", precision="bf16", plan={"zero_stage": 3})
+    spec = script(
+        knobs=knobs, profile=profile, launch="accelerate", precision="bf16", plan={"zero_stage": 3}
+    )
     cuda = machine(DeviceKind.CUDA, memory="24GiB")
     of_pin = {
-        offload: frontier(spec.model_copy(update={"plan": (*spec.plan, ("offload", offload))}), cuda).candidates
+        offload: frontier(
+            spec.model_copy(update={"plan": (*spec.plan, ("offload", offload))}), cuda
+        ).candidates
         for offload in (Offload.NONE, Offload.PARAMETERS)
     }
-    here, there = (min(candidate.estimate.device_bytes for candidate in of_pin[offload]) for offload in of_pin)
+    here, there = (
+        min(candidate.estimate.device_bytes for candidate in of_pin[offload]) for offload in of_pin
+    )
     assert there < here - 4_000_000_000, "16 bytes of a parameter over at most four devices"
-    assert min(candidate.estimate.host_bytes for candidate in of_pin[Offload.PARAMETERS]) > 4_000_000_000
+    assert (
+        min(candidate.estimate.host_bytes for candidate in of_pin[Offload.PARAMETERS])
+        > 4_000_000_000
+    )
 
 
 def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
@@ -403,7 +486,9 @@ def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"flag": "-z"}}
     spec = script(knobs=knobs, profile=profile, precision="bf16")
     sharded = [
-        candidate for candidate in frontier(spec, machine(memory="24GiB")).candidates if candidate.plan.zero_stage
+        candidate
+        for candidate in frontier(spec, machine(memory="24GiB")).candidates
+        if candidate.plan.zero_stage
     ]
     assert {candidate.plan.sharding for candidate in sharded} == {Sharding.FSDP}
     causes = {cause for candidate in sharded for cause, _ in candidate.estimate.by_cause}
@@ -411,9 +496,13 @@ def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
-def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors(optimizer: str) -> None:
+def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors(
+    optimizer: str,
+) -> None:
     knobs = KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}
-    legal_plans = list(plans(script(knobs=knobs, training={"optimizer": optimizer}), machine(DeviceKind.CUDA)))
+    legal_plans = list(
+        plans(script(knobs=knobs, training={"optimizer": optimizer}), machine(DeviceKind.CUDA))
+    )
     assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.NONE}
 
 
@@ -452,14 +541,19 @@ def test_a_deepspeed_file_has_clipping_and_the_three_batch_sizes() -> None:
 
 @pytest.mark.parametrize("correction", [1.0, 1.003, 3.0, 1e3])
 def test_bytes_by_cause_add_up_to_what_the_device_must_hold_as_corrected(correction: float) -> None:
-    for candidate in frontier(decoder_job(), machine(DeviceKind.CUDA, "24GiB"), correction).candidates:
+    for candidate in frontier(
+        decoder_job(), machine(DeviceKind.CUDA, "24GiB"), correction
+    ).candidates:
         estimate = corrected(candidate.estimate, correction)
         assert sum(count for _, count in breakdown(estimate)) == estimate.device_bytes
         assert estimate.device_bytes == corrected_bytes(candidate.estimate, correction)
         assert estimate.allocated_bytes == corrected_allocated_bytes(candidate.estimate, correction)
         counted = [count for cause, count in estimate.by_cause if cause != "activations"]
         assert (estimate.moment, sum(counted)) in {
-            (candidate.estimate.moment, sum(c for cause, c in candidate.estimate.by_cause if cause != "activations")),
+            (
+                candidate.estimate.moment,
+                sum(c for cause, c in candidate.estimate.by_cause if cause != "activations"),
+            ),
             *((moment.name, moment.counted_bytes) for moment in candidate.estimate.moments),
         }
 
@@ -472,7 +566,9 @@ def test_the_nearest_plan_needs_the_least() -> None:
     assert nearest(front, UNMEASURED, frozenset(c.plan for c in front.candidates)) is None
 
 
-def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_that_holds_all_logits() -> None:
+def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_that_holds_all_logits() -> (
+    None
+):
     decoder_spec = decoder_job()
     named = script(trains=decoder_spec.model, data={"sequence_length": 128})
     decoder_profile = profile_of(decoder_spec, precision=Precision.FP32, sequence_length=None)
@@ -482,12 +578,17 @@ def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_tha
     assert theirs.parameters == decoder_profile.parameters
     assert theirs.segments[:-1] == decoder_profile.segments[:-1]
     more = theirs.segments[-1], decoder_profile.segments[-1]
-    (unchunked, chunked), logits = [segment.saved_bytes + segment.transient_bytes for segment in more], 128 * 512
+    (unchunked, chunked), logits = (
+        [segment.saved_bytes + segment.transient_bytes for segment in more],
+        128 * 512,
+    )
     assert unchunked - chunked == 12 * logits, "fp32 logits, their log-softmax and their gradient"
     shorter = profile_of(named, precision=Precision.FP32, sequence_length=64)
     assert shorter is not None
     assert shorter.segments[-1].saved_bytes < theirs.segments[-1].saved_bytes
-    candidates = frontier(script(trains=decoder_spec.model, data={"sequence_length": 128}), machine()).candidates
+    candidates = frontier(
+        script(trains=decoder_spec.model, data={"sequence_length": 128}), machine()
+    ).candidates
     assert {candidate.estimate.source for candidate in candidates} == {Source.CLOSED_FORM}
 
 
@@ -496,7 +597,9 @@ def test_a_declared_profile_wins_over_the_closed_form() -> None:
     profile = profile_of(spec, precision=Precision.FP32, sequence_length=64)
     assert profile is not None
     assert (profile.source, profile.parameters) == ("declared", 1001)
-    assert sum(segment.count * segment.saved_bytes for segment in profile.segments) == 2 * 2**20, "half the tokens"
+    assert sum(segment.count * segment.saved_bytes for segment in profile.segments) == 2 * 2**20, (
+        "half the tokens"
+    )
 
 
 NONE = ActivationCheckpointing.NONE
@@ -520,7 +623,9 @@ def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less
     spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     here = machine(DeviceKind.CUDA, "80GiB")
     whole = [plan for plan in plans(spec, here) if plan.micro_batch_size == 16]
-    steps = [(plan.activation_checkpointing.value, plan.full_checkpointing_layers) for plan in whole]
+    steps = [
+        (plan.activation_checkpointing.value, plan.full_checkpointing_layers) for plan in whole
+    ]
     assert sorted(steps) == [("full", 0), ("none", 0), ("none", 2), ("none", 4), ("none", 6)]
     partial = sorted(
         (plan for plan in whole if plan.activation_checkpointing is NONE),
@@ -552,6 +657,12 @@ def test_a_script_without_a_knob_recomputes_all_layers_or_none() -> None:
 
 
 def test_a_script_that_always_shards_has_no_plan_that_holds_all_on_several_ranks() -> None:
-    fields = {"name": "job", "gpus": 2, "global_batch_size": 16, **MEGATRON, "trainer": "torchtitan"}
+    fields = {
+        "name": "job",
+        "gpus": 2,
+        "global_batch_size": 16,
+        **MEGATRON,
+        "trainer": "torchtitan",
+    }
     legal_plans = list(plans(job_from_data(fields, "job"), machine(DeviceKind.CUDA, "80GiB")))
     assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}

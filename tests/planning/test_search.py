@@ -19,18 +19,26 @@ from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans
 from orchestrator.planning.trust import trust
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from tests.examples import examples, phases
 
-Cost = tuple[Degradation, float, int, int, float]  # and step time, device bytes, GPUs, rank of trust
+Cost = tuple[
+    Degradation, float, int, int, float
+]  # and step time, device bytes, GPUs, rank of trust
 
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-DECLARED = {"parameters": 3 * 10**7, "layers": 6, "activations_per_sample": "24MiB", "workspace": "1MiB"}
+DECLARED = {
+    "parameters": 3 * 10**7,
+    "layers": 6,
+    "activations_per_sample": "24MiB",
+    "workspace": "1MiB",
+}
 CUT = DECLARED | {"selective_per_sample": "10MiB", "tensor_parallel": (2,), "pipeline": True}
 LENGTH = 128
 NONE, SELECTIVE, FULL = ActivationCheckpointing
@@ -59,7 +67,9 @@ WORK: tuple[dict[str, Any], ...] = (
 )
 
 
-def job(work: dict[str, Any], batch: int, gpus: tuple[int, int], allow: str, **more: Any) -> JobSpec:
+def job(
+    work: dict[str, Any], batch: int, gpus: tuple[int, int], allow: str, **more: Any
+) -> JobSpec:
     fields = {
         "name": "job",
         "gpus": {"min": gpus[0], "max": sum(gpus)},
@@ -82,7 +92,9 @@ def machine(kind: DeviceKind, per_node: int, nodes: int, memory: str, nvme: bool
         "nvme_folder": "/nvme" if nvme else None,
     }
     device = DeviceSpec.model_validate(fields)
-    return Hardware(device=device, devices_per_node=per_node, nodes=nodes, network_bandwidth=50_000_000_000)
+    return Hardware(
+        device=device, devices_per_node=per_node, nodes=nodes, network_bandwidth=50_000_000_000
+    )
 
 
 jobs = st.builds(
@@ -113,13 +125,31 @@ LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2*
 
 
 @given(jobs, machines, st.sampled_from((SUPPOSED_OVERHEAD, SMALL, LARGE)))
-@example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "16MiB", nvme=False), LARGE)  # reach cuts
-@example(job(WORK[5], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "96MiB", nvme=False), LARGE)
-@example(job(WORK[8], 2, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=False), SUPPOSED_OVERHEAD)
-@example(job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False), SUPPOSED_OVERHEAD)
-@example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), LARGE)
-@example(job(WORK[3], 6, (1, 1), "numeric"), machine(DeviceKind.CUDA, 2, 1, "96MiB", nvme=True), SMALL)
-@example(job(WORK[6], 12, (1, 2), "semantic"), machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False), SMALL)
+@example(
+    job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "16MiB", nvme=False), LARGE
+)  # reach cuts
+@example(
+    job(WORK[5], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "96MiB", nvme=False), LARGE
+)
+@example(
+    job(WORK[8], 2, (2, 2), "exact"),
+    machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=False),
+    SUPPOSED_OVERHEAD,
+)
+@example(
+    job(WORK[9], 8, (1, 3), "exact"),
+    machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False),
+    SUPPOSED_OVERHEAD,
+)
+@example(
+    job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), LARGE
+)
+@example(
+    job(WORK[3], 6, (1, 1), "numeric"), machine(DeviceKind.CUDA, 2, 1, "96MiB", nvme=True), SMALL
+)
+@example(
+    job(WORK[6], 12, (1, 2), "semantic"), machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False), SMALL
+)
 @settings(max_examples=examples(30), deadline=None, phases=phases())
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     spec: JobSpec, here: Hardware, overhead: Overhead
@@ -130,19 +160,31 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     except SpecError:
         return
     assert len(set(tried)) == len(tried)
-    assert [replace(plan) for plan in tried] == tried  # made again as the first of their family was: all are legal
+    assert [
+        replace(plan) for plan in tried
+    ] == tried  # made again as the first of their family was: all are legal
     costs = [cost(spec, here, plan, overhead) for plan in tried]
-    near_costs = [cost_row for cost_row in unbeaten(costs) if cost_row[2] <= REACH * here.device.memory]
+    near_costs = [
+        cost_row for cost_row in unbeaten(costs) if cost_row[2] <= REACH * here.device.memory
+    ]
     classes = {cost_row[0] for cost_row in near_costs}
     expected = near_costs + [cost_row for cost_row in unbeaten(costs) if cost_row[0] not in classes]
     frontier_costs = [as_cost(candidate) for candidate in candidates]
     assert frontier_costs == sorted(expected)
-    assert [cost(spec, here, candidate.plan, overhead) for candidate in candidates] == frontier_costs
+    assert [
+        cost(spec, here, candidate.plan, overhead) for candidate in candidates
+    ] == frontier_costs
 
 
 @given(jobs, machines, st.sampled_from((64 * 2**20, 512 * 2**20, 3 * 2**30)))
-@example(job(WORK[5], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=True), 512 * 2**20)
-@example(job(WORK[8], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "96MiB", nvme=False), 64 * 2**20)
+@example(
+    job(WORK[5], 8, (2, 2), "exact"), machine(DeviceKind.CUDA, 4, 1, "2GiB", nvme=True), 512 * 2**20
+)
+@example(
+    job(WORK[8], 8, (2, 2), "exact"),
+    machine(DeviceKind.CUDA, 4, 1, "96MiB", nvme=False),
+    64 * 2**20,
+)
 @settings(max_examples=examples(30, 4), deadline=None)
 def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that_no_other_such_plan_beats(
     spec: JobSpec, here: Hardware, host_memory: int
@@ -153,9 +195,15 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
         candidates = frontier(spec, here).candidates
     except SpecError:
         return
-    with_host = [plan for plan in tried if node_host_bytes(plan, _estimate(spec, here, plan), here) <= host_memory]
+    with_host = [
+        plan
+        for plan in tried
+        if node_host_bytes(plan, _estimate(spec, here, plan), here) <= host_memory
+    ]
     costs = [cost(spec, here, plan) for plan in with_host]
-    near_costs = [cost_row for cost_row in unbeaten(costs) if cost_row[2] <= REACH * here.device.memory]
+    near_costs = [
+        cost_row for cost_row in unbeaten(costs) if cost_row[2] <= REACH * here.device.memory
+    ]
     classes = {cost_row[0] for cost_row in near_costs}
     expected = near_costs + [cost_row for cost_row in unbeaten(costs) if cost_row[0] not in classes]
     frontier_costs = [as_cost(candidate) for candidate in candidates if candidate.fits_host]
@@ -209,7 +257,9 @@ def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
         frontier(job(WORK[0], 8, (1, 1), "exact", env=env), here).candidates
         for env in ({}, {"CUDA_LAUNCH_BLOCKING": "1"})
     )
-    assert min(candidate.step_s for candidate in blocking) > min(candidate.step_s for candidate in plain)
+    assert min(candidate.step_s for candidate in blocking) > min(
+        candidate.step_s for candidate in plain
+    )
 
 
 def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSED_OVERHEAD) -> Cost:
@@ -218,7 +268,9 @@ def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSE
     sequence_length = spec.data.sequence_length if spec.model is not None else LENGTH
     semantic = plan.sequence_length != sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
-    degradation = Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
+    degradation = (
+        Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
+    )
     needed = estimate(profile, plan, here.device, overhead).device_bytes
     return (degradation, step_s(profile, plan, here), needed, plan.world_size, trust(plan).rank)
 
@@ -237,11 +289,17 @@ def unbeaten(costs: Iterable[Cost]) -> list[Cost]:
 
 
 def beats(mine: Cost, theirs: Cost) -> bool:
-    return mine[0] is theirs[0] and mine != theirs and all(a <= b for a, b in zip(mine[1:], theirs[1:], strict=True))
+    return (
+        mine[0] is theirs[0]
+        and mine != theirs
+        and all(a <= b for a, b in zip(mine[1:], theirs[1:], strict=True))
+    )
 
 
 @given(jobs, machines)
-@example(job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False))  # views of experts
+@example(
+    job(WORK[9], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False)
+)  # views of experts
 @settings(max_examples=examples(15, 4), deadline=None)
 def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here: Hardware) -> None:
     shared_bytes: dict[object, DeviceBytes] = {}
@@ -254,7 +312,9 @@ def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here:
         shared = shared_bytes.setdefault(sharing_key(plan), DeviceBytes(profile, plan, here.device))
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan
-        assert shared.without_activations(plan) <= shared.at_least(plan) <= needed.device_bytes, plan
+        assert shared.without_activations(plan) <= shared.at_least(plan) <= needed.device_bytes, (
+            plan
+        )
 
 
 small = st.tuples(*[st.integers(0, 5)] * 4, st.integers(0, 2))
@@ -267,17 +327,30 @@ def test_the_frontier_keeps_exactly_the_undominated_costs(
     needs: dict[Plan, MemoryEstimate] = {}
     timed = []
     for number, (gpus, seconds, needed, slack, rank) in enumerate(drawn, start=1):
-        plan = Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=gpus + 1), micro_batch_size=number)
+        plan = Plan(
+            engine=Engine.TORCH, layout=ParallelLayout(dp=gpus + 1), micro_batch_size=number
+        )
         needs[plan] = MemoryEstimate(
-            moment="", by_cause=(("all", needed),), allocated_bytes=needed, reserved_bytes=needed, device_bytes=needed
+            moment="",
+            by_cause=(("all", needed),),
+            allocated_bytes=needed,
+            reserved_bytes=needed,
+            device_bytes=needed,
         )
         timed.append(Timed(plan, float(seconds), max(0, needed - slack), float(rank)))
     every = [
-        (Degradation.EXACT, float(seconds), needed, gpus + 1, float(rank)) for gpus, seconds, needed, _, rank in drawn
+        (Degradation.EXACT, float(seconds), needed, gpus + 1, float(rank))
+        for gpus, seconds, needed, _, rank in drawn
     ]
     front = pareto(timed, needs.__getitem__, most_bytes)
     costs = [
-        (Degradation.EXACT, candidate.step_s, candidate.needed_bytes, candidate.plan.world_size, candidate.rank)
+        (
+            Degradation.EXACT,
+            candidate.step_s,
+            candidate.needed_bytes,
+            candidate.plan.world_size,
+            candidate.rank,
+        )
         for candidate in front
     ]
     assert costs == sorted(cost_row for cost_row in unbeaten(every) if cost_row[2] <= most_bytes)

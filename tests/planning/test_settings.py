@@ -17,7 +17,15 @@ from orchestrator.planning.cost import step_s
 from orchestrator.planning.families import requested_settings
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import frontier, plans
-from orchestrator.specs.choices import Degradation, Engine, Optimizer, ParallelLayout, Precision, Sharding, ZeroStage
+from orchestrator.specs.choices import (
+    Degradation,
+    Engine,
+    Optimizer,
+    ParallelLayout,
+    Precision,
+    Sharding,
+    ZeroStage,
+)
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -52,7 +60,11 @@ def others(setting: Setting, plan: Plan) -> Iterator[Plan]:
     value = getattr(plan, setting.name)
     choices: tuple[Any, ...] = tuple(setting.choices.values())
     if setting.kind is ParallelLayout:
-        choices = (replace(value, dp=2 * value.dp), replace(value, tp=2 * value.tp), replace(value, pp=2 * value.pp))
+        choices = (
+            replace(value, dp=2 * value.dp),
+            replace(value, tp=2 * value.tp),
+            replace(value, pp=2 * value.pp),
+        )
     elif not choices:
         choices = (2 * value,) if value else ()
     for choice in choices:
@@ -81,7 +93,9 @@ def costs(spec: JobSpec, plan: Plan) -> tuple[object, ...]:
 
 def test_every_declared_setting_is_read_by_what_runs_a_plan() -> None:
     trees = [ast.parse(path.read_text()) for path in RUNS_A_PLAN]
-    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read = {
+        node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
     if "mechanics" in read:
         read |= set(PlanFields.mechanics.fget.__code__.co_names)
     assert {setting.name for setting in SETTINGS} - read == set()
@@ -92,7 +106,10 @@ def test_the_class_of_a_candidate_is_that_of_the_settings_in_which_it_differs(al
     degrade = {"allow": allow, "sequence_lengths": (64,) if allow == "semantic" else ()}
     spec = job(degrade=degrade, precision=Precision.FP32)
     candidates = frontier(spec, MACHINE).candidates
-    assert {candidate.degradation for candidate in candidates} == set(range(Degradation[allow.upper()] + 1))
+    assert {candidate.degradation for candidate in candidates} == set(
+        range(Degradation[allow.upper()] + 1)
+    )
     assert all(
-        candidate.degradation == degradation(requested_settings(spec), candidate.plan) for candidate in candidates
+        candidate.degradation == degradation(requested_settings(spec), candidate.plan)
+        for candidate in candidates
     )

@@ -29,7 +29,8 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
@@ -63,7 +64,10 @@ def machine(kind: DeviceKind = DeviceKind.CUDA, nodes: int = 2, **device: Any) -
     }
     network = 50_000_000_000
     return Hardware(
-        device=DeviceSpec.model_validate(fields | device), devices_per_node=8, nodes=nodes, network_bandwidth=network
+        device=DeviceSpec.model_validate(fields | device),
+        devices_per_node=8,
+        nodes=nodes,
+        network_bandwidth=network,
     )
 
 
@@ -79,25 +83,42 @@ def job(model: dict[str, Any] = DECODER, **changes: Any) -> JobSpec:
 
 
 def plan(**fields: Any) -> Plan:
-    defaults = {"engine": Engine.TORCH, "micro_batch_size": 1, "gradient_accumulation_steps": 8, "sequence_length": 128}
+    defaults = {
+        "engine": Engine.TORCH,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 8,
+        "sequence_length": 128,
+    }
     return Plan(**(defaults | fields))
 
 
 def test_tensor_parallel_divides_what_it_cuts_and_stays_inside_a_node() -> None:
     degrees = {layout.tp for layout in layouts(job(), machine(), Work())}
     assert degrees == {1, 2, 4}  # 4 key-value heads
-    assert all(layout.world_size <= 8 or layout.world_size == 16 for layout in layouts(job(), machine(), Work()))
+    assert all(
+        layout.world_size <= 8 or layout.world_size == 16
+        for layout in layouts(job(), machine(), Work())
+    )
 
 
 def _sharing(tokens: int, **changes: Any) -> set[tuple[int, int]]:
     """Return the degrees (cp, tp) of the layouts of a job with samples of so many tokens."""
-    layout_list = layouts(job(data={"text": ["text"], "sequence_length": tokens}, **changes), machine(), Work())
+    layout_list = layouts(
+        job(data={"text": ["text"], "sequence_length": tokens}, **changes), machine(), Work()
+    )
     return {(layout.cp, layout.tp) for layout in layout_list}
 
 
 def test_a_sample_is_shared_where_every_rank_has_many_tokens_and_heads_of_it() -> None:
     assert {cp for cp, _ in _sharing(8192)} == {1}
-    assert _sharing(16384) == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)}  # 8 heads for cp x tp
+    assert _sharing(16384) == {
+        (1, 1),
+        (1, 2),
+        (1, 4),
+        (2, 1),
+        (2, 2),
+        (2, 4),
+    }  # 8 heads for cp x tp
     assert {cp for cp, _ in _sharing(65536)} == {1, 2, 4, 8}
     assert {cp for cp, _ in _sharing(128, plan={"cp": 2})} == {1, 2}
     assert {cp for cp, _ in _sharing(65536, model=LLAMA | {"lora": {"rank": 4}})} == {1}
@@ -105,7 +126,9 @@ def test_a_sample_is_shared_where_every_rank_has_many_tokens_and_heads_of_it() -
 
 def test_whole_samples_are_never_shared_where_each_rank_could_have_its_own() -> None:
     shared = [
-        plan for plan in plans(job(data={"text": ["text"], "sequence_length": 16384}), machine()) if plan.layout.cp > 1
+        plan
+        for plan in plans(job(data={"text": ["text"], "sequence_length": 16384}), machine())
+        if plan.layout.cp > 1
     ]
     assert {plan.micro_batch_size for plan in shared} == {1}  # a batch of 32 on up to 16 devices
 
@@ -135,8 +158,17 @@ def test_samples_of_their_own_cost_ranks_no_more_than_as_many_shared_ones(
 
 
 def test_a_sample_that_no_rank_holds_alone_is_shared() -> None:
-    model = {"decoder": SIZES | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}}
-    long = job(model, gpus=4, global_batch_size=1, precision="bf16", data={"text": ["text"], "sequence_length": 2**17})
+    model = {
+        "decoder": SIZES
+        | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    }
+    long = job(
+        model,
+        gpus=4,
+        global_batch_size=1,
+        precision="bf16",
+        data={"text": ["text"], "sequence_length": 2**17},
+    )
     alone = long.model_copy(update={"plan": (("cp", 1),)})
 
     def fastest(spec: JobSpec) -> Any:
@@ -146,16 +178,22 @@ def test_a_sample_that_no_rank_holds_alone_is_shared() -> None:
     assert fastest(long).step_s < fastest(alone).step_s
 
 
-def test_layer_inputs_wait_on_the_host_where_nothing_else_fits_and_they_fill_much_of_a_device() -> None:
+def test_layer_inputs_wait_on_the_host_where_nothing_else_fits_and_they_fill_much_of_a_device() -> (
+    None
+):
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     data = {"text": ["text"], "sequence_length": 2**20}
-    long = job({"decoder": SIZES | sizes | heads}, gpus=8, global_batch_size=1, precision="bf16", data=data)
+    long = job(
+        {"decoder": SIZES | sizes | heads}, gpus=8, global_batch_size=1, precision="bf16", data=data
+    )
     here = machine(nodes=1, memory="68GiB")
     offloads = {plan.activation_offload for plan in plans(long, here)}
     assert offloads == {False, True}
     assert not any(plan.activation_offload for plan in plans(job(), here))
-    assert not any(plan.activation_offload for plan in plans(long, machine(DeviceKind.VIRTUAL, nodes=1)))
+    assert not any(
+        plan.activation_offload for plan in plans(long, machine(DeviceKind.VIRTUAL, nodes=1))
+    )
     best = next(fitting(frontier(long, here), here.device.memory, UNMEASURED))
     assert best.plan.activation_offload
     without = long.model_copy(update={"plan": (("activation_offload", False),)})
@@ -166,7 +204,9 @@ def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from
     long, here = job(data={"text": ["text"], "sequence_length": 16384}), machine()
 
     def costs(**fields: Any) -> tuple[float, int, int]:
-        chosen = plan(activation_checkpointing=ActivationCheckpointing.FULL, sequence_length=16384, **fields)
+        chosen = plan(
+            activation_checkpointing=ActivationCheckpointing.FULL, sequence_length=16384, **fields
+        )
         profile = profile_for(long, here, chosen)
         needs = estimate(profile, chosen, here.device)
         return step_s(profile, chosen, here), needs.allocated_bytes, needs.host_bytes
@@ -179,7 +219,9 @@ def test_layer_inputs_on_the_host_take_their_bytes_from_the_device_and_time_from
     assert on_host[0] - on_device[0] == pytest.approx(moved_s)
 
 
-def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with_adapters_is_not() -> None:
+def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with_adapters_is_not() -> (
+    None
+):
     assert layouts(job(LLAMA), machine(), Work()) == layouts(job(), machine(), Work())
     adapted = layouts(job(LLAMA | {"lora": {"rank": 4}}), machine(), Work())
     assert {(layout.tp, layout.pp) for layout in adapted} == {(1, 1)}
@@ -187,7 +229,10 @@ def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with
 
 def test_a_factory_is_cut_as_its_profile_says() -> None:
     factory = {"factory": "model.py:make"}
-    assert {(layout.tp, layout.pp) for layout in layouts(job(factory, profile=CLOSED), machine(), Work())} == {(1, 1)}
+    assert {
+        (layout.tp, layout.pp)
+        for layout in layouts(job(factory, profile=CLOSED), machine(), Work())
+    } == {(1, 1)}
     opened = CLOSED | {"tensor_parallel": (2,), "pipeline": True}
     layout_list = layouts(job(factory, profile=opened), machine(), Work())
     assert {layout.tp for layout in layout_list} == {1, 2}
@@ -196,7 +241,9 @@ def test_a_factory_is_cut_as_its_profile_says() -> None:
 
 def test_twelve_devices_are_all_used_where_twelve_does_not_divide_the_layers() -> None:
     seven = {**DECODER, "decoder": {**DECODER["decoder"], "num_hidden_layers": 7}}
-    layout_list = layouts(job(seven, gpus=12), replace(machine(), devices_per_node=12, nodes=1), Work())
+    layout_list = layouts(
+        job(seven, gpus=12), replace(machine(), devices_per_node=12, nodes=1), Work()
+    )
     assert {layout.pp for layout in layout_list} == {3, 6}  # 12 devices, a batch of 32 and 7 layers
 
 
@@ -206,13 +253,17 @@ def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None
     for candidate in piped:
         stages = candidate.layout.pp * candidate.pipeline_stages_per_rank
         sizes = stage_layers(
-            SIZES["num_hidden_layers"], stages, candidate.first_stage_layers, candidate.last_stage_layers
+            SIZES["num_hidden_layers"],
+            stages,
+            candidate.first_stage_layers,
+            candidate.last_stage_layers,
         )
         assert min(sizes) > 0
         assert candidate.gradient_accumulation_steps >= candidate.layout.pp
-    assert any(plan.gradient_accumulation_steps < plan.layout.pp * plan.pipeline_stages_per_rank for plan in piped), (
-        "interleaved stages go on with as many micro-batches as ranks"
-    )
+    assert any(
+        plan.gradient_accumulation_steps < plan.layout.pp * plan.pipeline_stages_per_rank
+        for plan in piped
+    ), "interleaved stages go on with as many micro-batches as ranks"
 
 
 def test_hybrid_sharding_repeats_shards_over_groups_of_whole_nodes() -> None:
@@ -254,19 +305,39 @@ def test_experts_are_spread_over_fsdp2s_ranks_where_each_gets_as_many_and_nowher
     mixtures = [plan for plan in plans(job(MIXTURE), machine()) if plan.expert_parallel > 1]
     assert {plan.zero_stage for plan in mixtures} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}
     # 3 experts on a rank leave 2 ranks with the same ones halves of each
-    assert {(plan.layout.dp, plan.expert_parallel) for plan in mixtures} == {(2, 2), (4, 2), (8, 2), (16, 2)}
+    assert {(plan.layout.dp, plan.expert_parallel) for plan in mixtures} == {
+        (2, 2),
+        (4, 2),
+        (8, 2),
+        (16, 2),
+    }
     assert not any(plan.expert_parallel > 1 for plan in plans(job(), machine()))
-    assert not any(plan.expert_parallel > 1 for plan in plans(job(MIXTURE | {"lora": {"rank": 4}}), machine()))
-    uneven = {"hf": MIXTURE["hf"] | {"num_local_experts": 2, "intermediate_size": 97, "hidden_size": 40}}
-    assert {plan.layout.dp for plan in plans(job(uneven), machine()) if plan.expert_parallel > 1} == {2, 4}
+    assert not any(
+        plan.expert_parallel > 1 for plan in plans(job(MIXTURE | {"lora": {"rank": 4}}), machine())
+    )
+    uneven = {
+        "hf": MIXTURE["hf"] | {"num_local_experts": 2, "intermediate_size": 97, "hidden_size": 40}
+    }
+    assert {
+        plan.layout.dp for plan in plans(job(uneven), machine()) if plan.expert_parallel > 1
+    } == {2, 4}
 
 
 def test_ranks_that_hold_other_experts_gather_less_and_are_given_room_for_uneven_routing() -> None:
-    spec, fields = job(MIXTURE), {"layout": ParallelLayout(dp=4), "zero_stage": ZeroStage.PARAMETERS}
+    spec, fields = (
+        job(MIXTURE),
+        {"layout": ParallelLayout(dp=4), "zero_stage": ZeroStage.PARAMETERS},
+    )
     alone, two = (plan(**fields, expert_parallel=ep) for ep in (1, 2))
     room, even = (
         estimate(
-            profile_of(spec, precision=two.precision, sequence_length=None, expert_parallel=2, uneven=uneven),
+            profile_of(
+                spec,
+                precision=two.precision,
+                sequence_length=None,
+                expert_parallel=2,
+                uneven=uneven,
+            ),
             two,
             machine(DeviceKind.VIRTUAL).device,
         ).allocated_bytes
@@ -286,9 +357,15 @@ SEVEN_B = SIZES | {
 }
 
 
-@pytest.mark.parametrize(("host", "target"), [("256GiB", OffloadTarget.CPU), ("128GiB", OffloadTarget.NVME)])
-def test_what_host_memory_cannot_hold_is_offloaded_to_files(host: str, target: OffloadTarget) -> None:
-    here = replace(machine(nodes=1, memory="24GiB", nvme_folder="/nvme"), host_memory=parse_bytes(host))
+@pytest.mark.parametrize(
+    ("host", "target"), [("256GiB", OffloadTarget.CPU), ("128GiB", OffloadTarget.NVME)]
+)
+def test_what_host_memory_cannot_hold_is_offloaded_to_files(
+    host: str, target: OffloadTarget
+) -> None:
+    here = replace(
+        machine(nodes=1, memory="24GiB", nvme_folder="/nvme"), host_memory=parse_bytes(host)
+    )
     spec = job({"decoder": SEVEN_B}, gpus=1, global_batch_size=8, precision="bf16")
     best = next(fitting(frontier(spec, here), here.device.memory, UNMEASURED))
     assert (best.plan.offload, best.plan.offload_target) == (Offload.PARAMETERS, target)
@@ -302,11 +379,15 @@ def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has(
     reasons = [why_rejected(candidate, here.device.memory, UNMEASURED) for candidate in candidates]
     assert None not in reasons
     short = [
-        candidate.host_bytes for candidate, why in zip(candidates, reasons, strict=True) if why and "host memory" in why
+        candidate.host_bytes
+        for candidate, why in zip(candidates, reasons, strict=True)
+        if why and "host memory" in why
     ]
     least = format_bytes(min(short))
     assert f"needs {least} of host memory on a node that has 128.00 GiB" in reasons
-    pinned = spec.model_copy(update={"plan": (("offload", Offload.PARAMETERS), ("offload_target", OffloadTarget.CPU))})
+    pinned = spec.model_copy(
+        update={"plan": (("offload", Offload.PARAMETERS), ("offload_target", OffloadTarget.CPU))}
+    )
     why = why_nothing_fits(pinned, here, here.device.memory, UNMEASURED).splitlines()
     assert why[0].endswith("fits 24.00 GiB of device and its node")
     assert why[1].endswith("of host memory on a node that has 128.00 GiB")
@@ -318,7 +399,12 @@ def test_a_plan_without_its_host_memory_is_refused_by_what_a_node_needs_and_has(
 def test_a_frozen_base_on_the_host_takes_its_weights_alone() -> None:
     here = replace(machine(nodes=1, memory="12GiB"), host_memory=parse_bytes("64GiB"))
     data = {"text": ["text"], "sequence_length": 2048}
-    spec = job({"hf": {"model_type": "llama", **SEVEN_B}, "lora": {"rank": 16}}, gpus=1, precision="bf16", data=data)
+    spec = job(
+        {"hf": {"model_type": "llama", **SEVEN_B}, "lora": {"rank": 16}},
+        gpus=1,
+        precision="bf16",
+        data=data,
+    )
     best = next(fitting(frontier(spec, here), here.device.memory, UNMEASURED))
     assert best.plan.offload is Offload.PARAMETERS
     bf16_bytes = 2 * 6_738_415_616
@@ -350,8 +436,13 @@ def test_the_optimizer_is_never_switched(optimizer: Optimizer) -> None:
 
 @pytest.mark.parametrize("precision", Precision)
 def test_only_fp32_is_ever_lowered(precision: Precision) -> None:
-    precisions = {plan.precision for plan in plans(job(precision=precision, degrade={"allow": "numeric"}), machine())}
-    assert precisions == ({Precision.FP32, Precision.BF16} if precision is Precision.FP32 else {precision})
+    precisions = {
+        plan.precision
+        for plan in plans(job(precision=precision, degrade={"allow": "numeric"}), machine())
+    }
+    assert precisions == (
+        {Precision.FP32, Precision.BF16} if precision is Precision.FP32 else {precision}
+    )
 
 
 def test_a_device_without_bf16_is_offered_fp16_instead_and_refuses_jobs_that_say_bf16() -> None:
@@ -367,23 +458,37 @@ def test_a_base_of_four_bits_is_refused_on_virtual_devices() -> None:
     spec = job(LLAMA | {"lora": {"quantise_base": True}})
     with pytest.raises(SpecError, match="CUDA"):
         frontier(spec, machine(DeviceKind.VIRTUAL))
-    assert {(plan.engine, plan.zero_stage) for plan in plans(spec, machine())} == {(Engine.TORCH, ZeroStage.NONE)}
+    assert {(plan.engine, plan.zero_stage) for plan in plans(spec, machine())} == {
+        (Engine.TORCH, ZeroStage.NONE)
+    }
 
 
-def test_moments_in_8_bits_are_offered_as_a_numeric_change_on_every_layout_of_the_torch_engine() -> None:
+def test_moments_in_8_bits_are_offered_as_a_numeric_change_on_every_layout_of_the_torch_engine() -> (
+    None
+):
     allowed = job(degrade={"allow": "numeric"})
     for hardware in (machine(), machine(DeviceKind.VIRTUAL)):
         assert {plan.optimizer for plan in plans(job(), hardware)} == {Optimizer.ADAMW}
         legal_plans = list(plans(allowed, hardware))
         assert {plan.optimizer for plan in legal_plans} == {Optimizer.ADAMW, Optimizer.ADAMW_8BIT}
-        in_8_bits = [plan for plan in legal_plans if plan.optimizer is Optimizer.ADAMW_8BIT and not is_rounded(plan)]
-        of_torch = [plan for plan in legal_plans if plan.engine is Engine.TORCH and plan.offload is Offload.NONE]
+        in_8_bits = [
+            plan
+            for plan in legal_plans
+            if plan.optimizer is Optimizer.ADAMW_8BIT and not is_rounded(plan)
+        ]
+        of_torch = [
+            plan
+            for plan in legal_plans
+            if plan.engine is Engine.TORCH and plan.offload is Offload.NONE
+        ]
         in_32_bits = {plan for plan in of_torch if plan.optimizer is Optimizer.ADAMW}
         assert {replace(plan, optimizer=Optimizer.ADAMW) for plan in in_8_bits} == in_32_bits
     eight_bit = job(training={"optimizer": "adamw_8bit"})
     assert {plan.optimizer for plan in plans(eight_bit, machine())} == {Optimizer.ADAMW_8BIT}
     chosen = job(training={"optimizer": "sgd"}, degrade={"allow": "numeric"})
-    assert {plan.optimizer for plan in plans(chosen, machine())} == {Optimizer.SGD}, "another rule is another training"
+    assert {plan.optimizer for plan in plans(chosen, machine())} == {Optimizer.SGD}, (
+        "another rule is another training"
+    )
 
 
 def test_master_weights_in_bf16_are_offered_beside_8_bit_moments_as_a_numeric_change() -> None:
@@ -391,9 +496,13 @@ def test_master_weights_in_bf16_are_offered_beside_8_bit_moments_as_a_numeric_ch
     legal_plans = list(plans(allowed, machine()))
     rounded = {plan for plan in legal_plans if is_rounded(plan)}
     beside = {
-        plan for plan in legal_plans if (plan.optimizer, plan.precision) == (Optimizer.ADAMW_8BIT, Precision.BF16)
+        plan
+        for plan in legal_plans
+        if (plan.optimizer, plan.precision) == (Optimizer.ADAMW_8BIT, Precision.BF16)
     }
-    assert {replace(plan, master_weights=MasterWeights.FP32) for plan in rounded} == beside - rounded
+    assert {
+        replace(plan, master_weights=MasterWeights.FP32) for plan in rounded
+    } == beside - rounded
     assert not any(map(is_rounded, plans(job(), machine())))
     adapted = job(LLAMA | {"lora": {}}, degrade={"allow": "numeric"})
     assert not any(map(is_rounded, plans(adapted, machine()))), "what is trained is little"
@@ -421,19 +530,27 @@ def test_batch_norm_keeps_its_samples_in_every_plan(together: bool) -> None:
     spec = job({"factory": "model.py:make"}, profile=CLOSED, training=training)
     legal_plans = list(plans(spec, machine()))
     assert {plan.layout.dp for plan in legal_plans} > {1, 2}
-    assert {plan.micro_batch_size * (plan.layout.dp if together else 1) for plan in legal_plans} == {8}
+    assert {
+        plan.micro_batch_size * (plan.layout.dp if together else 1) for plan in legal_plans
+    } == {8}
     with pytest.raises(SpecError) as refused:
-        frontier(job({"factory": "model.py:make"}, profile=CLOSED, training={"batch_norm_samples": 7}), machine())
+        frontier(
+            job({"factory": "model.py:make"}, profile=CLOSED, training={"batch_norm_samples": 7}),
+            machine(),
+        )
     assert refused.value.path == "training.batch_norm_samples"
 
 
-def test_batch_norm_without_a_number_of_samples_has_only_plans_that_take_the_global_batch_at_once() -> None:
+def test_batch_norm_without_a_number_of_samples_has_only_plans_that_take_the_global_batch_at_once() -> (
+    None
+):
     whole = Plan(engine=Engine.TORCH, micro_batch_size=32)
     profile = replace(profile_for(job(), machine(), whole), has_batch_norm=True)
     traced = TracedProfile(sequence_length=128, autocast=False, profile=profile)
     spec = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
     cuts = {
-        (plan.world_size, plan.gradient_accumulation_steps, plan.micro_batch_size) for plan in plans(spec, machine())
+        (plan.world_size, plan.gradient_accumulation_steps, plan.micro_batch_size)
+        for plan in plans(spec, machine())
     }
     assert cuts == {(1, 1, spec.global_batch_size)}
     with pytest.raises(SpecError) as refused:
@@ -445,13 +562,19 @@ def test_selective_checkpointing_is_offered_where_its_memory_is_known() -> None:
     factory = {"factory": "model.py:make"}
     none, selective, full = ActivationCheckpointing
     profile = CLOSED | {"selective_per_sample": "32MiB"}
-    assert {plan.activation_checkpointing for plan in plans(job(factory, profile=CLOSED), machine())} == {none, full}
-    assert selective in {plan.activation_checkpointing for plan in plans(job(factory, profile=profile), machine())}
+    assert {
+        plan.activation_checkpointing for plan in plans(job(factory, profile=CLOSED), machine())
+    } == {none, full}
+    assert selective in {
+        plan.activation_checkpointing for plan in plans(job(factory, profile=profile), machine())
+    }
 
 
 def peak(candidate: Plan, spec: JobSpec | None = None) -> int:
     here = machine(DeviceKind.VIRTUAL)
-    return estimate(profile_for(spec or job(), here, candidate), candidate, here.device).allocated_bytes
+    return estimate(
+        profile_for(spec or job(), here, candidate), candidate, here.device
+    ).allocated_bytes
 
 
 def test_more_recomputation_and_more_cutting_never_need_more_memory() -> None:
@@ -459,11 +582,16 @@ def test_more_recomputation_and_more_cutting_never_need_more_memory() -> None:
         peak(plan(micro_batch_size=16, activation_checkpointing=m)) for m in ActivationCheckpointing
     )
     assert full < selective < none
-    whole, cut_once, cut_twice = (peak(plan(micro_batch_size=16, layout=ParallelLayout(tp=tp))) for tp in (1, 2, 4))
+    whole, cut_once, cut_twice = (
+        peak(plan(micro_batch_size=16, layout=ParallelLayout(tp=tp))) for tp in (1, 2, 4)
+    )
     assert cut_twice < cut_once < whole
     assert peak(plan(layout=ParallelLayout(pp=2))) < peak(plan())
     two = ParallelLayout(dp=2)
-    stages = [peak(plan(layout=two, zero_stage=stage)) for stage in (ZeroStage.PARAMETERS, ZeroStage.GRADIENTS)]
+    stages = [
+        peak(plan(layout=two, zero_stage=stage))
+        for stage in (ZeroStage.PARAMETERS, ZeroStage.GRADIENTS)
+    ]
     assert stages[0] < stages[1] < peak(plan(layout=two))
 
 
@@ -475,7 +603,8 @@ def test_optimizer_states_are_as_large_as_the_rule_keeps_them() -> None:
 def test_idle_time_of_a_pipeline_falls_with_more_micro_batches_and_more_stages_a_rank() -> None:
     here = machine()
     large = job(
-        {"decoder": {key: 16 * size for key, size in SIZES.items()}}, data={"text": ["t"], "sequence_length": 4096}
+        {"decoder": {key: 16 * size for key, size in SIZES.items()}},
+        data={"text": ["t"], "sequence_length": 4096},
     )
 
     def seconds(micro: int, stages_per_rank: int) -> float:
@@ -494,7 +623,9 @@ def test_idle_time_of_a_pipeline_falls_with_more_micro_batches_and_more_stages_a
 def test_hybrid_sharding_is_faster_than_sharding_over_a_slow_network() -> None:
     large = job({"decoder": {key: 8 * size for key, size in SIZES.items()}})
     here = replace(machine(), network_bandwidth=1_000_000_000)
-    over_all = plan(layout=ParallelLayout(dp=16), zero_stage=ZeroStage.PARAMETERS, gradient_accumulation_steps=2)
+    over_all = plan(
+        layout=ParallelLayout(dp=16), zero_stage=ZeroStage.PARAMETERS, gradient_accumulation_steps=2
+    )
     hybrid = replace(over_all, dp_replicate=2)
     seconds = [step_s(profile_for(large, here, plan), plan, here) for plan in (hybrid, over_all)]
     assert seconds[0] < seconds[1]
@@ -517,7 +648,9 @@ def test_a_model_too_large_for_its_activations_on_one_device_is_cut() -> None:
 def test_selective_checkpointing_under_zero_3_of_deepspeed_is_for_recipes_that_do_not_take_turns(
     turns: tuple[int, ...],
 ) -> None:
-    profile = replace(profile_for(job(), machine(), Plan(engine=Engine.TORCH, micro_batch_size=32)), turns=turns)
+    profile = replace(
+        profile_for(job(), machine(), Plan(engine=Engine.TORCH, micro_batch_size=32)), turns=turns
+    )
     traced = TracedProfile(sequence_length=128, autocast=False, profile=profile)
     model = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
     selective = {
@@ -526,7 +659,10 @@ def test_selective_checkpointing_under_zero_3_of_deepspeed_is_for_recipes_that_d
         if plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE
     }
     assert ((Engine.DEEPSPEED, ZeroStage.PARAMETERS) in selective) == (not turns)
-    assert {(Engine.DEEPSPEED, ZeroStage.GRADIENTS), (Engine.TORCH, ZeroStage.PARAMETERS)} <= selective
+    assert {
+        (Engine.DEEPSPEED, ZeroStage.GRADIENTS),
+        (Engine.TORCH, ZeroStage.PARAMETERS),
+    } <= selective
 
 
 UNCLIPPED = {"training": {"clip_norm": None}}
@@ -544,7 +680,9 @@ def test_updates_in_the_backward_pass_are_offered_where_no_other_gradient_is_wai
     }
 
 
-def test_a_job_that_clips_has_no_updates_in_the_backward_pass_and_one_that_pins_them_is_told_why() -> None:
+def test_a_job_that_clips_has_no_updates_in_the_backward_pass_and_one_that_pins_them_is_told_why() -> (
+    None
+):
     assert not [plan for plan in plans(job(), machine()) if plan.optimizer_in_backward]
     with pytest.raises(ValueError, match=r"clips by the norm of all gradients[^}]*clip_norm: null"):
         job(plan={"optimizer_in_backward": True})
@@ -554,7 +692,10 @@ def test_an_update_in_the_backward_pass_is_on_the_frontier_slower_and_needs_less
     candidates = frontier(job(gpus=1, global_batch_size=2, **UNCLIPPED), machine()).candidates
     by_plan = {candidate.plan: candidate for candidate in candidates}
     inside = [candidate for candidate in candidates if candidate.plan.optimizer_in_backward]
-    pairs = [(by_plan.get(replace(candidate.plan, optimizer_in_backward=False)), candidate) for candidate in inside]
+    pairs = [
+        (by_plan.get(replace(candidate.plan, optimizer_in_backward=False)), candidate)
+        for candidate in inside
+    ]
     both = [(plain, less) for plain, less in pairs if plain is not None]
     assert both
     for plain, less in both:

@@ -33,10 +33,20 @@ from orchestrator.specs.plan import Plan
 
 def every_plan() -> list[Plan]:
     """Return legal plans on eight devices that differ in engine, sharding, layout, offload, recomputation and batch."""
-    layouts = [ParallelLayout(dp=8), ParallelLayout(dp=4, tp=2), ParallelLayout(dp=4, pp=2), ParallelLayout(dp=4, cp=2)]
+    layouts = [
+        ParallelLayout(dp=8),
+        ParallelLayout(dp=4, tp=2),
+        ParallelLayout(dp=4, pp=2),
+        ParallelLayout(dp=4, cp=2),
+    ]
     plans = []
     for engine, layout, stage, offload, mode, micro in product(
-        (Engine.TORCH, Engine.DEEPSPEED), layouts, ZeroStage, Offload, ActivationCheckpointing, (1, 4)
+        (Engine.TORCH, Engine.DEEPSPEED),
+        layouts,
+        ZeroStage,
+        Offload,
+        ActivationCheckpointing,
+        (1, 4),
     ):
         try:
             plans.append(
@@ -58,7 +68,9 @@ def every_plan() -> list[Plan]:
 
 PLANS = every_plan()
 choices = st.lists(
-    st.builds(Choice, st.sampled_from(PLANS), st.floats(1.0, 1.5), st.floats(0.1, 1.0), st.just(False)),
+    st.builds(
+        Choice, st.sampled_from(PLANS), st.floats(1.0, 1.5), st.floats(0.1, 1.0), st.just(False)
+    ),
     min_size=1,
     max_size=12,
     unique_by=lambda choice: choice.plan,
@@ -66,13 +78,17 @@ choices = st.lists(
 
 
 @given(choices)
-def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_their_ratio(drawn: list[Choice]) -> None:
+def test_what_is_taken_is_never_slower_than_the_fastest_beyond_the_error_of_their_ratio(
+    drawn: list[Choice],
+) -> None:
     taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
     assert math.log(taken.seconds / fastest.seconds) <= SPREAD_MAX + 1e-9
 
 
 @given(choices)
-def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_taken(drawn: list[Choice]) -> None:
+def test_nothing_within_the_error_of_the_fastest_is_trusted_more_than_what_is_taken(
+    drawn: list[Choice],
+) -> None:
     taken, fastest = drawn[Rule().choose(drawn)], min(drawn, key=lambda choice: choice.seconds)
     for choice in drawn:
         if math.log(choice.seconds / fastest.seconds) < ratio_spread(choice.plan, fastest.plan):
@@ -121,14 +137,22 @@ def test_who_wants_the_fastest_plan_gets_it(drawn: list[Choice]) -> None:
 @given(choices)
 def test_across_nodes_only_plans_of_the_fastest_ones_kind_are_near(drawn: list[Choice]) -> None:
     crossing = [choice._replace(crosses_nodes=True) for choice in drawn]
-    taken, fastest = crossing[Rule().choose(crossing)], min(crossing, key=lambda choice: choice.seconds)
+    taken, fastest = (
+        crossing[Rule().choose(crossing)],
+        min(crossing, key=lambda choice: choice.seconds),
+    )
     assert kind(taken.plan) == kind(fastest.plan) or taken.seconds == fastest.seconds
 
 
 @given(st.lists(st.floats(1.0, 100.0), min_size=1, max_size=6))
-def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(seconds: list[float]) -> None:
+def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(
+    seconds: list[float],
+) -> None:
     widths = [
-        Choice(Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2**index), micro_batch_size=1), choice_s)
+        Choice(
+            Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2**index), micro_batch_size=1),
+            choice_s,
+        )
         for index, choice_s in enumerate(seconds)
     ]
     indices = Rule().widths(widths)
@@ -139,6 +163,10 @@ def test_more_devices_are_kept_where_they_gain_more_than_half_of_the_error(secon
 
 
 @pytest.mark.parametrize("plan", PLANS[:40], ids=str)
-def test_the_error_of_a_ratio_is_the_same_both_ways_and_within_what_was_measured(plan: Plan) -> None:
+def test_the_error_of_a_ratio_is_the_same_both_ways_and_within_what_was_measured(
+    plan: Plan,
+) -> None:
     for other in PLANS[::7]:
-        assert ratio_spread(plan, other) == ratio_spread(other, plan) <= max(OTHER_SPREAD, SPREAD_MAX)
+        assert (
+            ratio_spread(plan, other) == ratio_spread(other, plan) <= max(OTHER_SPREAD, SPREAD_MAX)
+        )

@@ -24,7 +24,7 @@ from orchestrator.planning.trust import trust
 from orchestrator.scheduling.base.shape import shape_of
 from orchestrator.scheduling.failures.degrade import bytes_per_parameter
 from orchestrator.specs.choices import Engine, Precision, ZeroStage
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.engines import ENGINES
 from orchestrator.specs.job.model import DataSpec, ModelSpec
 from orchestrator.specs.plan import Plan
@@ -38,7 +38,10 @@ from tests.planning.test_search import SCRIPT, SIZES, job, machine
 from tests.scheduling.factories import DEVICE, observation
 from tests.training.gang import DECODER, TRAINING
 
-MODEL_JOB, SCRIPT_JOB = job({"model": {"decoder": SIZES}}, 4, (1, 0), "exact"), job(SCRIPT, 4, (1, 0), "exact")
+MODEL_JOB, SCRIPT_JOB = (
+    job({"model": {"decoder": SIZES}}, 4, (1, 0), "exact"),
+    job(SCRIPT, 4, (1, 0), "exact"),
+)
 MACHINE = machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False)
 PLAN = Plan(engine=Engine.TORCH, precision=Precision.BF16, micro_batch_size=4, sequence_length=128)
 PROFILE = profile_for(MODEL_JOB, MACHINE, PLAN)
@@ -49,25 +52,35 @@ NOTHING: Any = None  # what is not looked at before the refusal
 def loop(plan: Plan) -> object:
     model, data = ModelSpec(decoder=DECODER), DataSpec(text=("text",))
     folders = {"job_folder": "", "attempt_folder": ""}
-    run = TrainingRun(model=model, data=data, training=TRAINING, plan=plan, epoch=1, device="cpu", **folders)
+    run = TrainingRun(
+        model=model, data=data, training=TRAINING, plan=plan, epoch=1, device="cpu", **folders
+    )
     return build._engine(NOTHING, run, NOTHING, torch.device("cpu"), None)
 
 
 Reader = Callable[[Plan], object]
-FORMULAS: dict[str, Reader] = {  # which follow from the kind of mechanics, and not from what it states
+FORMULAS: dict[
+    str, Reader
+] = {  # which follow from the kind of mechanics, and not from what it states
     "bytes": lambda plan: estimate(PROFILE, plan, MACHINE.device),
     "seconds": lambda plan: step_s(PROFILE, plan, MACHINE),
     "words": in_short,
     "trust": trust,
-    "accelerate's file": lambda plan: accelerate_config(SCRIPT_JOB.knobs, plan, deepspeed_config_path=None),
+    "accelerate's file": lambda plan: accelerate_config(
+        SCRIPT_JOB.knobs, plan, deepspeed_config_path=None
+    ),
     "DeepSpeed's file": lambda plan: deepspeed_config(plan, clip_norm=None),
-    "wrapped model": lambda plan: torch_engine._wrap(NOTHING, NOTHING, plan, NOTHING, NOTHING, None),
+    "wrapped model": lambda plan: torch_engine._wrap(
+        NOTHING, NOTHING, plan, NOTHING, NOTHING, None
+    ),
 }
 STATEMENTS: dict[str, Reader] = {
     "overhead": supposed_overhead_bytes,
     "casts": autocasts,
     "bytes after an out-of-memory failure": bytes_per_parameter,
-    "calibration": lambda plan: calibration([observation(plan=plan, step_ratio=1.0)], device=DEVICE.name, family="lm"),
+    "calibration": lambda plan: calibration(
+        [observation(plan=plan, step_ratio=1.0)], device=DEVICE.name, family="lm"
+    ),
 }
 ENUMERATIONS: dict[str, Reader] = {
     "search of a model": lambda _: [*plans(MODEL_JOB, MACHINE)],
@@ -76,7 +89,9 @@ ENUMERATIONS: dict[str, Reader] = {
 ROWS: dict[str, Reader] = {
     "legality": lambda plan: replace(plan, micro_batch_size=2),
     "width of gradients": exchanged_bytes,
-    "order": lambda plan: pareto([Timed(plan, 1.0, 1, 0.0), Timed(plan, 2.0, 1, 0.0)], lambda _: ESTIMATE, inf),
+    "order": lambda plan: pareto(
+        [Timed(plan, 1.0, 1, 0.0), Timed(plan, 2.0, 1, 0.0)], lambda _: ESTIMATE, inf
+    ),
     "shape on nodes": lambda plan: shape_of(plan, 8, 1),
     "script's command": lambda plan: script_command(
         SCRIPT_JOB, plan, output_dir="", resume_from=None, deepspeed_config_path=None
@@ -117,13 +132,17 @@ def test_every_engine_has_a_row() -> None:
     assert set(ENGINES) == set(Engine)
 
 
-@pytest.mark.parametrize("read", [*(FORMULAS | STATEMENTS | ENUMERATIONS | ROWS).items()], ids=lambda pair: pair[0])
+@pytest.mark.parametrize(
+    "read", [*(FORMULAS | STATEMENTS | ENUMERATIONS | ROWS).items()], ids=lambda pair: pair[0]
+)
 def test_an_engine_without_a_row_is_refused(plan: Plan, read: tuple[str, Reader]) -> None:
     with pytest.raises(AssertionError, match="invented"):
         read[1](plan)
 
 
-@pytest.mark.parametrize("read", [*(FORMULAS | STATEMENTS | ENUMERATIONS).items()], ids=lambda pair: pair[0])
+@pytest.mark.parametrize(
+    "read", [*(FORMULAS | STATEMENTS | ENUMERATIONS).items()], ids=lambda pair: pair[0]
+)
 def test_an_engine_without_mechanics_is_refused(
     plan: Plan, read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,14 +152,18 @@ def test_an_engine_without_mechanics_is_refused(
 
 
 @pytest.mark.parametrize("read", [*FORMULAS.items()], ids=lambda pair: pair[0])
-def test_mechanics_that_no_formula_knows_are_refused(read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mechanics_that_no_formula_knows_are_refused(
+    read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PlanFields, "mechanics", Invented())
     with pytest.raises(AssertionError, match="Invented"):
         read[1](PLAN)
 
 
 @pytest.mark.parametrize("read", [*(FORMULAS | STATEMENTS).items()], ids=lambda pair: pair[0])
-def test_mechanics_that_state_nothing_are_refused(read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mechanics_that_state_nothing_are_refused(
+    read: tuple[str, Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PlanFields, "mechanics", Silent())
     with pytest.raises((AssertionError, AttributeError), match="Silent"):
         read[1](PLAN)

@@ -14,7 +14,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.ways_out import Unfit, WayOut, adapters, missing_knobs, ways_out
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.server.intake import read_job, read_overrides
+from orchestrator.service.intake.intake import read_job, read_overrides
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -51,7 +51,9 @@ def retyped(file: Path, way: WayOut) -> JobSpec:
         ("parler_tts/parler_tts_mini.yaml", "rtx3060"),
     ],
 )
-def test_each_project_has_a_way_out_on_its_users_cards_that_fits_as_it_is_offered(name: str, card: str) -> None:
+def test_each_project_has_a_way_out_on_its_users_cards_that_fits_as_it_is_offered(
+    name: str, card: str
+) -> None:
     file, hardware = JOBS / name, cards(card)
     spec = read_job(file, to_run=False)
     assert not fits(spec, hardware)
@@ -108,10 +110,18 @@ def test_a_script_is_told_its_missing_levers_and_the_job_of_our_engines_that_fit
         assert not way.settings, "no `--set` makes another job of it"
 
 
-def test_adapters_are_left_out_where_the_model_cannot_be_traced_and_where_there_is_none_of_transformers() -> None:
+def test_adapters_are_left_out_where_the_model_cannot_be_traced_and_where_there_is_none_of_transformers() -> (
+    None
+):
     def refuse(adapted: JobSpec) -> JobSpec:
         raise SpecError("no trace of it", path=adapted.name)
 
-    spec, hardware = read_job(JOBS / "orpheus_tts/finetune_3b.yaml", to_run=False), cards("a100-40gb")
+    spec, hardware = (
+        read_job(JOBS / "orpheus_tts/finetune_3b.yaml", to_run=False),
+        cards("a100-40gb"),
+    )
     assert list(adapters(Unfit(spec, hardware, hardware.device.memory, UNMEASURED), refuse)) == []
-    assert list(adapters(Unfit(decoder_job(), machine(), 1, UNMEASURED), lambda adapted: adapted)) == []
+    assert (
+        list(adapters(Unfit(decoder_job(), machine(), 1, UNMEASURED), lambda adapted: adapted))
+        == []
+    )

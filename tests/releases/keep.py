@@ -38,7 +38,17 @@ def main() -> None:
     folder = Path(__file__).with_name(version("orchestrator"))
     if folder.exists():
         sys.exit(f"{folder.name} is kept already: a later version adds its own")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", "build", "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        "build",
+        ".",
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     folder.mkdir()
     with tempfile.TemporaryDirectory() as temporary:
@@ -92,9 +102,14 @@ def read_journal(path: Path) -> dict[str, Any]:
         journal.read_all()
         backend = SimulatedBackend(CLUSTER, seed=3, hazards={}, repeat_chance=0.0)
         controller = Controller(journal, backend, backend.now)
-        live = {job.id: [job.status.value, len(job.attempts)] for job in controller.state.jobs.values()}
+        live = {
+            job.id: [job.status.value, len(job.attempts)] for job in controller.state.jobs.values()
+        }
         ended = {job.id: [job.status.value, len(job.attempts)] for job in controller.ended(1000)}
-        users = [[user.name, user.role.value] for user in Accounts(journal.database.transaction, backend.now).users()]
+        users = [
+            [user.name, user.role.value]
+            for user in Accounts(journal.database.transaction, backend.now).users()
+        ]
         return {
             "live": live,
             "ended": ended,

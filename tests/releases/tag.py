@@ -52,9 +52,14 @@ def list_problems_of_changelog(root: Path, version: str, today: date) -> list[st
     unreleased = sections.pop("Unreleased", ("", ""))[1]
     problems = []
     if unreleased.strip():
-        problems.append("CHANGELOG.md has changes under [Unreleased]: move them to the version's section")
+        problems.append(
+            "CHANGELOG.md has changes under [Unreleased]: move them to the version's section"
+        )
     if next(iter(sections), None) != version:
-        return [*problems, f"CHANGELOG.md: its first version is not [{version}]: write that section"]
+        return [
+            *problems,
+            f"CHANGELOG.md: its first version is not [{version}]: write that section",
+        ]
     day, text = sections[version]
     if not text.strip():
         problems.append(f"CHANGELOG.md: [{version}] says nothing")
@@ -62,7 +67,9 @@ def list_problems_of_changelog(root: Path, version: str, today: date) -> list[st
         if date.fromisoformat(day) > today:
             problems.append(f"CHANGELOG.md: [{version}] is dated {day}, which is to come")
     except ValueError:
-        problems.append(f"CHANGELOG.md: [{version}] has date {day!r}; write 'YYYY-MM-DD' after a hyphen")
+        problems.append(
+            f"CHANGELOG.md: [{version}] has date {day!r}; write 'YYYY-MM-DD' after a hyphen"
+        )
     return problems
 
 
@@ -86,7 +93,9 @@ def read_sections(root: Path) -> dict[str, tuple[str, str]]:
 
 
 def run_git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
 
 
 if __name__ == "__main__":

@@ -77,10 +77,16 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "'1.2.0rc1'": lambda root: replace_in(root, "pyproject.toml", "1.2.0", "1.2.0rc1"),
     "is not after v1.10.0": lambda root: tag.run_git(root, "tag", "v1.10.0"),
     "tests.releases.keep": remove_journal,
-    "under [Unreleased]": lambda root: replace_in(root, "CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n- A roof.\n"),
-    "is not [1.2.0]": lambda root: replace_in(root, "CHANGELOG.md", "## [1.2.0] - 2026-11-29\n", ""),
+    "under [Unreleased]": lambda root: replace_in(
+        root, "CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n- A roof.\n"
+    ),
+    "is not [1.2.0]": lambda root: replace_in(
+        root, "CHANGELOG.md", "## [1.2.0] - 2026-11-29\n", ""
+    ),
     "says nothing": lambda root: replace_in(root, "CHANGELOG.md", "### Added\n\n- A door.\n", ""),
-    "2026-11-30, which is to come": lambda root: replace_in(root, "CHANGELOG.md", "2026-11-29", "2026-11-30"),
+    "2026-11-30, which is to come": lambda root: replace_in(
+        root, "CHANGELOG.md", "2026-11-29", "2026-11-30"
+    ),
     "has date ''": lambda root: replace_in(root, "CHANGELOG.md", " - 2026-11-29", ""),
 }
 
@@ -92,7 +98,9 @@ def test_a_release_that_lacks_anything_is_not_tagged(ready: Path, reason: str) -
     assert [reason in problem for problem in problems].count(True) == 1, problems
 
 
-def test_the_command_of_a_release_says_why_it_makes_no_tag(monkeypatch: pytest.MonkeyPatch, ready: Path) -> None:
+def test_the_command_of_a_release_says_why_it_makes_no_tag(
+    monkeypatch: pytest.MonkeyPatch, ready: Path
+) -> None:
     monkeypatch.setattr(tag, "ROOT", ready)
     (ready / "new.py").write_text("")
     with pytest.raises(SystemExit, match=r"no tag was made:\n- the tree has changes"):

@@ -12,9 +12,12 @@ REPORTED: list[dict[str, Any]] = yaml.safe_load((_HERE / "reported.yaml").read_t
 ORDINARY: list[dict[str, str]] = yaml.safe_load((_HERE / "ordinary.yaml").read_text())
 _SHARED = Path(__file__).parents[3] / "shared" / "reference"  # optional
 REAL_LOGS = _SHARED / "failures"  # whole logs
-STRANGERS = _SHARED / "strangers" / "logs.yaml"  # ends of programs of others, with the kinds that an operator accepts
+# ends of programs of others, with the kinds that an operator accepts
+STRANGERS = _SHARED / "strangers" / "logs.yaml"
 
 
 def names() -> list[str]:
     """Return a distinct name for each reported failure."""
-    return [f"{number}-{report['from'].partition(',')[0]}" for number, report in enumerate(REPORTED)]
+    return [
+        f"{number}-{report['from'].partition(',')[0]}" for number, report in enumerate(REPORTED)
+    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from orchestrator.specs.attempt import Attempt, NodeDevices
 from orchestrator.specs.choices import Engine
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
+from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -38,7 +39,11 @@ def node(name: str = "local", devices: int = 2, free_bytes: int = 256 * MIB) -> 
 def decoder_spec(**changes: object) -> JobSpec:
     """A decoder of 3.4 M parameters that fits one 256 MiB device."""
     decoder = DecoderSpec(
-        vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
     )
     fields: dict[str, object] = {
         "name": "lm",
@@ -51,7 +56,11 @@ def decoder_spec(**changes: object) -> JobSpec:
 
 
 def script_spec(**changes: object) -> JobSpec:
-    fields: dict[str, object] = {"name": "script", "global_batch_size": 32, "command": "python train.py --epochs 3"}
+    fields: dict[str, object] = {
+        "name": "script",
+        "global_batch_size": 32,
+        "command": "python train.py --epochs 3",
+    }
     return JobSpec(**{**fields, **changes})  # type: ignore[arg-type]
 
 

@@ -21,7 +21,10 @@ GENERAL_LAWS = (*laws_of_attempts.LAWS, *laws_of_moves.LAWS, *laws_of_turns.LAWS
 
 
 def violations(
-    transitions: Sequence[Transition], processes: Mapping[str, Process] | None = None, *, complete: bool = False
+    transitions: Sequence[Transition],
+    processes: Mapping[str, Process] | None = None,
+    *,
+    complete: bool = False,
 ) -> list[str]:
     """Return each breach of a law once.
 
@@ -33,8 +36,15 @@ def violations(
         for law in (*GENERAL_LAWS, *laws_of_policies.LAWS[transition.after.policy.order])
         for breach in law(transition)
     ]
-    launches = Counter(action.attempt.name for t in transitions for action in t.actions if isinstance(action, Launch))
-    breaches += [f"{name} was launched {count} times" for name, count in launches.items() if count > 1]
+    launches = Counter(
+        action.attempt.name
+        for t in transitions
+        for action in t.actions
+        if isinstance(action, Launch)
+    )
+    breaches += [
+        f"{name} was launched {count} times" for name, count in launches.items() if count > 1
+    ]
     if transitions:
         last = transitions[-1].after
         breaches += [breach for job in last.jobs.values() for breach in _budgets(job)]
@@ -48,7 +58,9 @@ def _budgets(job: Job) -> Iterator[str]:
     """Each budget bounds its own retries."""
     real = [attempt for attempt in job.attempts if not attempt.probe]
     kinds = [attempt.failure.kind for attempt in real if attempt.failure]
-    retried = Counter(BUDGET_OF[kind] for kind in kinds[: max(0, len(real) - 1)] if kind in BUDGET_OF)
+    retried = Counter(
+        BUDGET_OF[kind] for kind in kinds[: max(0, len(real) - 1)] if kind in BUDGET_OF
+    )
     for budget, count in retried.items():
         if count > getattr(job.spec.retries, budget):
             yield f"{job.id} was tried again {count} times on retries.{budget}={getattr(job.spec.retries, budget)}"
@@ -57,7 +69,9 @@ def _budgets(job: Job) -> Iterator[str]:
 def _usage(transitions: Sequence[Transition]) -> Iterator[str]:
     """Everybody has used what the attempts of their jobs held, from launch to release, less what is forgotten."""
     policy = transitions[-1].after.policy
-    if not policy.is_shared or any(t.after.policy != policy for t in transitions if any(attempts(t.after))):
+    if not policy.is_shared or any(
+        t.after.policy != policy for t in transitions if any(attempts(t.after))
+    ):
         return
     spans: dict[str, list[Any]] = {}  # user, devices, from, to
     for t in transitions:
@@ -73,7 +87,9 @@ def _usage(transitions: Sequence[Transition]) -> Iterator[str]:
         device_s[user] += count * life_s * (exp(-ages_s[0] / life_s) - exp(-ages_s[1] / life_s))
     used = used_s(transitions[-1].state, transitions[-1].state.jobs.values())
     for user in {*device_s, *used}:
-        if abs(device_s[user] - used.get(user, 0.0)) > 1e-6 * device_s[user] + FORGOTTEN_DEVICE_S * len(spans):
+        if abs(device_s[user] - used.get(user, 0.0)) > 1e-6 * device_s[
+            user
+        ] + FORGOTTEN_DEVICE_S * len(spans):
             yield f"{user or 'nobody'} is said to have used {used.get(user)} device-seconds, and held {device_s[user]}"
 
 
@@ -91,23 +107,32 @@ def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
     for name, process in processes.items():
         for device in process.devices:
             earlier = last_on.get(device)
-            if earlier and (earlier.released_at_s is None or earlier.released_at_s > process.launched_at_s):
+            if earlier and (
+                earlier.released_at_s is None or earlier.released_at_s > process.launched_at_s
+            ):
                 yield f"{name} began on {device[0]}:{device[1]} before {earlier.attempt.name} had left it"
             last_on[device] = process
     for name, process in processes.items():
         for node in (node for node in state.declared if node.name in process.nodes):
             for start_s, end_s in node.maintenance:
-                if process.launched_at_s < end_s and (process.ended_at_s is None or process.ended_at_s > start_s):
+                if process.launched_at_s < end_s and (
+                    process.ended_at_s is None or process.ended_at_s > start_s
+                ):
                     yield f"{name} ran on {node.name} in its maintenance"
     for attempt in attempts(state):
         process = processes.get(attempt.name)
         if process is not None and attempt.status is AttemptStatus.ENDED:
             believed = attempt.failure.kind if attempt.failure else None
             stopped_kinds = (FailureKind.MOVED, FailureKind.TIME_LIMIT, FailureKind.PROBED)
-            if believed in stopped_kinds and attempt.moved_for and process.ending is FailureKind.CANCELLED:
+            if (
+                believed in stopped_kinds
+                and attempt.moved_for
+                and process.ending is FailureKind.CANCELLED
+            ):
                 believed = FailureKind.CANCELLED  # the world knows no reasons
             if believed is FailureKind.UNKNOWN and process.ending is FailureKind.USER_ERROR:
-                believed = FailureKind.USER_ERROR  # a mistake within training is one when it comes back
+                # a mistake within training is one when it comes back
+                believed = FailureKind.USER_ERROR
             if believed is not process.ending:
                 yield f"{attempt.name} ended by {process.ending or 'success'} but is taken for {believed or 'success'}"
     if processes:

@@ -14,7 +14,8 @@ from orchestrator.specs.events import CancelRequested, Finished, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
-# Said once more, on purpose: which budget pays for which failure. What is not in GOES_ON is never tried again.
+# Said once more, on purpose: which budget pays for which failure. What is not in GOES_ON is never
+# tried again.
 BUDGET_OF = {
     FailureKind.DEVICE_OOM: "oom",
     FailureKind.HOST_OOM: "oom",
@@ -30,7 +31,11 @@ BUDGET_OF = {
 MOVED = FailureKind.MOVED
 
 
-GOES_ON = (*BUDGET_OF, MOVED, *(kind for kind in FailureKind if kind.shortage))  # the others cost no budget
+GOES_ON = (
+    *BUDGET_OF,
+    MOVED,
+    *(kind for kind in FailureKind if kind.shortage),
+)  # the others cost no budget
 
 
 OUT_OF_MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
@@ -41,7 +46,9 @@ def _final_ends(t: Transition) -> Iterator[str]:
         after = t.after.jobs.get(job.id)
         if after is None:
             yield f"{job.id} was lost"
-        elif job.status.ended and (after.status is not job.status or len(after.attempts) != len(job.attempts)):
+        elif job.status.ended and (
+            after.status is not job.status or len(after.attempts) != len(job.attempts)
+        ):
             yield f"{job.id} ended twice: {job.status}, then {after.status}"
 
 
@@ -58,7 +65,9 @@ def _one_gang_per_device(t: Transition) -> Iterator[str]:
 def _ran_before(job: Job, attempt: Attempt) -> bool:
     """A plan that trained within its memory is tried again, whatever the family has taught since."""
     return any(
-        earlier.plan == attempt.plan and earlier.evidence and any(b.steps_done for b in earlier.evidence.heartbeats)
+        earlier.plan == attempt.plan
+        and earlier.evidence
+        and any(b.steps_done for b in earlier.evidence.heartbeats)
         for earlier in job.attempts[: attempt.number - 1]
     )
 
@@ -79,7 +88,9 @@ def _is_bounded(attempt: Attempt) -> bool:
 
 def _launches(t: Transition) -> Iterator[str]:
     """A launch is a new attempt of a queued job, as wide as its plan, on nodes that live, for the batch asked."""
-    nodes = {node.name: node for node in t.before.nodes} | {node.name: node for node in t.after.nodes}
+    nodes = {node.name: node for node in t.before.nodes} | {
+        node.name: node for node in t.after.nodes
+    }
     launched = set()
     for launch in of(Launch, t.actions):
         attempt, job = launch.attempt, t.after.jobs[launch.job.id]
@@ -103,7 +114,9 @@ def _launches(t: Transition) -> Iterator[str]:
             yield f"{attempt.name} is launched but is not its job's newest attempt"
     for attempt in attempts(t.after):
         job_before = t.before.jobs.get(attempt.job_id)
-        if (job_before is None or len(job_before.attempts) < attempt.number) and attempt.name not in launched:
+        if (
+            job_before is None or len(job_before.attempts) < attempt.number
+        ) and attempt.name not in launched:
             yield f"{attempt.name} began without a launch"
 
 
@@ -140,7 +153,11 @@ def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:
             yield f"{job.id} was refused after it ran"
         for attempt in job.attempts[:-1]:
             failure = attempt.failure
-            is_over = failure is not None and failure.verdict is not None and failure.verdict.wait_s is None
+            is_over = (
+                failure is not None
+                and failure.verdict is not None
+                and failure.verdict.wait_s is None
+            )
             if failure is None or ((failure.kind not in GOES_ON or is_over) and not attempt.probe):
                 kind = failure.kind if failure else "success"
                 yield f"{job.id} was tried again after {kind}"
@@ -163,7 +180,9 @@ def _status_agrees(t: Transition) -> Iterator[str]:
         live = bool(job.last and job.last.status is not AttemptStatus.ENDED)
         if live != (job.status is JobStatus.RUNNING):
             yield f"{job.id} is {job.status} with {'a' if live else 'no'} live attempt"
-        succeeded = bool(job.last and job.last.status is AttemptStatus.ENDED and job.last.failure is None)
+        succeeded = bool(
+            job.last and job.last.status is AttemptStatus.ENDED and job.last.failure is None
+        )
         if succeeded != (job.status is JobStatus.SUCCEEDED):
             yield f"{job.id} is {job.status} but its last attempt {'succeeded' if succeeded else 'did not succeed'}"
 
@@ -171,7 +190,11 @@ def _status_agrees(t: Transition) -> Iterator[str]:
 def _everything_is_recorded(t: Transition) -> Iterator[str]:
     """The tracker hears of every new status of a job that has begun or ended, and of every end of an attempt."""
     recorded = {(record.job.id, record.job.status) for record in of(Record, t.actions)}
-    ended = {record.attempt.name for record in of(Record, t.actions) if record.attempt and record.attempt.evidence}
+    ended = {
+        record.attempt.name
+        for record in of(Record, t.actions)
+        if record.attempt and record.attempt.evidence
+    }
     for job in t.after.jobs.values():
         before = t.before.jobs.get(job.id)
         is_new = before is None or before.status is not job.status
@@ -193,10 +216,15 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
     for job in t.after.jobs.values():
         before = t.before.jobs.get(job.id)
         if before and before.status is JobStatus.RUNNING and job.status is JobStatus.FAILED:
-            failures = [attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe]
+            failures = [
+                attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe
+            ]
             if not failures or (failures[-1].verdict and failures[-1].verdict.wait_s is None):
                 continue
-            if job.spec.time_limit is not None and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6:
+            if (
+                job.spec.time_limit is not None
+                and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+            ):
                 continue
             budget = _budget_of(failures[-1])
             used = sum(_budget_of(failure) == budget for failure in failures)
@@ -266,7 +294,9 @@ def _a_held_job_never_starts(t: Transition) -> Iterator[str]:
     """A held job is promised no devices and leaves those that it has."""
     held_ids = {job.id for job in t.after.jobs.values() if job.held_by is not None}
     yield from (
-        f"{launch.attempt.name} is launched and held" for launch in of(Launch, t.actions) if launch.job.id in held_ids
+        f"{launch.attempt.name} is launched and held"
+        for launch in of(Launch, t.actions)
+        if launch.job.id in held_ids
     )
     yield from (
         f"{reservation.job_id} is held and promised devices"
@@ -287,7 +317,9 @@ def _limits_are_kept(t: Transition) -> Iterator[str]:
         if left_s <= 0 and job.last.status is AttemptStatus.RUNNING:
             yield f"{job.last.name} runs on {-left_s} s past the limit of its job"
         wake_s = Scheduler(t.state).wake_at_s()
-        if job.last.status is AttemptStatus.RUNNING and (wake_s is None or wake_s > t.after.at_s + left_s + 1e-6):
+        if job.last.status is AttemptStatus.RUNNING and (
+            wake_s is None or wake_s > t.after.at_s + left_s + 1e-6
+        ):
             yield f"{job.last.name} would run past its limit in a quiet night: woken at {wake_s}"
         if left_s <= 0 and job.status is JobStatus.QUEUED and isinstance(t.event, Finished):
             yield f"{job.id} goes on past its limit"

@@ -27,11 +27,26 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
     for stop in of(Stop, t.actions):
         job = t.after.jobs[stop.job_id]
         assert job.last is not None, job.id
-        in_maintenance = any(leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last))
-        is_held = isinstance(t.event, UpdateRequested) and t.event.job_id == job.id and job.held_by is not None
-        is_over = job.spec.time_limit is not None and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+        in_maintenance = any(
+            leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last)
+        )
+        is_held = (
+            isinstance(t.event, UpdateRequested)
+            and t.event.job_id == job.id
+            and job.held_by is not None
+        )
+        is_over = (
+            job.spec.time_limit is not None
+            and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+        )
         climbs = job.last.climbs_to is not None  # tests/scheduling/test_climb.py
-        if not (job.cancelling or in_maintenance or is_held or climbs or (is_over and job.last.over_limit)):
+        if not (
+            job.cancelling
+            or in_maintenance
+            or is_held
+            or climbs
+            or (is_over and job.last.over_limit)
+        ):
             yield from _not_worth_it(t, job, job.last)
 
 
@@ -49,7 +64,9 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     if why.startswith("stopped to go on with"):
         if not len(devices(attempt)) < len(claimed) <= spec.gpus.max:
             yield f"{attempt.name} of {len(devices(attempt))} devices is to grow to {len(claimed)}"
-        others = {device for other in attempts(t.after) if not other.released for device in devices(other)}
+        others = {
+            device for other in attempts(t.after) if not other.released for device in devices(other)
+        }
         if taken := claimed & others - set(devices(attempt)):
             yield f"{attempt.name} is to grow onto {sorted(taken)}, which others hold"
         if drained := {node for node, _ in claimed} & {*t.after.drained}:
@@ -78,7 +95,11 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     if other is None or other.deadline_s is None or other.deadline_s >= job.deadline_s:
         yield f"{attempt.name} is moved for no earlier deadline although it would meet its own"
         return
-    menus = [menu for _, menu in index.options.options_of(index.queue_entry(other)) if isinstance(menu, JobOptions)]
+    menus = [
+        menu
+        for _, menu in index.options.options_of(index.queue_entry(other))
+        if isinstance(menu, JobOptions)
+    ]
     shortest_s = min(entry.seconds for menu in menus for entry in menu.entries)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if at_s + shortest_s > other.deadline_s + 1e-6:
@@ -106,8 +127,13 @@ def _claims_are_kept(t: Transition) -> Iterator[str]:
 
 def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
     """A job that grows is expected to leave promised devices before their reservations begin."""
-    grown = [(t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1]) for stop in of(Stop, t.actions)]
-    for job, attempt in ((job, attempt) for job, attempt in grown if attempt.held_placement and not job.cancelling):
+    grown = [
+        (t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1])
+        for stop in of(Stop, t.actions)
+    ]
+    for job, attempt in (
+        (job, attempt) for job, attempt in grown if attempt.held_placement and not job.cancelling
+    ):
         index = index_of(t.after)
         pool, claimed = (
             index.pool_of(attempt),
@@ -115,7 +141,9 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
         )
         assert pool is not None, attempt.name
         left_s = index.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
-        entries = [entry for entry in index.options.entries_of(job, pool) if entry.devices == len(claimed)]
+        entries = [
+            entry for entry in index.options.entries_of(job, pool) if entry.devices == len(claimed)
+        ]
         slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
         end_s = t.after.at_s + pool.launch_cost_s + left_s * slower
         for reservation in t.after.reservations:
@@ -156,7 +184,11 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
                     if t.after.at_s < end_s and ends_s > start_s + 1e-6:
                         yield f"{attempt.name} is launched on {node.name}, into its maintenance"
     for job in t.after.jobs.values():
-        if job.status is JobStatus.RUNNING and job.last is not None and job.last.status is not AttemptStatus.STOPPING:
+        if (
+            job.status is JobStatus.RUNNING
+            and job.last is not None
+            and job.last.status is not AttemptStatus.STOPPING
+        ):
             for name in nodes_of(job.last):
                 if name in nodes and leaves(nodes[name], t.after.at_s):
                     yield f"{job.last.name} runs on in the maintenance of {name}"
@@ -172,8 +204,15 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
     if not isinstance(t.event, Finished) or t.event.job_id not in t.before.jobs:
         return
     before, job = t.before.jobs[t.event.job_id], t.after.jobs[t.event.job_id]
-    attempt = next((earlier for earlier in before.attempts if earlier.number == t.event.number), None)
-    if attempt is None or attempt.status is AttemptStatus.ENDED or not attempt.moved_for or before.cancelling:
+    attempt = next(
+        (earlier for earlier in before.attempts if earlier.number == t.event.number), None
+    )
+    if (
+        attempt is None
+        or attempt.status is AttemptStatus.ENDED
+        or not attempt.moved_for
+        or before.cancelling
+    ):
         return
     failure, evidence = job.attempts[attempt.number - 1].failure, t.event.evidence
     reached = max((beat.step for beat in evidence.heartbeats), default=0)
@@ -182,7 +221,11 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
         yield f"{attempt.name} was moved at step {reached} and goes on from {evidence.checkpoint_step}"
     kinds = (FailureKind.MOVED, FailureKind.TIME_LIMIT if attempt.over_limit else FailureKind.MOVED)
     is_own_end = (
-        failure is None or attempt.probe or failure.kind in kinds or evidence.ooms or evidence.launch_error is not None
+        failure is None
+        or attempt.probe
+        or failure.kind in kinds
+        or evidence.ooms
+        or evidence.launch_error is not None
     )
     if evidence.stopped and not is_own_end and failure is not None:
         yield f"{attempt.name} was moved and is taken for {failure.kind}"

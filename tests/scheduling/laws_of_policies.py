@@ -45,7 +45,9 @@ def only_the_first_is_promised(key: Key) -> Law:
         for reservation in t.after.reservations if launched else ():
             head = t.after.jobs[reservation.job_id]
             for other in _eligible(t.after):
-                if _could_run(t.after, other) and _place(key, other, t.after) < _place(key, head, t.after):
+                if _could_run(t.after, other) and _place(key, other, t.after) < _place(
+                    key, head, t.after
+                ):
                     yield f"{reservation.job_id} has a reservation and {other.id}, which is first, has none"
 
     return law
@@ -78,7 +80,12 @@ def least_service_first(t: Transition) -> Iterator[str]:
         for other in _eligible(t.after):
             is_ahead = _place(attained, other, t.after) < _place(attained, launch.job, t.after)
             widths = _widths(t.after, other)
-            if is_ahead and widths and max(widths) <= launch.attempt.plan.world_size and _could_run(t.after, other):
+            if (
+                is_ahead
+                and widths
+                and max(widths) <= launch.attempt.plan.world_size
+                and _could_run(t.after, other)
+            ):
                 yield f"{launch.job.id} starts past {other.id}, which has attained less and is no wider"
 
 
@@ -98,7 +105,10 @@ def attained(job: Job, state: State) -> float:
     """The queue of the job: 0, or 1 with DEMOTED_DEVICE_S of service."""
     served = (
         attempt.plan.world_size
-        * ((state.at_s if attempt.ended_at_s is None else attempt.ended_at_s) - attempt.launched_at_s)
+        * (
+            (state.at_s if attempt.ended_at_s is None else attempt.ended_at_s)
+            - attempt.launched_at_s
+        )
         for attempt in job.attempts
     )
     return float(sum(served) >= tiresias.DEMOTED_DEVICE_S - tiresias.ROUNDING_DEVICE_S)
@@ -117,14 +127,21 @@ def _eligible(state: State) -> list[Job]:
         for waiting in index.waiting.values()
         if waiting.job.status is JobStatus.QUEUED
         and waiting.job.not_before_s <= at_s
-        and (waiting.job.spec.start_window is None or waiting.job.spec.start_window.span(at_s)[0] <= at_s)
+        and (
+            waiting.job.spec.start_window is None
+            or waiting.job.spec.start_window.span(at_s)[0] <= at_s
+        )
         and array_limit_reason(index, waiting.job, promised) is None
     ]
 
 
 def _widths(state: State, job: Job) -> list[int]:
     index = index_of(state)
-    menus = [menu for _, menu in index.options.options_of(index.queue_entry(job)) if isinstance(menu, JobOptions)]
+    menus = [
+        menu
+        for _, menu in index.options.options_of(index.queue_entry(job))
+        if isinstance(menu, JobOptions)
+    ]
     return [menu.entries[-1].devices for menu in menus]
 
 

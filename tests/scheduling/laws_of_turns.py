@@ -56,7 +56,11 @@ def _is_ready(t: Transition, job: Job) -> bool:
 def _prefers_another_kind(t: Transition, other: Job, launch: Launch) -> bool:
     """Return whether a waiting job is promised devices of another kind than the launched one has."""
     kinds = {node.name: node.device.name for node in t.after.nodes}
-    promised = [reservation.placement[0].node for reservation in t.after.reservations if reservation.job_id == other.id]
+    promised = [
+        reservation.placement[0].node
+        for reservation in t.after.reservations
+        if reservation.job_id == other.id
+    ]
     return any(kinds.get(node) != launch.attempt.device for node in promised)
 
 
@@ -84,7 +88,9 @@ def _held_by_teams(t: Transition) -> Counter[str]:
     launched = {launch.attempt.name for launch in of(Launch, t.actions)}
     for attempt in attempts(t.after):
         if t.after.policy.is_shared and not attempt.released and attempt.name not in launched:
-            team_devices[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(devices(attempt))
+            team_devices[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(
+                devices(attempt)
+            )
     return team_devices
 
 
@@ -110,13 +116,26 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
         width, team = launch.attempt.plan.world_size, policy.team_of(launch.job.user)
         for other in t.after.jobs.values():
             owner = policy.team_of(other.user)
-            claimed = team_devices[owner.name] + promised[owner.name] - promised_devices.get(other.id, 0) + width
+            claimed = (
+                team_devices[owner.name]
+                + promised[owner.name]
+                - promised_devices.get(other.id, 0)
+                + width
+            )
             ready = _is_ready(t, other)
             fresh = not other.attempts and launch.attempt.number == 1
-            alike = _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
+            alike = (
+                _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
+            )
             borrows = owner != team and after > quota and claimed <= owner.quota
             borrows = borrows and launch.job.spec.guarantee is None
-            if borrows and ready and fresh and alike and not (team_devices[team.name] == 0 and _is_overdue(t, launch)):
+            if (
+                borrows
+                and ready
+                and fresh
+                and alike
+                and not (team_devices[team.name] == 0 and _is_overdue(t, launch))
+            ):
                 yield f"{launch.job.id} borrows what is {owner.name}'s own while {other.id} waits"
         team_devices[team.name] = after
 
@@ -167,25 +186,46 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
     launches = list(of(Launch, t.actions))
     if not launches or (t.after.policy.has_quotas):
         return
-    undone = [replace(launch.job, status=JobStatus.QUEUED, attempts=launch.job.attempts[:-1]) for launch in launches]
+    undone = [
+        replace(launch.job, status=JobStatus.QUEUED, attempts=launch.job.attempts[:-1])
+        for launch in launches
+    ]
     jobs = {**t.after.jobs, **{job.id: job for job in undone}}
     index, idle = (
         index_of(t.after),
         index_of(replace(t.after, jobs=jobs, reservations=())),
     )  # `idle`: before they started
     promised = {reservation.job_id for reservation in t.after.reservations}
-    ahead = {waiting.job.id for waiting in idle.promised_first()}  # due before a guaranteed job came, or guaranteed
+    ahead = {
+        waiting.job.id for waiting in idle.promised_first()
+    }  # due before a guaranteed job came, or guaranteed
     of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
     for waiting in index.waiting.values():
         job = waiting.job
-        closed = job.spec.start_window is not None and job.spec.start_window.span(t.after.at_s)[0] > t.after.at_s
-        bound = closed or job.not_before_s > t.after.at_s or array_limit_reason(index, job, of_array) is not None
-        if bound or job.id in promised or waiting.rank > t.after.at_s or not _could_be_held(idle, idle.waiting[job.id]):
+        closed = (
+            job.spec.start_window is not None
+            and job.spec.start_window.span(t.after.at_s)[0] > t.after.at_s
+        )
+        bound = (
+            closed
+            or job.not_before_s > t.after.at_s
+            or array_limit_reason(index, job, of_array) is not None
+        )
+        if (
+            bound
+            or job.id in promised
+            or waiting.rank > t.after.at_s
+            or not _could_be_held(idle, idle.waiting[job.id])
+        ):
             continue
         for launch in launches:
             alike = job.spec.priority == launch.job.spec.priority
             alike = alike and (not t.after.policy.is_shared or job.user == launch.job.user)
-            if alike and job.order < launch.job.order and not (held_placement_of(launch.job) or launch.job.id in ahead):
+            if (
+                alike
+                and job.order < launch.job.order
+                and not (held_placement_of(launch.job) or launch.job.id in ahead)
+            ):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 
 
@@ -193,7 +233,8 @@ def _could_be_held(index: SchedulerIndex, waiting: Waiting) -> bool:
     """Return whether the time at which enough devices come free is known; for a drained node it is not."""
     return any(
         pool.could_hold(entry.shape, entry.least_bytes)
-        and pool.earliest(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes) is not None
+        and pool.earliest(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes)
+        is not None
         for pool, menu in index.options.options_of(waiting)
         for entry in (menu.entries if isinstance(menu, JobOptions) else ())
     )
@@ -204,7 +245,8 @@ def _nothing_is_promised_twice(t: Transition) -> Iterator[str]:
     for first, other in combinations(t.after.reservations, 2):
         overlap_s = min(first.end_s, other.end_s) - max(first.start_s, other.start_s)
         both, its = (
-            {(part.node, i) for part in reservation.placement for i in part.devices} for reservation in (first, other)
+            {(part.node, i) for part in reservation.placement for i in part.devices}
+            for reservation in (first, other)
         )
         if overlap_s > 1e-6 and both & its:
             yield f"{first.job_id} and {other.job_id} are promised the same devices for {overlap_s} s"
@@ -216,7 +258,9 @@ def _dependants_wait(t: Transition) -> Iterator[str]:
         for dependency in launch.job.spec.depends_on:
             other = t.after.jobs.get(dependency.job)
             status = other.status if other else None
-            if status is not JobStatus.SUCCEEDED and (dependency.when == "success" or (status and not status.ended)):
+            if status is not JobStatus.SUCCEEDED and (
+                dependency.when == "success" or (status and not status.ended)
+            ):
                 yield f"{launch.job.id} begins before {dependency.job}, after which it comes, has ended: it is {status}"
     for job in t.after.jobs.values():
         for dependency in job.spec.depends_on if job.status is JobStatus.QUEUED else ():
@@ -232,7 +276,9 @@ def _dependants_wait(t: Transition) -> Iterator[str]:
 
 def _arrays_are_bounded(t: Transition) -> Iterator[str]:
     """No array runs more members at once than it allows."""
-    running = Counter(job.array for job in t.after.jobs.values() if job.array and job.status is JobStatus.RUNNING)
+    running = Counter(
+        job.array for job in t.after.jobs.values() if job.array and job.status is JobStatus.RUNNING
+    )
     for job in t.after.jobs.values():
         most = job.spec.member.max_concurrent if job.spec.member else None
         if job.array and most and running[job.array] > most:
@@ -241,7 +287,9 @@ def _arrays_are_bounded(t: Transition) -> Iterator[str]:
 
 def _windows_are_kept(t: Transition) -> Iterator[str]:
     """A job with hours starts within them by the clocks of its zone, and ends within them if it can."""
-    launches = [launch for launch in of(Launch, t.actions) if launch.job.spec.start_window is not None]
+    launches = [
+        launch for launch in of(Launch, t.actions) if launch.job.spec.start_window is not None
+    ]
     if not launches:
         return
     index = index_of(t.after)
@@ -256,7 +304,8 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         has_end = launch.job.spec.optimizer_steps is not None
         if (
             has_end
-            and launch.job.spec.time_limit is None  # which bounds when it ends, and not which plans are looked for
+            and launch.job.spec.time_limit
+            is None  # which bounds when it ends, and not which plans are looked for
             and begin_s + seconds > spans[0][1] + 1
             and any(b - max(a, begin_s) >= seconds for a, b in spans[1:])
         ):
@@ -265,15 +314,23 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
 
 def _shows(window: Window, local: datetime) -> bool:
     """Said once more, on purpose: whether a clock that shows this time shows one of the window."""
-    begin = local.date() if local.hour * 60 + local.minute >= window.opens_min else local.date() - timedelta(days=1)
+    begin = (
+        local.date()
+        if local.hour * 60 + local.minute >= window.opens_min
+        else local.date() - timedelta(days=1)
+    )
     length_min = (window.closes_min - window.opens_min) % 1440 or 1440
-    shown_min = (local.date() - begin).days * 1440 + local.hour * 60 + local.minute - window.opens_min
+    shown_min = (
+        (local.date() - begin).days * 1440 + local.hour * 60 + local.minute - window.opens_min
+    )
     return begin.weekday() in window.days and 0 <= shown_min < length_min
 
 
 def _shape(job: Job) -> object:
     """Return what makes two jobs equal for placement: all but name, priority, user and what follows a start."""
-    return job.spec.model_copy(update={"priority": 0, "user": None, "retries": Retries()}), job.deadline_s
+    return job.spec.model_copy(
+        update={"priority": 0, "user": None, "retries": Retries()}
+    ), job.deadline_s
 
 
 LAWS: tuple[Law, ...] = (

@@ -24,7 +24,11 @@ def interrupted(scenario: Scenario) -> Scenario:
     """The scenario with time limits, and with jobs that people hold for a while, release twice, and update."""
     draw = random.Random(f"verbs {scenario.seed}")
     jobs = tuple(
-        (at_s, spec.model_copy(update={"time_limit": draw.choice((None, 20.0, 120.0, 1000.0))}), fault)
+        (
+            at_s,
+            spec.model_copy(update={"time_limit": draw.choice((None, 20.0, 120.0, 1000.0))}),
+            fault,
+        )
         for at_s, spec, fault in scenario.jobs
     )
     changes: list[tuple[float, Callable[[Controller], object]]] = []
@@ -44,7 +48,11 @@ def changed(job_id: str, verb: str) -> Callable[[Controller], object]:
     """Return the change that a verb or an update of UPDATES makes to a job that has not ended or run for longer."""
 
     def change(controller: Controller) -> None:
-        wanted = update([UPDATES[verb]], controller.state.policy) if verb in UPDATES else VERBS[verb]("ada")
+        wanted = (
+            update([UPDATES[verb]], controller.state.policy)
+            if verb in UPDATES
+            else VERBS[verb]("ada")
+        )
         with suppress(ServiceError, SpecError):
             controller.change([job_id], wanted)
 

@@ -10,7 +10,16 @@ from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.units import format_bytes
 from tests.scheduling.factories import MIB, decoder_spec, script_spec
-from tests.scheduling.test_step import NODES, SUCCESS, finished, only_job, oom, released, run, submitted
+from tests.scheduling.test_step import (
+    NODES,
+    SUCCESS,
+    finished,
+    only_job,
+    oom,
+    released,
+    run,
+    submitted,
+)
 
 
 def test_a_failure_is_accounted_for_from_prediction_to_next_plan() -> None:
@@ -36,7 +45,9 @@ def test_plans_that_do_not_answer_to_the_optimizer_step_are_said_not_to() -> Non
     job = only_job(state)
     assert job.attempts[1].plan.zero_stage > job.attempts[0].plan.zero_stage
     (following,) = (
-        sentence for sentence in explain_attempt(state, job, job.attempts[0]) if sentence.startswith("next: ")
+        sentence
+        for sentence in explain_attempt(state, job, job.attempts[0])
+        if sentence.startswith("next: ")
     )
     assert "faster no lighter in the optimizer step, where it ran out" in following
     assert "too big" not in following
@@ -116,6 +127,8 @@ def explain_peak(more_bytes: int) -> tuple[str, ...]:
     """Return the lessons of an attempt that succeeded with `more_bytes` more than predicted."""
     state, _ = run(NODES, submitted())
     peak_bytes = only_job(state).attempts[0].estimate.allocated_bytes + more_bytes
-    beat = Heartbeat(rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=peak_bytes, phase="forward", at_s=9.0)
+    beat = Heartbeat(
+        rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=peak_bytes, phase="forward", at_s=9.0
+    )
     state, _ = run(finished(replace(SUCCESS, heartbeats=(beat,))), state=state)
     return explain_attempt(state, only_job(state), only_job(state).attempts[0])

@@ -32,7 +32,9 @@ def test_the_next_of_an_array_starts_when_one_has_left_its_devices() -> None:
     events = [seen(node(devices=4)), *submissions(3, 2)]
     state, launches = played(*events)
     assert set(launches) == {"job-1", "job-2"}
-    assert state.jobs["job-3"].reason == "waits for others of the array job-1: at most 2 run at once"
+    assert (
+        state.jobs["job-3"].reason == "waits for others of the array job-1: at most 2 run at once"
+    )
     assert pending(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
     assert "job-3" in played(*events, *gone(2, 50.0))[1]
 
@@ -50,7 +52,9 @@ def test_the_jobs_of_a_comparison_start_in_their_turns_however_long_they_are() -
     events: list[Event] = [seen(node(devices=2))]
     for order, (spec, member) in enumerate(zip(specs, members, strict=True), 1):
         compared = spec.model_copy(update={"member": member})
-        events.append(Submitted(job_id=f"job-{order}", order=order, spec=compared, at_s=1.0, array="job-1"))
+        events.append(
+            Submitted(job_id=f"job-{order}", order=order, spec=compared, at_s=1.0, array="job-1")
+        )
     for number in range(1, 6):
         state, launches = played(*events)
         assert list(launches) == [f"job-{order}" for order in range(1, number + 1)]
@@ -62,13 +66,28 @@ def test_a_forecast_lets_the_next_of_an_array_begin_when_one_has_ended() -> None
     """Launch and training take 130 s; two of five may run at once, though four could."""
     state, _ = played(seen(node(devices=4)), *submissions(5, 2))
     forecasts = forecast(state)
-    assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [1.0, 1.0, 131.0, 131.0, 261.0]
+    assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [
+        1.0,
+        1.0,
+        131.0,
+        131.0,
+        261.0,
+    ]
 
 
 def test_two_arrays_of_one_submission_are_two() -> None:
     service = controller()
-    ids = service.submit_all([(spec, None) for spec in (*sweep(2, 1), *sweep(3, 1), script({1: 10.0}))])
-    assert [service.job(job_id).array for job_id in ids] == ["job-1", "job-1", "job-3", "job-3", "job-3", None]
+    ids = service.submit_all(
+        [(spec, None) for spec in (*sweep(2, 1), *sweep(3, 1), script({1: 10.0}))]
+    )
+    assert [service.job(job_id).array for job_id in ids] == [
+        "job-1",
+        "job-1",
+        "job-3",
+        "job-3",
+        "job-3",
+        None,
+    ]
 
 
 def test_one_wrong_job_refuses_the_whole_array() -> None:
@@ -82,14 +101,18 @@ def test_one_wrong_job_refuses_the_whole_array() -> None:
 
 def test_jobs_and_whole_arrays_are_cancelled_together_or_not_at_all() -> None:
     service = controller()
-    first, second, third, alone = service.submit_all([(spec, None) for spec in (*sweep(3, 1), script({1: 10.0}))])
+    first, second, third, alone = service.submit_all(
+        [(spec, None) for spec in (*sweep(3, 1), script({1: 10.0}))]
+    )
     with pytest.raises(ServiceError, match="no job 'nobody'"):
         service.cancel([alone, "nobody"])
     with pytest.raises(ServiceError, match=f"job {alone} is of no array"):
         service.cancel([first, alone], whole_arrays=True)
     assert not any(job.status.ended for job in service.state.jobs.values())
     assert service.cancel([second]) == [second]
-    assert service.cancel([second], whole_arrays=True) == [first, third], "what has ended is left alone"
+    assert service.cancel([second], whole_arrays=True) == [first, third], (
+        "what has ended is left alone"
+    )
     cancelled_ids = [
         job_id
         for job_id in (first, second, third, alone)

@@ -66,7 +66,9 @@ def test_a_job_rather_waits_for_devices_that_surely_hold_it() -> None:
 
 
 @pytest.mark.parametrize(("sample_mib", "surely"), [(SURE_MIB, True), (MARGINAL_MIB, False)])
-def test_the_forecast_names_the_plan_that_is_launched_and_whether_it_surely_fits(sample_mib: int, surely: bool) -> None:
+def test_the_forecast_names_the_plan_that_is_launched_and_whether_it_surely_fits(
+    sample_mib: int, surely: bool
+) -> None:
     spec, nodes = spec_of(sample_mib), (node(),)
     (attempt,) = launches(run(NodesSeen(nodes=nodes, at_s=0.0), submitted(spec))[1])
     foretold = plan_job(spec, nodes)

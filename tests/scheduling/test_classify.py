@@ -9,7 +9,14 @@ import pytest
 
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes
-from orchestrator.specs.attempt import ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, RankEnd
+from orchestrator.specs.attempt import (
+    ErrorReport,
+    Evidence,
+    FailureKind,
+    Heartbeat,
+    OomReport,
+    RankEnd,
+)
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE
 from tests.scheduling.factories import MIB, attempt, job, script_spec
 
@@ -23,17 +30,24 @@ OOM = OomReport(
     message="torch.OutOfMemoryError: Tried to allocate 8.00 MiB",
 )
 CAUGHT = replace(OOM, rank=0, step=5, steps_done=5)
-BUG = ErrorReport(rank=0, step=2, phase="forward", type="KeyError", traceback="Traceback ...\nKeyError: 'labels'")
+BUG = ErrorReport(
+    rank=0, step=2, phase="forward", type="KeyError", traceback="Traceback ...\nKeyError: 'labels'"
+)
 EARLY_BUG = replace(BUG, step=0)
 UNSEEN = ("'python -I inner.py', process 7, loaded PyTorch without the guard",)
-BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=250 * MIB, phase="forward", at_s=1.0)
-WATCHDOG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE)"
+BEAT = Heartbeat(
+    rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=250 * MIB, phase="forward", at_s=1.0
+)
+WATCHDOG = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE)"
+)
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43189"
 
 
 def ends(*codes: int | None, logs: tuple[str, ...] = ()) -> tuple[RankEnd, ...]:
     return tuple(
-        RankEnd(rank=rank, exit_code=code, log_tail=logs[rank] if logs else "") for rank, code in enumerate(codes)
+        RankEnd(rank=rank, exit_code=code, log_tail=logs[rank] if logs else "")
+        for rank, code in enumerate(codes)
     )
 
 
@@ -42,7 +56,11 @@ def met(*group_sizes: int | None) -> tuple[Heartbeat, ...]:
 
 
 ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
-    ("past its virtual device", FailureKind.GUARD_ABSENT, Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True)),
+    (
+        "past its virtual device",
+        FailureKind.GUARD_ABSENT,
+        Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True),
+    ),
     ("unwatched on a real device", None, Evidence(ranks=ends(0), unwatched=UNSEEN)),
     (
         "past its virtual device, and hung",
@@ -63,34 +81,64 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     (
         "exits 0 after more than a tenth was lost",
         FailureKind.DEVICE_OOM,
-        Evidence(ranks=ends(0), caught=(replace(CAUGHT, count=12),), heartbeats=(replace(BEAT, steps_done=100),)),
+        Evidence(
+            ranks=ends(0),
+            caught=(replace(CAUGHT, count=12),),
+            heartbeats=(replace(BEAT, steps_done=100),),
+        ),
     ),
     (
         "exits 0 after a tenth was lost",
         None,
-        Evidence(ranks=ends(0), caught=(replace(CAUGHT, count=10),), heartbeats=(replace(BEAT, steps_done=90),)),
+        Evidence(
+            ranks=ends(0),
+            caught=(replace(CAUGHT, count=10),),
+            heartbeats=(replace(BEAT, steps_done=90),),
+        ),
     ),
     (
         "exits 0 after it found a batch that fits, before its first step",
         None,
-        Evidence(ranks=ends(0), caught=(replace(CAUGHT, steps_done=0, count=6),), heartbeats=(BEAT,)),
+        Evidence(
+            ranks=ends(0), caught=(replace(CAUGHT, steps_done=0, count=6),), heartbeats=(BEAT,)
+        ),
     ),
     (
         "a bug long after a caught error",
         FailureKind.UNKNOWN,
-        Evidence(ranks=ends(1), caught=(CAUGHT,), errors=(BUG,), heartbeats=(replace(BEAT, steps_done=90),)),
+        Evidence(
+            ranks=ends(1),
+            caught=(CAUGHT,),
+            errors=(BUG,),
+            heartbeats=(replace(BEAT, steps_done=90),),
+        ),
     ),
     (
         "exits 0 without its artifact, and caught one",
         FailureKind.DEVICE_OOM,
         Evidence(
-            ranks=ends(0), caught=(CAUGHT,), heartbeats=(replace(BEAT, steps_done=90),), missing_artifacts=("m.pt",)
+            ranks=ends(0),
+            caught=(CAUGHT,),
+            heartbeats=(replace(BEAT, steps_done=90),),
+            missing_artifacts=("m.pt",),
         ),
     ),
-    ("ranks that never met", FailureKind.USER_ERROR, Evidence(ranks=ends(0, 0), heartbeats=met(0, 0))),
-    ("ranks that never met, and ran out", FailureKind.USER_ERROR, Evidence(ooms=(OOM,), heartbeats=met(0, 0))),
+    (
+        "ranks that never met",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(0, 0), heartbeats=met(0, 0)),
+    ),
+    (
+        "ranks that never met, and ran out",
+        FailureKind.USER_ERROR,
+        Evidence(ooms=(OOM,), heartbeats=met(0, 0)),
+    ),
     ("ranks that met", None, Evidence(ranks=ends(0, 0), heartbeats=met(2, 2))),
-    ("ranks of which one may have met others", None, Evidence(ranks=ends(0, 0), heartbeats=met(0, None))),
+    (
+        "ranks of which one may have met others",
+        None,
+        Evidence(ranks=ends(0, 0), heartbeats=met(0, None)),
+    ),
     ("ranks of an older guard", None, Evidence(ranks=ends(0, 0), heartbeats=met(None, None))),
     ("a rank that trains alone", None, Evidence(ranks=ends(0), heartbeats=met(0))),
     (
@@ -99,34 +147,68 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         Evidence(ranks=ends(0, 0), heartbeats=(met(0)[0], replace(met(0, 0)[1], steps_done=0))),
     ),
     ("launch failed", FailureKind.STARTUP, Evidence(launch_error="no placement")),
-    ("guard reports memory", FailureKind.DEVICE_OOM, Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,))),
+    (
+        "guard reports memory",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,)),
+    ),
     (
         "others hold the memory",
         FailureKind.MEMORY_CONTENTION,
-        Evidence(ranks=ends(OOM_EXIT_CODE), ooms=(replace(OOM, live_bytes=20 * MIB, foreign_bytes=200 * MIB),)),
+        Evidence(
+            ranks=ends(OOM_EXIT_CODE),
+            ooms=(replace(OOM, live_bytes=20 * MIB, foreign_bytes=200 * MIB),),
+        ),
     ),
     (
         "others hold memory but the plan was too large all the same",
         FailureKind.DEVICE_OOM,
         Evidence(ranks=ends(OOM_EXIT_CODE), ooms=(replace(OOM, foreign_bytes=5 * MIB),)),
     ),
-    ("memory outweighs a lost node", FailureKind.DEVICE_OOM, Evidence(ooms=(OOM,), nodes_lost=("n1",))),
+    (
+        "memory outweighs a lost node",
+        FailureKind.DEVICE_OOM,
+        Evidence(ooms=(OOM,), nodes_lost=("n1",)),
+    ),
     ("node lost", FailureKind.NODE_LOST, Evidence(ranks=ends(None, -9), nodes_lost=("n1",))),
-    ("node lost after success of the rest", FailureKind.NODE_LOST, Evidence(ranks=ends(0), nodes_lost=("n1",))),
+    (
+        "node lost after success of the rest",
+        FailureKind.NODE_LOST,
+        Evidence(ranks=ends(0), nodes_lost=("n1",)),
+    ),
     ("hung", FailureKind.HUNG, Evidence(ranks=ends(-9, -9), hung_for_s=600.0)),
     ("nothing known", FailureKind.NODE_LOST, Evidence()),
-    ("a bug within training", FailureKind.UNKNOWN, Evidence(ranks=ends(1, -9), errors=(BUG,), first_ended_rank=0)),
-    ("a bug", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), errors=(EARLY_BUG,), first_ended_rank=0)),
+    (
+        "a bug within training",
+        FailureKind.UNKNOWN,
+        Evidence(ranks=ends(1, -9), errors=(BUG,), first_ended_rank=0),
+    ),
+    (
+        "a bug",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(1, -9), errors=(EARLY_BUG,), first_ended_rank=0),
+    ),
     ("a bare exit code", FailureKind.STARTUP, Evidence(ranks=ends(1, -9), first_ended_rank=0)),
     ("a bare exit code, order unknown", FailureKind.STARTUP, Evidence(ranks=ends(-15, 1))),
     (
         "a hub does not answer, by an exception that a bug would raise",
         FailureKind.STARTUP,
-        Evidence(ranks=ends(1, logs=("Traceback (most recent call last)\nValueError: Connection error, try again",))),
+        Evidence(
+            ranks=ends(
+                1,
+                logs=(
+                    "Traceback (most recent call last)\nValueError: Connection error, try again",
+                ),
+            )
+        ),
     ),
     ("wrong arguments", FailureKind.USER_ERROR, Evidence(ranks=ends(2))),
     ("a shell tells a signal from outside", FailureKind.PREEMPTED, Evidence(ranks=ends(143))),
-    ("a shell tells that the kernel killed", FailureKind.HOST_OOM, Evidence(ranks=ends(137), host_oom_kills=1)),
+    (
+        "a shell tells that the kernel killed",
+        FailureKind.HOST_OOM,
+        Evidence(ranks=ends(137), host_oom_kills=1),
+    ),
     (
         "a bug beside a survivor's complaint that came first",
         FailureKind.USER_ERROR,
@@ -135,19 +217,34 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     (
         "memory behind a watchdog that ended another rank",
         FailureKind.DEVICE_OOM,
-        Evidence(ranks=ends(-6, 1, logs=(WATCHDOG, "RuntimeError: CUDA error: out of memory")), first_ended_rank=0),
+        Evidence(
+            ranks=ends(-6, 1, logs=(WATCHDOG, "RuntimeError: CUDA error: out of memory")),
+            first_ended_rank=0,
+        ),
     ),
-    ("waited in vain, and was ended", FailureKind.HUNG, Evidence(ranks=ends(-6, -9, logs=(WATCHDOG, "step 12")))),
+    (
+        "waited in vain, and was ended",
+        FailureKind.HUNG,
+        Evidence(ranks=ends(-6, -9, logs=(WATCHDOG, "step 12"))),
+    ),
     (
         "waited in vain for a rank that the kernel had killed",
         FailureKind.HOST_OOM,
         Evidence(ranks=ends(-6, 0, logs=(WATCHDOG, "")), host_oom_kills=1),
     ),
-    ("a launcher tells a signal", FailureKind.PREEMPTED, Evidence(ranks=ends(1, logs=("got signal: 15",)))),
+    (
+        "a launcher tells a signal",
+        FailureKind.PREEMPTED,
+        Evidence(ranks=ends(1, logs=("got signal: 15",))),
+    ),
     (
         "a launcher tells a signal that another rank's bug had caused",
         FailureKind.USER_ERROR,
-        Evidence(ranks=ends(1, 1, logs=("got signal: 15", "Traceback (most recent call last)\nKeyError: 1"))),
+        Evidence(
+            ranks=ends(
+                1, 1, logs=("got signal: 15", "Traceback (most recent call last)\nKeyError: 1")
+            )
+        ),
     ),
     ("a launcher exits with minus a signal", FailureKind.PREEMPTED, Evidence(ranks=ends(241))),
     (
@@ -158,7 +255,10 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     (
         "a helper died, and the kernel had killed",
         FailureKind.HOST_OOM,
-        Evidence(ranks=ends(1, logs=("RuntimeError: One of the subprocesses has abruptly died",)), host_oom_kills=1),
+        Evidence(
+            ranks=ends(1, logs=("RuntimeError: One of the subprocesses has abruptly died",)),
+            host_oom_kills=1,
+        ),
     ),
     (
         "a bug while the kernel killed another",
@@ -168,7 +268,10 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     (
         "memory behind another rank's unexplained end",
         FailureKind.DEVICE_OOM,
-        Evidence(ranks=ends(-6, 1, logs=("step 1", "RuntimeError: CUDA error: out of memory")), first_ended_rank=0),
+        Evidence(
+            ranks=ends(-6, 1, logs=("step 1", "RuntimeError: CUDA error: out of memory")),
+            first_ended_rank=0,
+        ),
     ),
     ("only complaints", FailureKind.NODE_LOST, Evidence(ranks=ends(1, 1, logs=(GLOO, GLOO)))),
     (
@@ -179,7 +282,9 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     (
         "cuDNN fails on a nearly full device",
         FailureKind.DEVICE_OOM,
-        Evidence(ranks=ends(1, logs=("RuntimeError: CUDNN_STATUS_NOT_INITIALIZED",)), heartbeats=(BEAT,)),
+        Evidence(
+            ranks=ends(1, logs=("RuntimeError: CUDNN_STATUS_NOT_INITIALIZED",)), heartbeats=(BEAT,)
+        ),
     ),
     (
         "cuDNN fails on an empty device",
@@ -189,7 +294,11 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
             heartbeats=(replace(BEAT, peak_bytes=MIB),),
         ),
     ),
-    ("killed by the kernel", FailureKind.HOST_OOM, Evidence(ranks=ends(-9, -15), first_ended_rank=0, host_oom_kills=1)),
+    (
+        "killed by the kernel",
+        FailureKind.HOST_OOM,
+        Evidence(ranks=ends(-9, -15), first_ended_rank=0, host_oom_kills=1),
+    ),
     ("killed by a person", FailureKind.PREEMPTED, Evidence(ranks=ends(-9, -9), first_ended_rank=0)),
     ("asked to end", FailureKind.PREEMPTED, Evidence(ranks=ends(-15, -15))),
     ("fenced", FailureKind.PREEMPTED, Evidence(ranks=ends(STALE_EXIT_CODE))),
@@ -203,20 +312,34 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     (
         "disk full on the second rank to end",
         FailureKind.DISK_FULL,
-        Evidence(ranks=ends(3, 1, logs=("", "OSError: [Errno 28] No space left on device")), first_ended_rank=0),
+        Evidence(
+            ranks=ends(3, 1, logs=("", "OSError: [Errno 28] No space left on device")),
+            first_ended_rank=0,
+        ),
     ),
-    ("exits 0 without its artifact", FailureKind.USER_ERROR, Evidence(ranks=ends(0), missing_artifacts=("model.pt",))),
+    (
+        "exits 0 without its artifact",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(0), missing_artifacts=("model.pt",)),
+    ),
     (
         "exits 0 without its artifact after running out of memory",
         FailureKind.DEVICE_OOM,
-        Evidence(ranks=ends(0, logs=("torch.OutOfMemoryError: CUDA out of memory.",)), missing_artifacts=("G.pth",)),
+        Evidence(
+            ranks=ends(0, logs=("torch.OutOfMemoryError: CUDA out of memory.",)),
+            missing_artifacts=("G.pth",),
+        ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "evidence"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    ("kind", "evidence"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
+)
 def test_evidence_means(kind: FailureKind | None, evidence: Evidence) -> None:
-    failure = classify(job(), attempt(allocated_bytes=100 * MIB), evidence, capacity_bytes=256 * MIB)
+    failure = classify(
+        job(), attempt(allocated_bytes=100 * MIB), evidence, capacity_bytes=256 * MIB
+    )
     assert (failure.kind if failure else None) == kind
 
 
@@ -237,13 +360,21 @@ def test_a_launchers_worker_shows_its_own_traceback_the_first_to_fail_first() ->
     launcher = replace(ends(1)[0], root_rank=3, root_exit_code=1)
     later = replace(BUG, rank=1, type="ValueError", traceback="Traceback ...\nValueError: 2")
     complaint = replace(BUG, type="RuntimeError", traceback=GLOO)
-    failure = classify(job(), attempt(), Evidence(ranks=(launcher,), errors=(complaint, later, replace(BUG, rank=3))))
+    failure = classify(
+        job(),
+        attempt(),
+        Evidence(ranks=(launcher,), errors=(complaint, later, replace(BUG, rank=3))),
+    )
     assert failure is not None
     assert (failure.kind, failure.rank, failure.excerpt) == (FailureKind.UNKNOWN, 3, BUG.traceback)
 
 
 def test_a_rank_that_ended_by_itself_answers_for_itself() -> None:
-    failure = classify(job(), attempt(), Evidence(ranks=ends(2, 1), errors=(replace(BUG, rank=1),), first_ended_rank=0))
+    failure = classify(
+        job(),
+        attempt(),
+        Evidence(ranks=ends(2, 1), errors=(replace(BUG, rank=1),), first_ended_rank=0),
+    )
     assert failure is not None
     assert (failure.rank, failure.reason) == (0, "rank 0 exited with code 2")
 
@@ -271,7 +402,9 @@ def test_a_job_accepts_what_its_script_catches_unless_it_stands_still_after_it()
     assert stood.kind is FailureKind.DEVICE_OOM
 
 
-def test_what_context_and_communicators_hold_is_no_part_of_what_a_tensor_would_have_needed() -> None:
+def test_what_context_and_communicators_hold_is_no_part_of_what_a_tensor_would_have_needed() -> (
+    None
+):
     """Tensors have 79 GiB of a device of 80 GiB whose context holds 1 GiB."""
     report = replace(OOM, live_bytes=70 << 30, requested_bytes=2 << 30, capacity_bytes=80 << 30)
     assert oom_needed_bytes(report) == (80 << 30) + 1, "where nothing is known of the context"

@@ -26,7 +26,12 @@ from orchestrator.specs.state import State
 from tests.scheduling.test_recovery import NODES, ran_out
 
 TRUE = 2.0  # activations, beside the prediction
-SIZES = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2760, "num_hidden_layers": 32}
+SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2760,
+    "num_hidden_layers": 32,
+}
 LONG = JobSpec.model_validate(
     {
         "name": "lm",
@@ -49,7 +54,9 @@ class Play:
     true: float = TRUE
 
     def __post_init__(self) -> None:
-        self.actions = self.scheduler.step(Submitted(job_id="lm-1", order=1, spec=self.spec, at_s=0.0))
+        self.actions = self.scheduler.step(
+            Submitted(job_id="lm-1", order=1, spec=self.spec, at_s=0.0)
+        )
 
     @property
     def attempt(self) -> Attempt:
@@ -58,8 +65,12 @@ class Play:
     def end(self, evidence: Evidence) -> None:
         """End the attempt and free its devices."""
         number, self.at_s = self.attempt.number, self.at_s + 100.0
-        self.scheduler.step(Finished(job_id="lm-1", number=number, evidence=evidence, at_s=self.at_s))
-        self.actions = self.scheduler.step(Released(job_id="lm-1", number=number, at_s=self.at_s + 1))
+        self.scheduler.step(
+            Finished(job_id="lm-1", number=number, evidence=evidence, at_s=self.at_s)
+        )
+        self.actions = self.scheduler.step(
+            Released(job_id="lm-1", number=number, at_s=self.at_s + 1)
+        )
 
     def fail(self) -> bool:
         """End the attempt where it runs out of memory, in a pass whose progress nobody knows; else return False."""
@@ -81,8 +92,12 @@ class Play:
         attempt, self.at_s = self.attempt, self.at_s + 50.0
         self.scheduler.step(Started(job_id="lm-1", number=attempt.number, at_s=self.at_s))
         peak_bytes = self.peak_bytes() if peak_bytes == -1 else peak_bytes
-        pace = Pace(steps_done=steps, step_s=attempt.step_s, at_s=self.at_s + 1, peak_bytes=peak_bytes)
-        return self.scheduler.step(PaceReported(job_id="lm-1", number=attempt.number, pace=pace, at_s=self.at_s + 1))
+        pace = Pace(
+            steps_done=steps, step_s=attempt.step_s, at_s=self.at_s + 1, peak_bytes=peak_bytes
+        )
+        return self.scheduler.step(
+            PaceReported(job_id="lm-1", number=attempt.number, pace=pace, at_s=self.at_s + 1)
+        )
 
     def peak_bytes(self) -> int:
         return max(
@@ -138,9 +153,18 @@ def test_a_faster_plan_that_fails_gives_way_to_the_one_that_was_left() -> None:
     play.learn()
     fast = play.leave()
     report = OomReport(
-        rank=0, step=30, phase="backward", requested_bytes=1, live_bytes=80 * 2**30, capacity_bytes=80 * 2**30
+        rank=0,
+        step=30,
+        phase="backward",
+        requested_bytes=1,
+        live_bytes=80 * 2**30,
+        capacity_bytes=80 * 2**30,
     )
-    play.end(Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,), checkpoint_step=20))
+    play.end(
+        Evidence(
+            ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,), checkpoint_step=20
+        )
+    )
     assert fast.plan in play.scheduler.state.jobs["lm-1"].refuted
     assert play.attempt.plan == slow.plan
 

@@ -11,8 +11,21 @@ from orchestrator.scheduling.reports.comparison import Comparison, comparison
 from orchestrator.scheduling.reports.comparison_rows import Curve, Outcome, curve_of, strategy_of
 from orchestrator.scheduling.reports.intervals import geometric_interval, ratio_interval
 from orchestrator.scheduling.step import step
-from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind, Heartbeat, RankEnd
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, ParallelLayout, ZeroStage
+from orchestrator.specs.attempt import (
+    AttemptStatus,
+    Evidence,
+    Failure,
+    FailureKind,
+    Heartbeat,
+    RankEnd,
+)
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    ParallelLayout,
+    ZeroStage,
+)
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
@@ -23,14 +36,33 @@ from tests.scheduling.factories import DEVICE, MIB, attempt, decoder_spec, job, 
 PRICED = DEVICE.model_copy(update={"price_per_hour": 3.6})
 STATE, _ = step(State(), NodesSeen(nodes=(replace(node(), device=PRICED),), at_s=0.0))
 ON_ONE = Plan(engine=Engine.TORCH, micro_batch_size=8)
-ON_TWO = Plan(engine=Engine.DEEPSPEED, layout=ParallelLayout(dp=2), zero_stage=ZeroStage.GRADIENTS, micro_batch_size=4)
+ON_TWO = Plan(
+    engine=Engine.DEEPSPEED,
+    layout=ParallelLayout(dp=2),
+    zero_stage=ZeroStage.GRADIENTS,
+    micro_batch_size=4,
+)
 
 
 def measured_job(
-    number: int, plan: Plan, step_s: float, kind: FailureKind | None = None, peak_bytes: int = 90 * MIB
+    number: int,
+    plan: Plan,
+    step_s: float,
+    kind: FailureKind | None = None,
+    peak_bytes: int = 90 * MIB,
 ) -> Job:
     """A job of one attempt of 10 seconds."""
-    beats = (Heartbeat(rank=0, step=5, steps_done=5, step_s=step_s, peak_bytes=peak_bytes, phase="forward", at_s=9.0),)
+    beats = (
+        Heartbeat(
+            rank=0,
+            step=5,
+            steps_done=5,
+            step_s=step_s,
+            peak_bytes=peak_bytes,
+            phase="forward",
+            at_s=9.0,
+        ),
+    )
     ended_attempt = replace(
         attempt(job_id=f"lm-{number}"),
         plan=plan,
@@ -50,7 +82,9 @@ def compared(number: int, **changes: object) -> Job:
 
 
 def refused(number: int, pins: dict[str, object], **changes: object) -> Job:
-    return replace(compared(number, plan=pins, **changes), status=JobStatus.REFUSED, reason="no plan fits")
+    return replace(
+        compared(number, plan=pins, **changes), status=JobStatus.REFUSED, reason="no plan fits"
+    )
 
 
 def of(*jobs: Job, curves: dict[str, Curve] | None = None) -> Comparison:
@@ -73,14 +107,18 @@ def test_a_row_has_what_was_predicted_and_measured_and_what_it_cost() -> None:
 
 
 def test_twice_as_fast_is_twice_the_utilisation_and_a_second_device_is_half() -> None:
-    slow, fast, wide = of(measured_job(1, ON_ONE, 0.4), measured_job(2, ON_ONE, 0.2), measured_job(3, ON_TWO, 0.2)).rows
+    slow, fast, wide = of(
+        measured_job(1, ON_ONE, 0.4), measured_job(2, ON_ONE, 0.2), measured_job(3, ON_TWO, 0.2)
+    ).rows
     assert slow.mfu is not None
     assert fast.mfu == pytest.approx(2 * slow.mfu)
     assert wide.mfu == pytest.approx(slow.mfu)
 
 
 def test_the_verdict_has_the_time_of_each_and_which_costs_and_needs_least() -> None:
-    verdict = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4, peak_bytes=45 * MIB)).verdict
+    verdict = of(
+        measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4, peak_bytes=45 * MIB)
+    ).verdict
     assert verdict.split(". ") == [
         "ZeRO-2 on 2 has the shortest step: 0.4 s",
         "plain on 1 takes 1.50x",
@@ -92,7 +130,8 @@ def test_the_verdict_has_the_time_of_each_and_which_costs_and_needs_least() -> N
 
 def test_step_times_that_differ_by_little_are_called_the_same() -> None:
     verdict = of(
-        measured_job(1, ON_TWO, 0.402), measured_job(2, replace(ON_TWO, zero_stage=ZeroStage.OPTIMIZER), 0.4)
+        measured_job(1, ON_TWO, 0.402),
+        measured_job(2, replace(ON_TWO, zero_stage=ZeroStage.OPTIMIZER), 0.4),
     ).verdict
     assert "ZeRO-2 on 2 takes 1.00x, about as long." in verdict
     assert verdict.endswith("All need about the same memory: 90.00 MiB.")
@@ -131,7 +170,9 @@ def test_what_memory_excludes_is_a_row_and_told_with_its_bytes() -> None:
     assert ran_out == "ZeRO-2 on 2 ran out of memory: 256.00 MiB of 256.00 MiB"
     assert not_there.startswith("tp2 on 2 does not fit: ")
     assert not_there.endswith(" of 256.00 MiB.")
-    assert of(refused(1, big, global_batch_size=8, data=long_text)).verdict.startswith("No strategy finished. ")
+    assert of(refused(1, big, global_batch_size=8, data=long_text)).verdict.startswith(
+        "No strategy finished. "
+    )
 
 
 def test_the_distance_is_the_largest_between_curves_at_the_same_step() -> None:
@@ -140,12 +181,19 @@ def test_the_distance_is_the_largest_between_curves_at_the_same_step() -> None:
         "lm-2": Curve(losses={1: 3.0, 2: 2.25}),
         "lm-3": Curve(losses={}),
     }
-    result = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4), measured_job(3, ON_TWO, 0.4), curves=curves)
+    result = of(
+        measured_job(1, ON_ONE, 0.6),
+        measured_job(2, ON_TWO, 0.4),
+        measured_job(3, ON_TWO, 0.4),
+        curves=curves,
+    )
     assert [row.loss_distance for row in result.rows] == [0.0, 0.25, None]
 
 
 def test_a_picture_has_each_strategy_predicted_and_where_it_finished_measured() -> None:
-    picture = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM)).picture
+    picture = of(
+        measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM)
+    ).picture
     assert picture is not None
     assert picture.capacity_bytes == 256 * MIB
     assert [(point.mark, point.step_s, point.label) for point in picture.points] == [
@@ -167,10 +215,19 @@ def test_a_comparison_is_complete_when_every_job_has_ended() -> None:
     ("plan", "name"),
     [
         (ON_ONE, "plain on 1"),
-        (replace(ON_ONE, activation_checkpointing=ActivationCheckpointing.FULL), "checkpointing on 1"),
+        (
+            replace(ON_ONE, activation_checkpointing=ActivationCheckpointing.FULL),
+            "checkpointing on 1",
+        ),
         (replace(ON_ONE, layout=ParallelLayout(dp=2)), "DDP on 2"),
-        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.GRADIENTS), "ZeRO-2 (FSDP2) on 4"),
-        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.PARAMETERS), "ZeRO-3 (FSDP2) on 4"),
+        (
+            replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.GRADIENTS),
+            "ZeRO-2 (FSDP2) on 4",
+        ),
+        (
+            replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.PARAMETERS),
+            "ZeRO-3 (FSDP2) on 4",
+        ),
         (replace(ON_ONE, layout=ParallelLayout(tp=2)), "tp2 on 2"),
         (replace(ON_TWO, offload=Offload.OPTIMIZER), "ZeRO-2 + optimizer on host on 2"),
     ],
@@ -184,7 +241,10 @@ def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> No
         measured_job(1, ON_ONE, 0.6),
         measured_job(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7),
     )
-    assert [row.strategy for row in result.rows] == ["plain on 1 (micro 8x1)", "plain on 1 (micro 4x2)"]
+    assert [row.strategy for row in result.rows] == [
+        "plain on 1 (micro 8x1)",
+        "plain on 1 (micro 4x2)",
+    ]
     other = of(
         measured_job(1, ON_ONE, 0.6),
         measured_job(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7),
@@ -194,14 +254,20 @@ def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> No
 
 
 def test_a_curve_survives_broken_lines() -> None:
-    lines = ['{"step": 1, "loss": 2.5, "tokens": 8}', '{"step": 2, "loss": NaN}', "[]", '{"step": 3, "lo']
+    lines = [
+        '{"step": 1, "loss": 2.5, "tokens": 8}',
+        '{"step": 2, "loss": NaN}',
+        "[]",
+        '{"step": 3, "lo',
+    ]
     assert curve_of(lines) == Curve(losses={1: 2.5}, tokens=(8,))
 
 
 def test_of_many_strategies_that_do_not_fit_three_are_named() -> None:
     long = {"text": ["corpus.txt"], "sequence_length": 8192}
     jobs = [
-        refused(n, {"tp": 2, "micro_batch": 8 * n, "pp": 1}, global_batch_size=8 * n, data=long) for n in (1, 2, 3, 4)
+        refused(n, {"tp": 2, "micro_batch": 8 * n, "pp": 1}, global_batch_size=8 * n, data=long)
+        for n in (1, 2, 3, 4)
     ]
     verdict = of(*jobs).verdict
     assert verdict.count(" of 256.00 MiB)") == 3
@@ -212,7 +278,9 @@ def repeated(number: int, plan: Plan, *steps_s: float) -> list[Job]:
     """Return jobs of one strategy, which have the same pins."""
     pins = {"micro_batch_size": plan.micro_batch_size, "dp": plan.layout.dp}
     spec = decoder_spec(plan=pins)
-    jobs = [measured_job(number + 10 * repeat, plan, step_s) for repeat, step_s in enumerate(steps_s)]
+    jobs = [
+        measured_job(number + 10 * repeat, plan, step_s) for repeat, step_s in enumerate(steps_s)
+    ]
     return [replace(job, spec=job.spec.model_copy(update={"plan": spec.plan})) for job in jobs]
 
 
@@ -240,14 +308,21 @@ def test_below_three_repeats_a_warning_says_so() -> None:
 def test_what_differs_beside_the_strategies_is_said() -> None:
     notes = of(measured_job(1, ON_ONE, 0.6), measured_job(2, ON_TWO, 0.4)).notes
     assert any("micro_batch_size (8, 4)" in note for note in notes)
-    alike = of(measured_job(1, replace(ON_ONE, micro_batch_size=4), 0.6), measured_job(2, ON_TWO, 0.4)).notes
+    alike = of(
+        measured_job(1, replace(ON_ONE, micro_batch_size=4), 0.6), measured_job(2, ON_TWO, 0.4)
+    ).notes
     assert not any("micro_batch_size" in note for note in alike)
 
 
 def test_a_rank_that_ended_before_it_trained_has_no_peak() -> None:
-    beat = Heartbeat(rank=0, step=0, steps_done=0, step_s=None, peak_bytes=21, phase="startup", at_s=1.0)
+    beat = Heartbeat(
+        rank=0, step=0, steps_done=0, step_s=None, peak_bytes=21, phase="startup", at_s=1.0
+    )
     failed = measured_job(1, ON_ONE, 0.6, FailureKind.USER_ERROR)
-    ended = replace(failed.attempts[0], evidence=Evidence(ranks=(RankEnd(rank=0, exit_code=1),), heartbeats=(beat,)))
+    ended = replace(
+        failed.attempts[0],
+        evidence=Evidence(ranks=(RankEnd(rank=0, exit_code=1),), heartbeats=(beat,)),
+    )
     assert of(replace(failed, attempts=(ended,))).rows[0].peak_bytes is None
 
 

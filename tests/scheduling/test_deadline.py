@@ -67,7 +67,9 @@ def test_a_priority_goes_before_a_deadline() -> None:
     assert list(played(*events, *gone(1, 131.0))[1]) == ["job-1", "job-3"]
 
 
-def test_without_the_line_of_deadlines_they_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_line_of_deadlines_they_would_be_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A planted bug."""
     monkeypatch.setattr(line, "bisect_right", lambda deadlines, _: len(deadlines))
     with pytest.raises(AssertionError):
@@ -92,7 +94,12 @@ def test_what_will_be_late_is_said_with_what_is_possible() -> None:
 def test_nothing_is_called_impossible_because_of_a_length_that_nobody_said() -> None:
     state = folded(
         seen(node(devices=1)),
-        submitted(1, JobSpec.model_validate({"name": "unsaid", "command": ["train"], "global_batch_size": 8})),
+        submitted(
+            1,
+            JobSpec.model_validate(
+                {"name": "unsaid", "command": ["train"], "global_batch_size": 8}
+            ),
+        ),
         submitted(2, due(6000.0, {1: 3600.0}), 2.0),
     )
     message = late(state, ["job-2"])["job-2"]
@@ -123,7 +130,9 @@ def test_who_has_others_stopped_for_it_is_not_called_late(needs_s: float, is_lat
     """
     runs = elastic({1: needs_s}, deadline=str(deadline_at(8000.0)))
     comes = due(2000.0, {1: 1200.0})
-    state = folded(seen(node(devices=1)), submitted(1, runs), *(submitted(n, comes, 20.0) for n in (2, 3)))
+    state = folded(
+        seen(node(devices=1)), submitted(1, runs), *(submitted(n, comes, 20.0) for n in (2, 3))
+    )
     assert state.jobs["job-2"].status is JobStatus.QUEUED
     assert [*late(state, ["job-2", "job-3"])] == (["job-2", "job-3"] if is_late else ["job-3"])
 

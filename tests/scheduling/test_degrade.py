@@ -48,7 +48,11 @@ PARLER = script_spec(
         "micro_batch_size": {
             "flag": "--per_device_train_batch_size",
             "also": [
-                {"flag": "--audio_encoder_per_device_batch_size", "phase": "encoding", "default": 8},
+                {
+                    "flag": "--audio_encoder_per_device_batch_size",
+                    "phase": "encoding",
+                    "default": 8,
+                },
                 {"flag": "--per_device_eval_batch_size", "phase": "evaluation", "default": 1},
             ],
         }
@@ -72,13 +76,18 @@ MENU = [candidate(plan) for plan in (DDP, CHECKPOINTED, SHARDED, OFFLOADED, EIGH
 
 
 def test_trap_16_in_the_optimizer_step_only_sharding_offload_and_8_bit_help() -> None:
-    left = [candidate.plan for candidate in candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)]
+    left = [
+        candidate.plan
+        for candidate in candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)
+    ]
     assert left == [SHARDED, OFFLOADED, EIGHT_BIT]
 
 
 def test_trap_16_a_smaller_batch_is_no_answer_at_micro_batch_1() -> None:
     assert (
-        candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], [candidate(DDP), candidate(CHECKPOINTED)])
+        candidates_for_oom(
+            script_spec(), [burst(DDP, Phase.OPTIMIZER)], [candidate(DDP), candidate(CHECKPOINTED)]
+        )
         == []
     )
 
@@ -87,7 +96,9 @@ def test_a_smaller_batch_is_the_last_resort_in_the_optimizer_step() -> None:
     wide, narrow = replace(DDP, micro_batch_size=4), [candidate(replace(DDP, micro_batch_size=2))]
     assert candidates_for_oom(script_spec(), [burst(wide, Phase.OPTIMIZER)], narrow) == narrow
     assert (
-        candidates_for_oom(script_spec(), [burst(wide, Phase.OPTIMIZER)], [*narrow, candidate(SHARDED)])[0].plan
+        candidates_for_oom(
+            script_spec(), [burst(wide, Phase.OPTIMIZER)], [*narrow, candidate(SHARDED)]
+        )[0].plan
         == SHARDED
     )
 
@@ -98,7 +109,10 @@ def test_elsewhere_every_plan_may_help(phase: Phase | None) -> None:
 
 
 def test_the_hosts_memory_is_not_the_optimizers() -> None:
-    assert candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER, FailureKind.HOST_OOM)], MENU) == MENU
+    assert (
+        candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER, FailureKind.HOST_OOM)], MENU)
+        == MENU
+    )
 
 
 def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing_else() -> None:
@@ -209,9 +223,15 @@ def test_trap_3_where_others_hold_the_memory_the_same_plan_runs_elsewhere() -> N
         capacity_bytes=256 * MIB,
         foreign_bytes=230 * MIB,
     )
-    end = RankEnd(rank=0, exit_code=1, findings=(Finding(cause=Cause.DEVICE_OOM, line="out of memory", oom=report),))
+    end = RankEnd(
+        rank=0,
+        exit_code=1,
+        findings=(Finding(cause=Cause.DEVICE_OOM, line="out of memory", oom=report),),
+    )
     tell(Finished(job_id="script-1", number=1, evidence=Evidence(ranks=(end,)), at_s=2.0))
-    nodes = tuple(node(name, 1, free_bytes=(26 if name == there else 256) * MIB) for name in ("n0", "n1"))
+    nodes = tuple(
+        node(name, 1, free_bytes=(26 if name == there else 256) * MIB) for name in ("n0", "n1")
+    )
     tell(Released(job_id="script-1", number=1, at_s=3.0))
     tell(NodesSeen(nodes=nodes, at_s=1000.0))  # a back-off is over
     first, second = launched

@@ -39,7 +39,8 @@ def test_what_is_remembered_is_the_mean_and_fades() -> None:
 def test_a_first_burst_is_no_rate() -> None:
     """Eight device-hours asked for in the first second are eight devices for an hour, not thousands."""
     assert (
-        devices_wanted(record_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1] < 8 * 3600.0 / tuning.TUNING.least_s * 1.2
+        devices_wanted(record_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1]
+        < 8 * 3600.0 / tuning.TUNING.least_s * 1.2
     )
 
 
@@ -82,7 +83,9 @@ def test_what_shorter_jobs_could_not_keep_busy_is_not_left_to_them() -> None:
 def test_room_is_left_no_longer_than_it_matters() -> None:
     """A tenth of its length before the other ends, it starts, though nothing happens then: `step` is woken."""
     long = script({4: LONG_S})
-    state, _ = played(NODES, *shorts(1, 10, 10.0), submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
+    state, _ = played(
+        NODES, *shorts(1, 10, 10.0), submitted(11, long, 10_020.0), submitted(12, long, 10_021.0)
+    )
     while "job-12" in {reservation.job_id for reservation in state.reservations}:
         at_s = Scheduler(state).wake_at_s()
         assert at_s is not None

@@ -21,7 +21,9 @@ from tests.scheduling.test_queue import gone, played, script, seen, submitted
 from tests.scheduling.transition import history
 from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, Scenario, backend_of, too_large
 
-FAILURE = Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="NameError: name 'x' is not defined"),))
+FAILURE = Evidence(
+    ranks=(RankEnd(rank=0, exit_code=1, log_tail="NameError: name 'x' is not defined"),)
+)
 
 
 def after(*ids: str, when: str = "success", **fields: object) -> JobSpec:
@@ -36,7 +38,9 @@ def find_ends(*events: Event) -> dict[str, tuple[JobStatus, str]]:
     """Return the status and reason of each archived job; fail where a law is broken."""
     transitions = history(events)
     assert violations(transitions) == []
-    archived = [action.job for t in transitions for action in t.actions if isinstance(action, Archive)]
+    archived = [
+        action.job for t in transitions for action in t.actions if isinstance(action, Archive)
+    ]
     return {job.id: (job.status, job.reason) for job in archived}
 
 
@@ -94,7 +98,9 @@ def test_a_refusal_is_heard_in_the_same_step() -> None:
     ]
     for event in events:
         state, actions = step(state, event)
-        by_job = {action.job.id: action for action in actions if isinstance(action, Archive | Launch)}
+        by_job = {
+            action.job.id: action for action in actions if isinstance(action, Archive | Launch)
+        }
     assert isinstance(by_job["job-3"], Launch)
     assert by_job["job-2"].job.reason == "was to run after job-1, which was refused"
     assert by_job["job-1"].job.status is JobStatus.REFUSED
@@ -122,7 +128,9 @@ def test_many_may_come_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def controller() -> Controller:
-    scenario = Scenario(cluster=CLUSTERS[2], jobs=(), cancels=(), hazards=CALM, repeat_chance=0.0, seed=1)
+    scenario = Scenario(
+        cluster=CLUSTERS[2], jobs=(), cancels=(), hazards=CALM, repeat_chance=0.0, seed=1
+    )
     backend = backend_of(scenario)
     service = Controller(MemoryJournal(), backend, backend.now)
     service.turn(0.0)
@@ -137,12 +145,17 @@ def test_what_is_submitted_together_may_be_named() -> None:
         "prepare-2",
         "train-3",
     ]
-    assert [dependency.job for dependency in service.state.jobs["train-3"].waits_for] == ["prepare-1", "prepare-2"]
+    assert [dependency.job for dependency in service.state.jobs["train-3"].waits_for] == [
+        "prepare-1",
+        "prepare-2",
+    ]
 
 
 def test_who_comes_after_no_job_is_refused_and_nothing_of_its_submission_is_kept() -> None:
     service = controller()
-    with pytest.raises(SpecError, match=r"(?s)train: depends_on: there is no such job.*given:   'lm-7'"):
+    with pytest.raises(
+        SpecError, match=r"(?s)train: depends_on: there is no such job.*given:   'lm-7'"
+    ):
         service.submit_all([(script({1: 10.0}), None), (after("lm-7", name="train"), None)])
     assert service.state.submitted == 0
     assert service.submit(script({1: 10.0})) == "job-1"

@@ -14,7 +14,15 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.events import CancelRequested, DrainRequested, Event, Finished, NodesSeen, Released, TimerFired
+from orchestrator.specs.events import (
+    CancelRequested,
+    DrainRequested,
+    Event,
+    Finished,
+    NodesSeen,
+    Released,
+    TimerFired,
+)
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
@@ -68,11 +76,19 @@ def test_a_drain_survives_the_nodes_absence_and_takes_effect_on_whatever_is_seen
 def test_what_does_not_end_before_a_maintenance_waits_and_the_gap_before_is_used() -> None:
     begins_s, ends_s = 1000.0 + MOVE_GRACE_S, 5000.0
     long, short = script({1: 2000.0}), script({1: 500.0})
-    events = [seen(maintained("a", (begins_s, ends_s))), submitted(1, long), submitted(2, short, 2.0)]
+    events = [
+        seen(maintained("a", (begins_s, ends_s))),
+        submitted(1, long),
+        submitted(2, short, 2.0),
+    ]
     state, launches = played(*events)
     assert set(launches) == {"job-2"}
     assert forecast(state)["job-1"].start_s == ends_s
-    woken: list[Event] = [*gone(2, 600.0), TimerFired(at_s=begins_s - MOVE_GRACE_S), TimerFired(at_s=ends_s)]
+    woken: list[Event] = [
+        *gone(2, 600.0),
+        TimerFired(at_s=begins_s - MOVE_GRACE_S),
+        TimerFired(at_s=ends_s),
+    ]
     _, launches = played(*events, *woken)
     assert launches["job-1"].launched_at_s == ends_s
 
@@ -83,10 +99,15 @@ def test_who_waits_beside_idle_devices_is_told_what_keeps_them() -> None:
     assert why(state, "job-1") == "2 virtual-256mib are free: a takes nothing new"
     away = maintained("a", (1000.0, 5000.0))
     state, _ = played(seen(away), submitted(1, script({1: 2000.0})))
-    assert why(state, "job-1") == "1 virtual-256mib is free: it would not end before the maintenance of a"
+    assert (
+        why(state, "job-1")
+        == "1 virtual-256mib is free: it would not end before the maintenance of a"
+    )
     state, _ = played(seen(away), submitted(1, script({1: 2000.0}, steps=None)))
     assert why(state, "job-1").endswith("maintenance of a (without `steps` a day is supposed)")
-    state, _ = played(seen(away), submitted(1, script({1: 500.0})), submitted(2, script({1: 600.0}), 2.0))
+    state, _ = played(
+        seen(away), submitted(1, script({1: 500.0})), submitted(2, script({1: 600.0}), 2.0)
+    )
     assert why(state, "job-2") == "waits for 1 free virtual-256mib", "somebody holds it"
     events = [seen(maintained("a", (1100.0, 5000.0))), submitted(1, script({1: 500.0}))]
     events.append(submitted(2, script({1: 600.0}), 2.0))
@@ -97,17 +118,23 @@ def test_who_waits_beside_idle_devices_is_told_what_keeps_them() -> None:
 def test_a_gang_of_two_nodes_starts_when_both_are_open_long_enough() -> None:
     """`a` is away first, `b` later: there is no time for two nodes together before both are back."""
     a, b = maintained("a", (200.0, 1000.0)), maintained("b", (1300.0, 2000.0))
-    state, launches = played(seen(a, b), submitted(1, script({2: 500.0})), submitted(2, script({2: 120.0}), 2.0))
+    state, launches = played(
+        seen(a, b), submitted(1, script({2: 500.0})), submitted(2, script({2: 120.0}), 2.0)
+    )
     assert launches == {}
     forecasts = forecast(state)
     assert forecasts["job-1"].start_s == 2000.0
     assert forecasts["job-2"].start_s == 1000.0, "the short one fits between"
 
 
-def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on_at_no_cost() -> None:
+def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on_at_no_cost() -> (
+    None
+):
     """The job was expected to end in time. Without any retry left it goes on from its checkpoint."""
     begins_s = 1000.0
-    late = script({1: 500.0}, retries=dict.fromkeys(("oom", "node", "startup", "hang", "preemption"), 0))
+    late = script(
+        {1: 500.0}, retries=dict.fromkeys(("oom", "node", "startup", "hang", "preemption"), 0)
+    )
     events: list[Event] = [
         seen(maintained("a", (begins_s, 2000.0))),
         submitted(1, late),
@@ -132,18 +159,34 @@ def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on
     assert Scheduler(state).wake_at_s() == 2000.0
     state, launches = played(*events, TimerFired(at_s=2000.0))
     assert (launches["job-1"].number, launches["job-1"].launched_at_s) == (2, 2000.0)
-    assert state.jobs["job-1"].reason == "goes on with the same plan: stopped for the maintenance of a"
+    assert (
+        state.jobs["job-1"].reason == "goes on with the same plan: stopped for the maintenance of a"
+    )
 
 
 @pytest.mark.parametrize(
     ("evidence", "cancelled", "status", "kind"),
     [
-        (Evidence(ranks=(RankEnd(rank=0, exit_code=0),), stopped=True), False, JobStatus.SUCCEEDED, None),
+        (
+            Evidence(ranks=(RankEnd(rank=0, exit_code=0),), stopped=True),
+            False,
+            JobStatus.SUCCEEDED,
+            None,
+        ),
         (STOPPED, True, JobStatus.CANCELLED, FailureKind.CANCELLED),
         (
             replace(
                 STOPPED,
-                ooms=(OomReport(rank=0, step=3, phase="forward", requested_bytes=1, live_bytes=1, capacity_bytes=1),),
+                ooms=(
+                    OomReport(
+                        rank=0,
+                        step=3,
+                        phase="forward",
+                        requested_bytes=1,
+                        live_bytes=1,
+                        capacity_bytes=1,
+                    ),
+                ),
             ),
             False,
             JobStatus.QUEUED,

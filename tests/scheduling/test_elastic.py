@@ -39,10 +39,14 @@ def elastic(seconds: dict[int, float], **fields: object) -> JobSpec:
     return script(seconds, **{"retries": NO_RETRIES} | resumes | fields)
 
 
-def left(number: int, at_s: float, at_step: int | None = None, attempt: int = 1) -> tuple[Event, ...]:
+def left(
+    number: int, at_s: float, at_step: int | None = None, attempt: int = 1
+) -> tuple[Event, ...]:
     """The job has ended because we asked for it, and its devices are free."""
     job_id = f"job-{number}"
-    evidence = Evidence(ranks=(RankEnd(rank=0, exit_code=-15),), stopped=True, checkpoint_step=at_step)
+    evidence = Evidence(
+        ranks=(RankEnd(rank=0, exit_code=-15),), stopped=True, checkpoint_step=at_step
+    )
     return (
         Finished(job_id=job_id, number=attempt, evidence=evidence, at_s=at_s),
         Released(job_id=job_id, number=attempt, at_s=at_s),
@@ -71,8 +75,13 @@ def test_a_job_grows_into_devices_that_come_free_and_keeps_them_from_others_mean
     state, launches = played(*grown())
     assert launches["job-2"].plan.world_size == 1
     assert moving(state) == {"job-2": "stopped to go on with 2 devices"}
-    assert state.jobs["job-2"].reason == "stopped to go on with 2 devices: ends 21 min earlier, costs 30 s"
-    state, launches = played(*grown(), submitted(3, script(LONG), 701.0), *left(2, 710.0, at_step=1))
+    assert (
+        state.jobs["job-2"].reason
+        == "stopped to go on with 2 devices: ends 21 min earlier, costs 30 s"
+    )
+    state, launches = played(
+        *grown(), submitted(3, script(LONG), 701.0), *left(2, 710.0, at_step=1)
+    )
     assert "job-3" not in launches
     second = launches["job-2"]
     assert (second.number, second.plan.world_size) == (2, 2)
@@ -90,7 +99,14 @@ def test_a_job_grows_into_devices_that_come_free_and_keeps_them_from_others_mean
         elastic(GROWS, deadline="2026-11-23T08:00 UTC"),
         elastic(GROWS, start_window="00:00-23:00 UTC"),
     ],
-    ids=["would lose", "gains less than a launch", "is nearly done", "of unknown length", "in a hurry", "has hours"],
+    ids=[
+        "would lose",
+        "gains less than a launch",
+        "is nearly done",
+        "of unknown length",
+        "in a hurry",
+        "has hours",
+    ],
 )
 def test_nobody_is_moved_where_that_does_not_pay(spec: JobSpec) -> None:
     state, launches = played(*beside_another(spec, node(devices=2)))
@@ -110,7 +126,9 @@ def test_nobody_grows_onto_a_drained_node_nor_onto_what_is_promised_to_another()
     assert moving(state) in ({}, {"job-2": "stopped to make way for job-3"})
 
 
-def test_a_long_job_makes_way_for_a_short_one_that_would_wait_for_its_end_and_goes_on_afterwards() -> None:
+def test_a_long_job_makes_way_for_a_short_one_that_would_wait_for_its_end_and_goes_on_afterwards() -> (
+    None
+):
     events: list[Event] = [
         seen(node(devices=1)),
         submitted(1, elastic(LONG)),
@@ -118,7 +136,9 @@ def test_a_long_job_makes_way_for_a_short_one_that_would_wait_for_its_end_and_go
     ]
     state, _ = played(*events)
     assert moving(state) == {"job-1": "stopped to make way for job-2"}
-    assert state.jobs["job-1"].reason.startswith("stopped to make way for job-2: saves them 2.6 h of waiting, costs")
+    assert state.jobs["job-1"].reason.startswith(
+        "stopped to make way for job-2: saves them 2.6 h of waiting, costs"
+    )
     state, launches = played(*events, *left(1, 510.0, at_step=4))
     assert launches["job-2"].launched_at_s == 510.0
     assert state.jobs["job-1"].status is JobStatus.QUEUED
@@ -131,7 +151,11 @@ def test_a_long_job_makes_way_for_a_short_one_that_would_wait_for_its_end_and_go
 
 
 def test_who_has_not_run_for_long_makes_way_once_it_has_without_any_other_event() -> None:
-    early = [seen(node(devices=1)), submitted(1, elastic(LONG)), submitted(2, script({1: 300.0}), 20.0)]
+    early = [
+        seen(node(devices=1)),
+        submitted(1, elastic(LONG)),
+        submitted(2, script({1: 300.0}), 20.0),
+    ]
     state, _ = played(*early)
     assert moving(state) == {}
     assert state.reevaluate_at_s == RESTED_S
@@ -161,9 +185,13 @@ def test_for_a_higher_class_even_a_long_job_has_a_lower_one_stopped() -> None:
 
 
 def test_where_a_cluster_is_shared_nobody_makes_way_for_the_short_jobs_of_others() -> None:
-    policy = PolicySpec(teams=[{"name": "vision", "users": ["ada"]}, {"name": "speech", "users": ["bob"]}])
+    policy = PolicySpec(
+        teams=[{"name": "vision", "users": ["ada"]}, {"name": "speech", "users": ["bob"]}]
+    )
     shared = replace(seen(node(devices=1)), policy=policy)
-    state, _ = played(shared, submitted(1, elastic(LONG, user="ada")), submitted(2, script({1: 300.0}), 500.0))
+    state, _ = played(
+        shared, submitted(1, elastic(LONG, user="ada")), submitted(2, script({1: 300.0}), 500.0)
+    )
     assert moving(state) == {}
 
 
@@ -208,7 +236,9 @@ def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own
         "it waits for its hours",
     ],
 )
-def test_nobody_makes_way_for_a_deadline_where_that_does_not_help(running: JobSpec, comes: JobSpec) -> None:
+def test_nobody_makes_way_for_a_deadline_where_that_does_not_help(
+    running: JobSpec, comes: JobSpec
+) -> None:
     state, _ = played(seen(node(devices=1)), submitted(1, running), submitted(2, comes, 500.0))
     assert moving(state) == {}
 
@@ -243,7 +273,10 @@ def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() ->
             coming.append(submitted(number, script({1: 200.0}), at_s))
         coming.append(TimerFired(at_s=at_s))
     assert len(starts) > 1, "it makes way"
-    assert all(later - earlier >= (1 + tuning.TUNING.rest) * LAUNCH_S for earlier, later in pairwise(starts))
+    assert all(
+        later - earlier >= (1 + tuning.TUNING.rest) * LAUNCH_S
+        for earlier, later in pairwise(starts)
+    )
 
 
 @settings(UNSHRUNK, max_examples=examples(12, 4))

@@ -26,11 +26,17 @@ def test_the_policy_that_the_docs_show_starts_the_shortest_job_first(tmp_path: P
         "jobs: [{file: first.yaml}, {at: 1s, file: long.yaml}, {at: 2s, file: short.yaml},"
         " {at: 3s, file: middle.yaml}]\n"
     )
-    job_list, cluster = read_list(tmp_path / "list.yaml", tmp_path), parse_cluster(CLUSTER, "cluster")
+    job_list, cluster = (
+        read_list(tmp_path / "list.yaml", tmp_path),
+        parse_cluster(CLUSTER, "cluster"),
+    )
 
     def started(order: Order) -> list[str]:
         ended = simulate(job_list, cluster.with_order(order), seed=0).outcomes
-        return [outcome.name for outcome in sorted(ended, key=lambda outcome: outcome.started_at_s or 0.0)]
+        return [
+            outcome.name
+            for outcome in sorted(ended, key=lambda outcome: outcome.started_at_s or 0.0)
+        ]
 
     assert started(Order.EASY) == ["first", "long", "short", "middle"]
     assert started(Order.SJF) == ["first", "short", "middle", "long"]

@@ -21,7 +21,10 @@ from tests.scheduling.test_queue import gone, played, script, submitted
 DAY_S = 86_400.0
 POLICY = PolicySpec(
     half_life="1d",
-    teams=[{"name": "vision", "shares": 2, "users": ["ada", "bob"]}, {"name": "speech", "users": ["cyd"]}],
+    teams=[
+        {"name": "vision", "shares": 2, "users": ["ada", "bob"]},
+        {"name": "speech", "users": ["cyd"]},
+    ],
 )
 ALIKE = PolicySpec(half_life="1d", teams=[{"name": "all", "users": ["ada", "bob"]}])
 
@@ -52,7 +55,11 @@ def test_what_was_used_counts_half_after_a_half_life() -> None:
 
 
 def test_what_runs_counts_before_it_ends_and_once() -> None:
-    events: list[Event] = [seen(2), submitted(1, script({2: 5000.0}, user="ada"), 0.0), TimerFired(at_s=1000.0)]
+    events: list[Event] = [
+        seen(2),
+        submitted(1, script({2: 5000.0}, user="ada"), 0.0),
+        TimerFired(at_s=1000.0),
+    ]
     state, _ = played(*events)
     running = used_s(state, state.jobs.values())["ada"]
     assert running == pytest.approx(2 * DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S)))
@@ -80,7 +87,10 @@ def test_priority_comes_before_whose_turn_it_is() -> None:
 
 
 def test_users_in_the_same_place_take_turns_as_their_jobs_are_due() -> None:
-    jobs = [submitted(number, script({1: 100.0}, user=user), 1.0) for number, user in enumerate("bab", start=1)]
+    jobs = [
+        submitted(number, script({1: 100.0}, user=user), 1.0)
+        for number, user in enumerate("bab", start=1)
+    ]
     state, launches = played(seen(1, ALIKE), *jobs)
     assert list(launches) == ["job-1"]
     assert [job.user for job in state.jobs.values()] == ["b", "a", "b"]
@@ -89,12 +99,17 @@ def test_users_in_the_same_place_take_turns_as_their_jobs_are_due() -> None:
 def night(policy: PolicySpec, *jobs: tuple[float, str, int], devices: int = 4) -> list[float]:
     """Return the starts in seconds of jobs (submitted at, user, seconds) on one device."""
     arrivals = tuple(
-        Arrival(at_s=at_s, spec=job_spec_from_trace("job", {1: 1.0}, steps).model_copy(update={"user": user}))
+        Arrival(
+            at_s=at_s,
+            spec=job_spec_from_trace("job", {1: 1.0}, steps).model_copy(update={"user": user}),
+        )
         for at_s, user, steps in jobs
     )
     hardware = cluster_of(1, 10.0, devices).model_copy(update={"policy": policy})
     outcomes = simulate(Trace(name="night", arrivals=arrivals), hardware, seed=0).outcomes
-    assert all(outcome.ended_at_s is not None and outcome.started_at_s is not None for outcome in outcomes)
+    assert all(
+        outcome.ended_at_s is not None and outcome.started_at_s is not None for outcome in outcomes
+    )
     return [outcome.started_at_s or 0.0 for outcome in outcomes]
 
 
@@ -103,30 +118,44 @@ def test_two_who_both_want_everything_get_it_by_their_shares() -> None:
     jobs = [(0.0, user, 590) for user in ("ada", "cyd") for _ in range(300)]
     started = night(POLICY, *jobs)
     until_s = min(max(started[:300]), max(started[300:]))
-    large, small = (sum(at_s <= until_s for at_s in half) for half in (started[:300], started[300:]))
+    large, small = (
+        sum(at_s <= until_s for at_s in half) for half in (started[:300], started[300:])
+    )
     assert large / (large + small) == pytest.approx(2 / 3, abs=0.02)
 
 
 def test_nobody_starves_however_much_they_used() -> None:
     """Ada used all there is for ten days; bob comes, and wants all there is: in about a day it is her turn again."""
     jobs = [(0.0, "ada", int(10 * DAY_S)) for _ in range(4)]
-    jobs += [(10 * DAY_S, "ada", 3600)] + [(10 * DAY_S + 900 * i, "bob", 3600) for i in range(4 * 24 * 10)]
+    jobs += [(10 * DAY_S, "ada", 3600)] + [
+        (10 * DAY_S + 900 * i, "bob", 3600) for i in range(4 * 24 * 10)
+    ]
     started = night(ALIKE, *sorted(jobs))
-    ada = [at_s for at_s, job in zip(started, sorted(jobs), strict=True) if job[1] == "ada" and job[2] == 3600]
-    # what she used is worth half each day, what he uses approaches the same: equal when 2 ** -days = 1 - 2 ** -days
+    ada = [
+        at_s
+        for at_s, job in zip(started, sorted(jobs), strict=True)
+        if job[1] == "ada" and job[2] == 3600
+    ]
+    # what she used is worth half each day, what he uses approaches the same: equal when 2 ** -days
+    # = 1 - 2 ** -days
     assert ada[0] - 10 * DAY_S < 1.2 * DAY_S
 
 
 def test_without_teams_users_change_nothing() -> None:
     jobs = [(60.0 * number, "abc"[number % 3], 100 + 37 * number % 500) for number in range(60)]
     for policy in (PolicySpec(objective=objective) for objective in Objective):
-        assert night(policy, *jobs) == night(policy, *((at_s, "all", steps) for at_s, _, steps in jobs))
+        assert night(policy, *jobs) == night(
+            policy, *((at_s, "all", steps) for at_s, _, steps in jobs)
+        )
 
 
 def test_what_the_state_keeps_of_usage_ends() -> None:
     """A user whose decayed use is below a device-second is forgotten when others are charged."""
     state, _ = played(seen(1), submitted(1, script({1: 100.0}, user="ada"), 0.0), *gone(1, 1000.0))
-    later: list[Event] = [submitted(2, script({1: 100.0}, user="bob"), 30 * DAY_S), *gone(2, 30 * DAY_S + 100)]
+    later: list[Event] = [
+        submitted(2, script({1: 100.0}, user="bob"), 30 * DAY_S),
+        *gone(2, 30 * DAY_S + 100),
+    ]
     for event in later:
         state, _ = step(state, event)
     assert [usage.user for usage in state.usage] == ["bob"]

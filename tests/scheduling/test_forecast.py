@@ -12,8 +12,21 @@ import pytest
 from benchmarks.scheduler import cluster_of
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudge
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, Play, _longer, forecast, quick_forecast, spread_of
-from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, Trouble, backend_for, outcomes_of
+from orchestrator.scheduling.reports.forecast import (
+    SUPPOSED_SPREAD,
+    Play,
+    _longer,
+    forecast,
+    quick_forecast,
+    spread_of,
+)
+from orchestrator.service.commands.simulate import (
+    FOREVER_S,
+    NullJournal,
+    Trouble,
+    backend_for,
+    outcomes_of,
+)
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, RankEnd
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
@@ -24,9 +37,9 @@ from tests.scheduling.test_queue import gone, node, played, script, seen, submit
 
 
 def rigid(draw: random.Random) -> JobSpec:
-    return job_spec_from_trace("job", {draw.choice((1, 2, 4)): 1.0}, draw.randint(500, 5000)).model_copy(
-        update={"resume": Resume()}
-    )
+    return job_spec_from_trace(
+        "job", {draw.choice((1, 2, 4)): 1.0}, draw.randint(500, 5000)
+    ).model_copy(update={"resume": Resume()})
 
 
 def movable(draw: random.Random) -> JobSpec:
@@ -35,13 +48,18 @@ def movable(draw: random.Random) -> JobSpec:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [rigid, pytest.param(movable, marks=pytest.mark.long)])
-def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Callable[[random.Random], JobSpec]) -> None:
+def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(
+    kind: Callable[[random.Random], JobSpec],
+) -> None:
     """A full queue on eight devices, lengths as wrong as is supposed where nothing was measured."""
     starts, ends = list[bool](), list[bool]()
     for seed in range(16):
         draw = random.Random(seed)
         jobs = tuple(Arrival(at_s=0.0, spec=kind(draw)) for _ in range(24))
-        trace, cluster = misjudge(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed), cluster_of(1, 10.0)
+        trace, cluster = (
+            misjudge(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed),
+            cluster_of(1, 10.0),
+        )
         backend = backend_for(trace.arrivals, cluster, seed=seed, trouble=Trouble())
         controller = Controller(NullJournal(), backend, backend.now)
         controller.turn(0.0)
@@ -50,15 +68,23 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Call
         ids = list(controller.state.jobs)
         while controller.state.jobs:
             controller.turn(FOREVER_S)
-        for job_id, outcome in zip(ids, outcomes_of(trace, cluster, backend.processes), strict=True):
+        for job_id, outcome in zip(
+            ids, outcomes_of(trace, cluster, backend.processes), strict=True
+        ):
             prediction = expected[job_id]
             assert prediction.start_range_s is not None
             assert prediction.end_range_s is not None
             assert outcome.started_at_s is not None
             assert outcome.ended_at_s is not None
-            ends.append(prediction.end_range_s[0] <= outcome.ended_at_s <= prediction.end_range_s[1])
+            ends.append(
+                prediction.end_range_s[0] <= outcome.ended_at_s <= prediction.end_range_s[1]
+            )
             if prediction.start_s > begun_s:
-                starts.append(prediction.start_range_s[0] <= outcome.started_at_s <= prediction.start_range_s[1])
+                starts.append(
+                    prediction.start_range_s[0]
+                    <= outcome.started_at_s
+                    <= prediction.start_range_s[1]
+                )
     assert len(starts) > 200
     assert 0.7 <= fmean(starts) <= 0.9
     assert 0.7 <= fmean(ends) <= 0.9
@@ -74,25 +100,54 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
         draw = random.Random(seed)
         queue: list[Event] = [seen(node("a", devices=4), node("b", devices=4))]
         for number in range(1, 20):
-            hours = draw.choice(({}, {}, {}, {"start_window": "22:00-08:00 UTC"}, {"start_window": "12:00-14:00 UTC"}))
-            spec = script({2 ** draw.randint(0, 3): draw.uniform(600, 14400)}, priority=draw.randint(0, 1), **hours)
+            hours = draw.choice(
+                (
+                    {},
+                    {},
+                    {},
+                    {"start_window": "22:00-08:00 UTC"},
+                    {"start_window": "12:00-14:00 UTC"},
+                )
+            )
+            spec = script(
+                {2 ** draw.randint(0, 3): draw.uniform(600, 14400)},
+                priority=draw.randint(0, 1),
+                **hours,
+            )
             queue.append(submitted(number, spec, 8 * 3600.0 + 600 * number))
         state, _ = played(*queue)
         forecasts = quick_forecast(state)
-        plays = Play(state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0).until_ended([*forecasts])
-        off_h += [abs(forecasts[job_id].end_s - play.end_s) / 3600 for job_id, play in plays.items()]
+        plays = Play(state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0).until_ended(
+            [*forecasts]
+        )
+        off_h += [
+            abs(forecasts[job_id].end_s - play.end_s) / 3600 for job_id, play in plays.items()
+        ]
     assert len(off_h) > 300
     assert fmean(error_h < 1.0 for error_h in off_h) > 0.9, sorted(off_h)[-50:]
 
 
 def test_what_comes_after_others_is_expected_when_the_last_of_them_has_ended() -> None:
     """The forecast follows the chain; an independent job is expected beside it."""
-    chain = [script({1: 100.0}), script({1: 300.0}), script({1: 50.0}, depends_on=["job-1", "job-2"])]
+    chain = [
+        script({1: 100.0}),
+        script({1: 300.0}),
+        script({1: 50.0}, depends_on=["job-1", "job-2"]),
+    ]
     chain += [script({2: 80.0}, depends_on=["job-3"]), script({1: 20.0})]
-    events: list[Event] = [seen(node(devices=4)), *(submitted(i, spec, 0.0) for i, spec in enumerate(chain, 1))]
+    events: list[Event] = [
+        seen(node(devices=4)),
+        *(submitted(i, spec, 0.0) for i, spec in enumerate(chain, 1)),
+    ]
     state, _ = played(*events)
     forecasts = forecast(state)
-    assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [0.0, 0.0, 330.0, 410.0, 0.0]
+    assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [
+        0.0,
+        0.0,
+        330.0,
+        410.0,
+        0.0,
+    ]
     for number, at_s in ((5, 50.0), (1, 130.0), (2, 330.0), (3, 410.0)):
         events += gone(number, at_s)
     _, launches = played(*events)
@@ -144,9 +199,13 @@ def test_what_runs_is_expected_to_end_later_than_now() -> None:
     """The job took twice its expected time and goes on."""
     state, _ = played(seen(node(devices=2)), submitted(1, script({2: 100.0})))
     late, _ = played(
-        seen(node(devices=2)), submitted(1, script({2: 100.0})), Started(job_id="job-1", number=1, at_s=250.0)
+        seen(node(devices=2)),
+        submitted(1, script({2: 100.0})),
+        Started(job_id="job-1", number=1, at_s=250.0),
     )
-    early_range, late_range = (forecast(snapshot)["job-1"].end_range_s for snapshot in (state, late))
+    early_range, late_range = (
+        forecast(snapshot)["job-1"].end_range_s for snapshot in (state, late)
+    )
     assert early_range is not None
     assert late_range is not None
     assert early_range[0] < forecast(state)["job-1"].end_s < early_range[1]

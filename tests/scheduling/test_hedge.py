@@ -10,7 +10,9 @@ from orchestrator.memory.calibration.belief import belief
 from orchestrator.scheduling.options.hedge import pick_soonest
 from tests.memory.test_calibration import observation
 
-BURST = replace(observation(correction=4.0, job="mine", ran_out=True), steps_left=0)  # no later pass needs more
+BURST = replace(
+    observation(correction=4.0, job="mine", ran_out=True), steps_left=0
+)  # no later pass needs more
 
 
 def test_an_out_of_memory_error_is_a_lower_bound() -> None:
@@ -40,15 +42,21 @@ def test_what_the_job_or_its_family_measured_narrows_what_is_believed() -> None:
 def test_the_more_passes_are_still_to_come_the_more_of_them_needs_more() -> None:
     """A failure at step 8 of 200 tells that samples differ; one in the first step may be a wrong profile alone."""
     by_left = [
-        belief([replace(BURST, phase="backward", steps_done=7, steps_left=left)], [], []).quantile(0.9)
+        belief([replace(BURST, phase="backward", steps_done=7, steps_left=left)], [], []).quantile(
+            0.9
+        )
         for left in (0, 10, 200, 10_000)
     ]
     assert by_left == sorted(set(by_left))
     by_done = [
-        belief([replace(BURST, phase="backward", steps_done=done, steps_left=200)], [], []).quantile(0.9)
+        belief(
+            [replace(BURST, phase="backward", steps_done=done, steps_left=200)], [], []
+        ).quantile(0.9)
         for done in (1, 20, 150)
     ]
-    assert by_done == sorted(set(by_done), reverse=True), "the rarer the failure, the less is still to come"
+    assert by_done == sorted(set(by_done), reverse=True), (
+        "the rarer the failure, the less is still to come"
+    )
     at_once = belief([replace(BURST, phase="backward", steps_done=0, steps_left=200)], [], [])
     assert by_left[0] < at_once.quantile(0.9) < by_done[0]
 

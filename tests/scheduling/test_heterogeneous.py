@@ -69,7 +69,9 @@ def started(spec: JobSpec, nodes: tuple[Node, ...]) -> Attempt:
 
 def with_free(nodes: tuple[Node, ...], name: str, free_gib: tuple[int, ...]) -> tuple[Node, ...]:
     free_bytes = tuple(gib * GIB for gib in free_gib)
-    return tuple(replace(node, free_bytes=free_bytes) if node.name == name else node for node in nodes)
+    return tuple(
+        replace(node, free_bytes=free_bytes) if node.name == name else node for node in nodes
+    )
 
 
 def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
@@ -82,7 +84,10 @@ def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
     for group, most in ((large, 8), (small, 2)):
         candidates = frontier(spec, group.hardware).candidates
         assert max(candidate.plan.world_size for candidate in candidates) == most
-        assert any(needed_bytes(candidate, UNMEASURED) <= group.hardware.device.memory for candidate in candidates)
+        assert any(
+            needed_bytes(candidate, UNMEASURED) <= group.hardware.device.memory
+            for candidate in candidates
+        )
 
 
 def test_a_job_takes_the_kind_that_is_free_with_a_plan_made_for_it() -> None:
@@ -99,8 +104,12 @@ def test_what_the_small_kind_can_never_hold_goes_to_the_large_one_or_nowhere() -
     seven = decoder(5120, {"min": 2, "max": 8})
     assert started(seven, mixed()).device == "a100-80gb"
     small_alone = State(nodes=tuple(node for node in mixed() if node.name == "small"))
-    _, actions = step(small_alone, Submitted(job_id="lm-1", order=1, spec=decoder(16384, 2), at_s=0.0))
-    assert [action.job.status for action in actions if isinstance(action, Record)] == [JobStatus.REFUSED]
+    _, actions = step(
+        small_alone, Submitted(job_id="lm-1", order=1, spec=decoder(16384, 2), at_s=0.0)
+    )
+    assert [action.job.status for action in actions if isinstance(action, Record)] == [
+        JobStatus.REFUSED
+    ]
 
 
 @pytest.mark.parametrize("gpus", [1, {"min": 1, "max": 8}])
@@ -118,8 +127,13 @@ def test_a_device_with_little_free_memory_is_not_counted_as_whole(gpus: object) 
 
 def test_a_forecast_counts_the_free_memory_of_as_many_devices_as_a_plan_takes() -> None:
     nodes = with_free(mixed(), "large", (1, 1, 1, 60, 1, 1, 30, 1))
-    decision = plan_job(decoder(2048, {"min": 1, "max": 8}), tuple(node for node in nodes if node.name == "large"))
-    capacities = {int(view["settings"]["gpus"]): view["capacity_bytes"] // GIB for view in decision["frontier"]}
+    decision = plan_job(
+        decoder(2048, {"min": 1, "max": 8}), tuple(node for node in nodes if node.name == "large")
+    )
+    capacities = {
+        int(view["settings"]["gpus"]): view["capacity_bytes"] // GIB
+        for view in decision["frontier"]
+    }
     assert {capacities[1], capacities[2], capacities[8]} == {60, 30, 1}
     assert decision["chosen"] is not None
     assert int(decision["frontier"][decision["chosen"]]["settings"]["gpus"]) <= 2
@@ -135,14 +149,21 @@ def test_a_kind_that_cannot_run_a_job_does_not_hide_the_kinds_that_can() -> None
 @st.composite
 def unlike_nodes(draw: st.DrawFn) -> tuple[Node, ...]:
     """Up to four nodes of three kinds of device, of which any part may be taken."""
-    kinds = draw(st.lists(st.sampled_from(("a100-80gb", "rtx4090-24gb", "v100-32gb")), min_size=1, max_size=4))
+    kinds = draw(
+        st.lists(
+            st.sampled_from(("a100-80gb", "rtx4090-24gb", "v100-32gb")), min_size=1, max_size=4
+        )
+    )
     lines = [
         f"  - {{name: n{number}, devices: {draw(st.sampled_from((1, 2, 4)))}, device: {kind}, host_memory: 64GiB}}"
         for number, kind in enumerate(kinds)
     ]
     nodes = mixed("name: mixed\nnodes:\n" + "\n".join(lines))
     share = st.floats(0.05, 1.0)
-    return tuple(replace(node, free_bytes=tuple(int(draw(share) * free) for free in node.free_bytes)) for node in nodes)
+    return tuple(
+        replace(node, free_bytes=tuple(int(draw(share) * free) for free in node.free_bytes))
+        for node in nodes
+    )
 
 
 def one_node(device: str, *free_bytes: int) -> tuple[Node, ...]:
@@ -152,7 +173,13 @@ def one_node(device: str, *free_bytes: int) -> tuple[Node, ...]:
     return (replace(node, free_bytes=free_bytes),)
 
 
-@given(unlike_nodes(), st.sampled_from((1024, 2048, 4096)), st.integers(1, 2), st.integers(0, 3), st.booleans())
+@given(
+    unlike_nodes(),
+    st.sampled_from((1024, 2048, 4096)),
+    st.integers(1, 2),
+    st.integers(0, 3),
+    st.booleans(),
+)
 @example(
     one_node("rtx4090-24gb", 25_383_256_719, 2_577_987_010), 2048, 2, 0, True
 )  # one may fit, but not with its margin
@@ -175,8 +202,16 @@ def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_f
         for kind, tries in by_kind
         if (times_s := [candidate.step_s for candidate in tries if candidate.fits])
     ]
-    likely = [(kind, max(tries, key=lambda candidate: candidate.probability)) for kind, tries in by_kind if tries]
-    likely = [(kind, candidate) for kind, candidate in likely if candidate.probability >= EVEN and candidate.holds]
+    likely = [
+        (kind, max(tries, key=lambda candidate: candidate.probability))
+        for kind, tries in by_kind
+        if tries
+    ]
+    likely = [
+        (kind, candidate)
+        for kind, candidate in likely
+        if candidate.probability >= EVEN and candidate.holds
+    ]
     assert (decision["nothing_fits"] is None) == bool(fitting)
     if fitting:
         assert taken is not None
@@ -195,7 +230,9 @@ def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() 
     assert decision["chosen"] is None
     assert decision["nothing_fits"] is not None
     assert decision["nothing_fits"].startswith("no plan fits 2.40 GiB")
-    state, actions = step(State(nodes=nodes), Submitted(job_id="lm-1", order=1, spec=spec, at_s=0.0))
+    state, actions = step(
+        State(nodes=nodes), Submitted(job_id="lm-1", order=1, spec=spec, at_s=0.0)
+    )
     assert not any(isinstance(action, Launch) for action in actions)
     assert state.jobs["lm-1"].reason == "waits for memory that other processes hold on rtx4090-24gb"
     assert pending(state.jobs["lm-1"], state.at_s) is Pending.FOREIGN_MEMORY
@@ -221,14 +258,18 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
         return []
     rows = []
     for plan in legal:
-        profile, capacity_bytes = profile_for(spec, group.hardware, plan), free_bytes[plan.world_size - 1]
+        profile, capacity_bytes = (
+            profile_for(spec, group.hardware, plan),
+            free_bytes[plan.world_size - 1],
+        )
         needs = estimate(profile, plan, device)
         needed = calibration.plan_needed_bytes(plan, needs, UNMEASURED)
         has_host = node_host_bytes(plan, needs, group.hardware) <= group.hardware.host_memory
         rows.append(
             Tried(
                 step_s=step_s(profile, plan, group.hardware),
-                probability=has_host * calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory),
+                probability=has_host
+                * calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory),
                 fits=has_host and needed <= capacity_bytes,
                 fits_empty=has_host and needed <= device.memory,
                 holds=has_host and needs.device_bytes <= capacity_bytes,
@@ -239,12 +280,24 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
 
 def test_whoever_waits_for_a_faster_device_lets_its_equal_begin_on_a_slower_one() -> None:
     fast = world.device("fast", "2GiB", "cuda")
-    slower = {"name": "slow", "memory_bandwidth": 6_500_000_000, "bf16_tflops": 65.0, "fp32_tflops": 32.5}
+    slower = {
+        "name": "slow",
+        "memory_bandwidth": 6_500_000_000,
+        "bf16_tflops": 65.0,
+        "fp32_tflops": 32.5,
+    }
     slow = fast.model_copy(update=slower)
     nodes = idle_nodes(world.cluster(("fast", 1, 1, fast), ("slow", 1, 1, slow)))
-    first, equal = (world.decoder("lm", gpus=1, training={"max_steps": steps}) for steps in (100, 200))
-    state, launches = played(seen(*nodes), submitted(1, first), *(submitted(number, equal) for number in (2, 3)))
-    assert {job: attempt.placement[0].node for job, attempt in launches.items()} == {"job-1": "fast", "job-3": "slow"}
-    assert [(reservation.job_id, reservation.placement[0].node) for reservation in state.reservations] == [
-        ("job-2", "fast")
-    ]
+    first, equal = (
+        world.decoder("lm", gpus=1, training={"max_steps": steps}) for steps in (100, 200)
+    )
+    state, launches = played(
+        seen(*nodes), submitted(1, first), *(submitted(number, equal) for number in (2, 3))
+    )
+    assert {job: attempt.placement[0].node for job, attempt in launches.items()} == {
+        "job-1": "fast",
+        "job-3": "slow",
+    }
+    assert [
+        (reservation.job_id, reservation.placement[0].node) for reservation in state.reservations
+    ] == [("job-2", "fast")]

@@ -15,13 +15,33 @@ from orchestrator.specs.attempt import ErrorReport, Evidence, FailureKind, RankE
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
-from tests.scheduling.world import CALM, HOUR_S, MemoryJournal, MortalBackend, Scenario, cluster, device, play
+from tests.scheduling.world import (
+    CALM,
+    HOUR_S,
+    MemoryJournal,
+    MortalBackend,
+    Scenario,
+    cluster,
+    device,
+    play,
+)
 
 NIGHTS, NIGHTS_LONG = 60, 2000
 NODES, DEVICES, JOBS = 3, 4, 12
 STEP_S = 1.0
 AWAY_S = 1200.0  # of the hub
-WORDS = ("ribbon", "otter", "quartz", "lantern", "meadow", "copper", "violin", "harbor", "saffron", "glacier")
+WORDS = (
+    "ribbon",
+    "otter",
+    "quartz",
+    "lantern",
+    "meadow",
+    "copper",
+    "violin",
+    "harbor",
+    "saffron",
+    "glacier",
+)
 SAVABLE_MIN, EXTRA_ATTEMPTS_MAX, EXTRA_SHARE_MAX = 0.95, 2, 0.02
 HEALTHY_SUSPENDED_MAX = 0.01  # in a night
 
@@ -50,12 +70,22 @@ class Tally:
     device_s: float = 0.0
     extra_s: float = 0.0  # of attempts of a program that cannot succeed, after its first
     bug_attempts: Counter[int] = field(default_factory=Counter)
-    lost_to_device: Counter[int] = field(default_factory=Counter)  # jobs lost in a night to its one bad device
+    lost_to_device: Counter[int] = field(
+        default_factory=Counter
+    )  # jobs lost in a night to its one bad device
 
 
 def random_causes(draw: random.Random, steps: list[int]) -> Causes:
-    bugs = {job: draw.choice((0, draw.randrange(1, count))) for job, count in enumerate(steps) if draw.random() < 0.08}
-    leaks = {job: draw.randint(800, 1500) for job in range(len(steps)) if job not in bugs and draw.random() < 0.03}
+    bugs = {
+        job: draw.choice((0, draw.randrange(1, count)))
+        for job, count in enumerate(steps)
+        if draw.random() < 0.08
+    }
+    leaks = {
+        job: draw.randint(800, 1500)
+        for job in range(len(steps))
+        if job not in bugs and draw.random() < 0.03
+    }
     card = (f"n{draw.randrange(NODES)}", draw.randrange(DEVICES)) if draw.random() < 0.3 else None
     return Causes(
         bugs=bugs,
@@ -81,7 +111,11 @@ class HiddenCauses(MortalBackend):
 
     def fate_of(self, process: Process) -> tuple[str | None, int]:
         """The cause that an attempt meets first, and after which step."""
-        causes, draw, first = self.causes, stream(self._seed, "hidden", process.attempt.name), process.first_step
+        causes, draw, first = (
+            self.causes,
+            stream(self._seed, "hidden", process.attempt.name),
+            process.first_step,
+        )
         number = process.job.order - 1
         hub_s = causes.hub_away_s
         if hub_s is not None and 0.0 <= process.launched_at_s - hub_s < AWAY_S:
@@ -107,25 +141,40 @@ class HiddenCauses(MortalBackend):
         cause, _ = self.fate_of(process)
         draw = stream(self._seed, "symptom", process.attempt.name)
         message = " ".join(draw.choices(WORDS, k=8))
-        stable = stream(self._seed, "symptom", process.job.id if cause in ("bug", "leak") else process.attempt.name)
+        stable = stream(
+            self._seed,
+            "symptom",
+            process.job.id if cause in ("bug", "leak") else process.attempt.name,
+        )
         kind, code = {
             "bug": (stable.choice(("TypeError", "KeyError", "RuntimeError")), 1),
             "leak": ("RuntimeError", 1),
-            "place": (stable.choice(("RuntimeError", "torch.AcceleratorError", "")), stable.choice((1, -6, -11))),
+            "place": (
+                stable.choice(("RuntimeError", "torch.AcceleratorError", "")),
+                stable.choice((1, -6, -11)),
+            ),
             "flake": (stable.choice(("RuntimeError", "OSError", "")), stable.choice((1, -11, 3))),
             "hub": ("requests.exceptions.ConnectionError", 1),
             None: ("", 1),
         }[cause]
-        file = "/venv/lib/python3.11/site-packages/requests/api.py" if cause == "hub" else "/home/ada/train.py"
+        file = (
+            "/venv/lib/python3.11/site-packages/requests/api.py"
+            if cause == "hub"
+            else "/home/ada/train.py"
+        )
         line = stable.randint(1, 5)
         frame = f'  File "{file}", line {line}, in step{line}\n    call()'
-        text = f"Traceback (most recent call last):\n{frame}\n{kind}: {message}" if kind else message
+        text = (
+            f"Traceback (most recent call last):\n{frame}\n{kind}: {message}" if kind else message
+        )
         step, is_reported = facts["step"], bool(kind) and stable.random() < 0.5
         report = ErrorReport(rank=0, step=step, phase="forward", type=kind, traceback=text)
         beats = () if cause == "hub" else evidence.heartbeats
         return replace(
             evidence,
-            ranks=tuple(RankEnd(rank=end.rank, exit_code=code, log_tail=text) for end in evidence.ranks),
+            ranks=tuple(
+                RankEnd(rank=end.rank, exit_code=code, log_tail=text) for end in evidence.ranks
+            ),
             errors=(report,) if is_reported else (),
             heartbeats=beats,
             first_ended_rank=0,
@@ -161,7 +210,9 @@ def play_night(seed: int, tally: Tally) -> None:
         repeat_chance=0.0,
         seed=seed,
     )
-    backend = HiddenCauses(scenario.cluster, seed=seed, hazards={FailureKind.STARTUP: 0.0}, repeat_chance=0.0)
+    backend = HiddenCauses(
+        scenario.cluster, seed=seed, hazards={FailureKind.STARTUP: 0.0}, repeat_chance=0.0
+    )
     backend.causes = random_causes(draw, [spec.steps or 0 for _, spec, _ in scenario.jobs])
     state = play(scenario, MemoryJournal(), backend)
     count_night(state, backend, seed, tally)
@@ -170,14 +221,17 @@ def play_night(seed: int, tally: Tally) -> None:
 def count_night(state: State, backend: HiddenCauses, seed: int, tally: Tally) -> None:
     causes, lost_to_device = backend.causes, 0
     for job in state.jobs.values():
-        lengths_s = [(attempt.ended_at_s or 0.0) - attempt.launched_at_s for attempt in job.attempts]
+        lengths_s = [
+            (attempt.ended_at_s or 0.0) - attempt.launched_at_s for attempt in job.attempts
+        ]
         tally.device_s += sum(lengths_s)
         if job.order - 1 in causes.bugs:
             tally.bug_attempts[bug_attempts(job, backend)] += 1
             tally.extra_s += sum(
                 length_s
                 for length_s, attempt in zip(lengths_s, job.attempts, strict=True)
-                if attempt.number > 1 and backend.fate_of(backend.processes[attempt.name])[0] == "bug"
+                if attempt.number > 1
+                and backend.fate_of(backend.processes[attempt.name])[0] == "bug"
             )
             continue
         leak = causes.leaks.get(job.order - 1)
@@ -198,7 +252,9 @@ def count_night(state: State, backend: HiddenCauses, seed: int, tally: Tally) ->
 
 def bug_attempts(job: Job, backend: HiddenCauses) -> int:
     """Return the number of attempts of a job that its bug ended."""
-    return sum(backend.fate_of(backend.processes[attempt.name])[0] == "bug" for attempt in job.attempts)
+    return sum(
+        backend.fate_of(backend.processes[attempt.name])[0] == "bug" for attempt in job.attempts
+    )
 
 
 def judge_nights(count: int) -> Tally:

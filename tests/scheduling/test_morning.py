@@ -8,16 +8,31 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.reports.morning import NOT_LOST, MorningReport, ended_at_s, morning_report, summary
+from orchestrator.scheduling.reports.morning import (
+    NOT_LOST,
+    MorningReport,
+    ended_at_s,
+    morning_report,
+    summary,
+)
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.state import State
 from orchestrator.specs.suspension import Suspension
-from tests.scheduling.world import MemoryJournal, backend_of, play, random_rush, random_scenario, random_tide
+from tests.scheduling.world import (
+    MemoryJournal,
+    backend_of,
+    play,
+    random_rush,
+    random_scenario,
+    random_tide,
+)
 
-NIGHTS = [(night, seed) for night in (random_scenario, random_rush, random_tide) for seed in range(2)]
+NIGHTS = [
+    (night, seed) for night in (random_scenario, random_rush, random_tide) for seed in range(2)
+]
 
 
 @pytest.fixture(scope="module", params=NIGHTS, ids=lambda night: f"{night[0].__name__}-{night[1]}")
@@ -27,17 +42,25 @@ def state(request: pytest.FixtureRequest) -> State:
     return play(scenario, MemoryJournal(), backend_of(scenario))
 
 
-def report_of(state: State, since_s: float | None = None, until_s: float | None = None) -> MorningReport:
+def report_of(
+    state: State, since_s: float | None = None, until_s: float | None = None
+) -> MorningReport:
     """The report of the whole night, or of a part of it."""
     begin_s = min(job.submitted_at_s for job in state.jobs.values())
     end_s = max(ended_at_s(job) for job in state.jobs.values())
     return morning_report(
-        state, state.jobs.values(), begin_s if since_s is None else since_s, end_s if until_s is None else until_s
+        state,
+        state.jobs.values(),
+        begin_s if since_s is None else since_s,
+        end_s if until_s is None else until_s,
     )
 
 
 def failed_attempts(job: Job) -> int:
-    return sum(attempt.failure is not None and attempt.failure.kind not in NOT_LOST for attempt in job.attempts)
+    return sum(
+        attempt.failure is not None and attempt.failure.kind not in NOT_LOST
+        for attempt in job.attempts
+    )
 
 
 def test_each_job_stands_in_the_list_of_its_status_and_in_no_other(state: State) -> None:
@@ -55,18 +78,27 @@ def test_each_job_stands_in_the_list_of_its_status_and_in_no_other(state: State)
     assert sum(map(len, lists.values())) == len(state.jobs)
 
 
-def test_recovered_are_the_succeeded_jobs_with_a_failed_attempt_and_each_says_its_failures(state: State) -> None:
-    failure_counts = {line.id: line.said.count("; then ") + 1 for line in report_of(state).recovered}
+def test_recovered_are_the_succeeded_jobs_with_a_failed_attempt_and_each_says_its_failures(
+    state: State,
+) -> None:
+    failure_counts = {
+        line.id: line.sentence.count("; then ") + 1 for line in report_of(state).recovered
+    }
     succeeded = [job for job in state.jobs.values() if job.status is JobStatus.SUCCEEDED]
-    assert failure_counts == {job.id: failed_attempts(job) for job in succeeded if failed_attempts(job)}
+    assert failure_counts == {
+        job.id: failed_attempts(job) for job in succeeded if failed_attempts(job)
+    }
 
 
 def test_the_device_seconds_are_those_of_the_attempts_and_two_halves_add_up(state: State) -> None:
     report = report_of(state)
     attempts = [attempt for job in state.jobs.values() for attempt in job.attempts]
-    devices = {attempt.name: sum(len(part.devices) for part in attempt.placement) for attempt in attempts}
+    devices = {
+        attempt.name: sum(len(part.devices) for part in attempt.placement) for attempt in attempts
+    }
     held_s = sum(
-        devices[attempt.name] * ((attempt.ended_at_s or report.until_s) - attempt.launched_at_s) for attempt in attempts
+        devices[attempt.name] * ((attempt.ended_at_s or report.until_s) - attempt.launched_at_s)
+        for attempt in attempts
     )
     assert report.cost.held_s == pytest.approx(held_s)
     middle_s = (report.since_s + report.until_s) / 2
@@ -75,10 +107,13 @@ def test_the_device_seconds_are_those_of_the_attempts_and_two_halves_add_up(stat
     assert first.cost.lost_s + second.cost.lost_s == pytest.approx(report.cost.lost_s)
 
 
-def test_the_cost_is_that_of_the_devices_at_their_prices_and_unknown_where_one_has_none(state: State) -> None:
+def test_the_cost_is_that_of_the_devices_at_their_prices_and_unknown_where_one_has_none(
+    state: State,
+) -> None:
     def priced(price: float | None) -> MorningReport:
         nodes = tuple(
-            replace(node, device=node.device.model_copy(update={"price_per_hour": price})) for node in state.nodes
+            replace(node, device=node.device.model_copy(update={"price_per_hour": price}))
+            for node in state.nodes
         )
         return report_of(replace(state, nodes=nodes, declared=()))
 
@@ -90,8 +125,14 @@ def test_the_cost_is_that_of_the_devices_at_their_prices_and_unknown_where_one_h
 def test_saved_is_what_jobs_trained_that_succeeded_though_they_had_failed(state: State) -> None:
     report = report_of(state)
     jobs = {line.id for line in report.recovered}
-    spans = [span for span in report.spans if span.job in jobs and span.outcome in ("succeeded", FailureKind.MOVED)]
-    assert report.cost.saved_s == pytest.approx(sum(len(span.devices) * (span.until_s - span.from_s) for span in spans))
+    spans = [
+        span
+        for span in report.spans
+        if span.job in jobs and span.outcome in ("succeeded", FailureKind.MOVED)
+    ]
+    assert report.cost.saved_s == pytest.approx(
+        sum(len(span.devices) * (span.until_s - span.from_s) for span in spans)
+    )
     assert bool(jobs) == (report.cost.saved_s > 0)
     assert report.cost.saved_s <= report.cost.trained_s
 
@@ -101,7 +142,9 @@ def test_a_strategy_that_no_plan_has_is_no_refused_job_and_nothing_to_do(state: 
     refused = replace(job, status=JobStatus.REFUSED, attempts=())
     compared = replace(
         refused,
-        spec=job.spec.model_copy(update={"member": Member(number=0, of=1, max_concurrent=1, compared=True)}),
+        spec=job.spec.model_copy(
+            update={"member": Member(number=0, of=1, max_concurrent=1, compared=True)}
+        ),
     )
     for variant, counts in ((refused, True), (compared, False)):
         report = report_of(replace(state, jobs=state.jobs.with_job(variant)))
@@ -113,44 +156,68 @@ def test_a_job_that_ended_before_the_span_is_left_out(state: State) -> None:
     middle_s = sorted(ended_at_s(job) for job in state.jobs.values())[len(state.jobs) // 2]
     report = report_of(state, since_s=middle_s)
     lines = (*report.succeeded, *report.failed, *report.refused, *report.cancelled)
-    assert {line.id for line in lines} == {job.id for job in state.jobs.values() if ended_at_s(job) >= middle_s}
+    assert {line.id for line in lines} == {
+        job.id for job in state.jobs.values() if ended_at_s(job) >= middle_s
+    }
 
 
 def test_every_failed_and_refused_job_has_something_to_do_with_its_command(state: State) -> None:
     report = report_of(state)
     for line in (*report.failed, *report.refused):
-        assert any(sentence.startswith(f"{line.id}: ") and "`orc " in sentence for sentence in report.to_do), line.id
+        assert any(
+            sentence.startswith(f"{line.id}: ") and "`orc " in sentence for sentence in report.to_do
+        ), line.id
 
 
 def test_nothing_is_to_do_for_a_job_that_was_retried(state: State) -> None:
     failed_ids = [line.id for line in report_of(state).failed]
     job = next(job for job in state.jobs.values() if job.id not in failed_ids)
     for failed_id in failed_ids[:3]:
-        retried = replace(state, jobs=Jobs({**state.jobs, job.id: replace(job, retry_of=failed_id)}.values()))
-        assert not any(sentence.startswith(f"{failed_id}:") for sentence in report_of(retried).to_do)
+        retried = replace(
+            state, jobs=Jobs({**state.jobs, job.id: replace(job, retry_of=failed_id)}.values())
+        )
+        assert not any(
+            sentence.startswith(f"{failed_id}:") for sentence in report_of(retried).to_do
+        )
 
 
 def test_says_to_mend_the_program_only_where_the_program_is_wrong(state: State) -> None:
     for job in state.jobs.values():
         if job.status is JobStatus.FAILED and job.last is not None and job.last.failure is not None:
-            advice = next(sentence for sentence in report_of(state).to_do if sentence.startswith(f"{job.id}: "))
-            assert ("mend the program" in advice) is (job.last.failure.kind is FailureKind.USER_ERROR), advice
+            advice = next(
+                sentence
+                for sentence in report_of(state).to_do
+                if sentence.startswith(f"{job.id}: ")
+            )
+            assert ("mend the program" in advice) is (
+                job.last.failure.kind is FailureKind.USER_ERROR
+            ), advice
 
 
 def test_a_suspended_device_is_to_be_looked_at_until_its_suspension_is_over(state: State) -> None:
     open_again = Suspension(
-        node="n0", device=3, since_s=0.0, until_s=state.at_s, count=1, reason="two jobs ended on it", jobs=()
+        node="n0",
+        device=3,
+        since_s=0.0,
+        until_s=state.at_s,
+        count=1,
+        reason="two jobs ended on it",
+        jobs=(),
     )
     closed = replace(open_again, device=4, until_s=state.at_s + 1.0)
     to_do = report_of(replace(state, suspensions=(open_again, closed))).to_do
-    assert [sentence.partition(" takes")[0] for sentence in to_do if "two jobs ended on it" in sentence] == [
-        "device 4 of n0"
-    ]
+    assert [
+        sentence.partition(" takes")[0] for sentence in to_do if "two jobs ended on it" in sentence
+    ] == ["device 4 of n0"]
 
 
 def test_a_report_of_500_jobs_takes_less_than_a_second_of_processor_time(state: State) -> None:
     jobs = list(state.jobs.values())
-    many = {f"{job.id}-{k}": replace(job, id=f"{job.id}-{k}") for k in range(500 // len(jobs) + 1) for job in jobs}
+    many = {
+        f"{job.id}-{k}": replace(job, id=f"{job.id}-{k}")
+        for k in range(500 // len(jobs) + 1)
+        for job in jobs
+    }
     began_s = time.process_time()
     report = report_of(replace(state, jobs=many))
     assert time.process_time() - began_s < 1.0, "0.05 s on an idle machine"

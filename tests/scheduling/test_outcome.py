@@ -21,7 +21,9 @@ from orchestrator.specs.attempt import (
 )
 from tests.scheduling.factories import MIB, attempt, job, script_spec
 
-BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=90 * MIB, phase="forward", at_s=1.0)
+BEAT = Heartbeat(
+    rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=90 * MIB, phase="forward", at_s=1.0
+)
 TOLD = OomReport(
     rank=0,
     step=5,
@@ -38,7 +40,9 @@ def ended_attempt(phase: Phase | None, report: OomReport | None = TOLD) -> Attem
     return replace(
         attempt(),
         ended_at_s=9.0,
-        evidence=Evidence(ranks=(RankEnd(rank=0, exit_code=1, findings=(finding,)),), heartbeats=(BEAT,)),
+        evidence=Evidence(
+            ranks=(RankEnd(rank=0, exit_code=1, findings=(finding,)),), heartbeats=(BEAT,)
+        ),
         failure=Failure(kind=FailureKind.DEVICE_OOM, reason="", phase=phase),
     )
 
@@ -61,9 +65,13 @@ def test_what_a_device_holds_beside_the_allocator_is_that_of_the_worst_rank_that
         ((900 * MIB, 950 * MIB), (None, None), None),
         ((), (400 * MIB, 300 * MIB), None),  # a restarted service does not know what was free
     ):
-        beats = tuple(replace(BEAT, rank=rank, allocator_room_bytes=room) for rank, room in enumerate(rooms))
+        beats = tuple(
+            replace(BEAT, rank=rank, allocator_room_bytes=room) for rank, room in enumerate(rooms)
+        )
         evidence = Evidence(ranks=(), heartbeats=beats, free_before_bytes=free_before)
-        observation = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+        observation = observe(
+            job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB
+        )
         assert observation is not None
         assert observation.overhead_bytes == expected_bytes
 
@@ -74,13 +82,20 @@ def test_trap_15_what_evaluation_needs_teaches_nothing_of_training(phase: Phase)
 
 
 @pytest.mark.parametrize(("steps_done", "is_proof"), [(5, True), (3, True), (2, False)])
-def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(steps_done: int, is_proof: bool) -> None:
-    evidence = Evidence(ranks=(RankEnd(rank=0, exit_code=0),), heartbeats=(replace(BEAT, steps_done=steps_done),))
+def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(
+    steps_done: int, is_proof: bool
+) -> None:
+    evidence = Evidence(
+        ranks=(RankEnd(rank=0, exit_code=0),), heartbeats=(replace(BEAT, steps_done=steps_done),)
+    )
     observation = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
     assert observation is not None
     assert observation.finished is is_proof
     broken = replace(
-        attempt(), ended_at_s=9.0, evidence=evidence, failure=Failure(kind=FailureKind.NODE_LOST, reason="")
+        attempt(),
+        ended_at_s=9.0,
+        evidence=evidence,
+        failure=Failure(kind=FailureKind.NODE_LOST, reason=""),
     )
     stopped = observe(job(), broken, 256 * MIB)
     assert stopped is not None
@@ -89,11 +104,16 @@ def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(steps
 
 def test_a_script_that_went_on_is_no_proof_by_the_few_steps_it_had_left() -> None:
     """The script counts steps anew: the twenty of its last attempt may follow five hundred of another."""
-    before = replace(ended_attempt(Phase.TRAINING), evidence=Evidence(ranks=(), heartbeats=(replace(BEAT, step=500),)))
+    before = replace(
+        ended_attempt(Phase.TRAINING),
+        evidence=Evidence(ranks=(), heartbeats=(replace(BEAT, step=500),)),
+    )
     asking = replace(job(script_spec()), attempts=(before,))
     for steps, is_proof in ((20, False), (400, True)):
         evidence = Evidence(ranks=(), heartbeats=(replace(BEAT, step=steps, steps_done=steps),))
-        observation = observe(asking, replace(attempt(number=2), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+        observation = observe(
+            asking, replace(attempt(number=2), ended_at_s=9.0, evidence=evidence), 256 * MIB
+        )
         assert observation is not None
         assert observation.finished is is_proof
 
@@ -103,7 +123,10 @@ def test_nothing_is_learned_from_an_attempt_that_nobody_watched_and_its_record_s
     observation = observe(job(script_spec()), watched, 256 * MIB)
     assert observation is not None
     assert (observation.finished, watched.peak_bytes, warnings(watched)) == (True, 90 * MIB, ())
-    unseen = replace(watched, evidence=Evidence(heartbeats=(BEAT,), unwatched=("'python -I inner.py' has no guard",)))
+    unseen = replace(
+        watched,
+        evidence=Evidence(heartbeats=(BEAT,), unwatched=("'python -I inner.py' has no guard",)),
+    )
     assert observe(job(script_spec()), unseen, 256 * MIB) is None
     assert unseen.peak_bytes is None
     (warning,) = warnings(unseen)
@@ -111,7 +134,8 @@ def test_nothing_is_learned_from_an_attempt_that_nobody_watched_and_its_record_s
 
 
 @pytest.mark.parametrize(
-    ("accepts", "foreign_bytes", "learned"), [("recover", 0, 290 * MIB), ("accept", 0, None), ("recover", MIB, None)]
+    ("accepts", "foreign_bytes", "learned"),
+    [("recover", 0, 290 * MIB), ("accept", 0, None), ("recover", MIB, None)],
 )
 def test_a_truncated_peak_is_a_lower_bound_and_never_that_of_an_ended_training(
     accepts: str, foreign_bytes: int, learned: int | None
@@ -129,6 +153,8 @@ def test_a_truncated_peak_is_a_lower_bound_and_never_that_of_an_ended_training(
 def test_an_attempt_that_ended_otherwise_after_a_caught_error_teaches_nothing() -> None:
     evidence = Evidence(heartbeats=(BEAT,), caught=(TOLD,))
     bug = replace(
-        ended_attempt(None), evidence=evidence, failure=Failure(kind=FailureKind.USER_ERROR, reason="KeyError")
+        ended_attempt(None),
+        evidence=evidence,
+        failure=Failure(kind=FailureKind.USER_ERROR, reason="KeyError"),
     )
     assert observe(job(script_spec()), bug, 256 * MIB) is None

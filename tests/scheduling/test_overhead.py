@@ -10,7 +10,15 @@ from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.units import format_bytes
 from tests.scheduling.test_heterogeneous import GIB, decoder, mixed
-from tests.scheduling.test_step import SUCCESS, finished, launches, only_job, released, run, submitted
+from tests.scheduling.test_step import (
+    SUCCESS,
+    finished,
+    launches,
+    only_job,
+    released,
+    run,
+    submitted,
+)
 
 ONE_4090 = """
 name: home
@@ -35,7 +43,9 @@ def too_much() -> int:
     """More than the first plan leaves of its device."""
     first = first_attempt()
     assert first.needed_bytes is not None
-    return (overhead_bytes(first) + FREE_BYTES - first.needed_bytes) // STEP_BYTES * STEP_BYTES + STEP_BYTES
+    return (
+        overhead_bytes(first) + FREE_BYTES - first.needed_bytes
+    ) // STEP_BYTES * STEP_BYTES + STEP_BYTES
 
 
 def measured(overhead: int) -> Evidence:
@@ -50,7 +60,9 @@ def test_what_a_device_was_seen_to_hold_is_counted_for_jobs_of_every_family_ther
     assert second.plan != first_attempt().plan, "the plan that leaves too little room is not taken"
     assert second.needed_bytes is not None
     assert second.needed_bytes <= FREE_BYTES
-    silent, _ = run(*BEGUN, finished(measured(-1)), released())  # others went away meanwhile: nothing is known
+    silent, _ = run(
+        *BEGUN, finished(measured(-1)), released()
+    )  # others went away meanwhile: nothing is known
     assert launches(run(OTHER, state=silent)[1])[0].plan == first_attempt().plan
 
 
@@ -61,11 +73,15 @@ def test_jobs_that_wait_are_judged_anew_by_it() -> None:
 
 
 def test_what_pytorch_held_stands_beside_what_was_predicted() -> None:
-    evidence = replace(SUCCESS, heartbeats=(replace(SUCCESS.heartbeats[0], reserved_bytes=4 * GIB),))
+    evidence = replace(
+        SUCCESS, heartbeats=(replace(SUCCESS.heartbeats[0], reserved_bytes=4 * GIB),)
+    )
     state, _ = run(*BEGUN, finished(evidence), released())
     predicted = format_bytes(first_attempt().estimate.reserved_bytes)
     sentence = explain_attempt(state, only_job(state), only_job(state).attempts[0])[1]
-    assert sentence.endswith(f"; PyTorch held up to 4.00 GiB, {predicted} predicted as the least that it needs")
+    assert sentence.endswith(
+        f"; PyTorch held up to 4.00 GiB, {predicted} predicted as the least that it needs"
+    )
 
 
 def test_it_is_told_what_was_measured_beside_what_was_predicted_and_learned() -> None:

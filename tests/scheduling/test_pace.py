@@ -43,7 +43,9 @@ def test_the_end_of_what_runs_follows_its_own_steps() -> None:
 
 
 def test_a_job_is_promised_devices_for_when_they_will_really_be_free() -> None:
-    state, _ = played(seen(node(devices=2)), submitted(1, JOB, 0.0), paced(4, 20.0, 80.0), submitted(2, JOB, 81.0))
+    state, _ = played(
+        seen(node(devices=2)), submitted(1, JOB, 0.0), paced(4, 20.0, 80.0), submitted(2, JOB, 81.0)
+    )
     assert forecast(state)["job-2"].start_s == pytest.approx(200.0)
 
 
@@ -77,7 +79,11 @@ def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
         folder.heartbeat(rank).parent.mkdir(exist_ok=True)
         folder.heartbeat(rank).write_text(json.dumps(fields))
 
-    for steps_done, step_s, expected in ((2, 9.0, None), (PACE_STEPS, 1.05, None), (PACE_STEPS, 1.5, 1.5)):
+    for steps_done, step_s, expected in (
+        (2, 9.0, None),
+        (PACE_STEPS, 1.05, None),
+        (PACE_STEPS, 1.5, 1.5),
+    ):
         beat(0, steps_done, 1.0)
         beat(1, steps_done, step_s)
         progress.hung_for_s(0.0, 0.0)
@@ -86,7 +92,9 @@ def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
     assert progress.pace(1.5, 78.0) is None
 
 
-def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(tmp_path: Path) -> None:
+def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
+    tmp_path: Path,
+) -> None:
     folder, learned = AttemptFolder(tmp_path), LEARNED_STEPS
     beat = {"rank": 0, "step_s": 5.0, "peak_bytes": 7, "phase": "forward", "at_s": 0.0}
 
@@ -97,7 +105,13 @@ def test_a_peak_is_told_once_after_enough_steps_and_never_beside_a_caught_error(
         return None if pace is None else pace.peak_bytes
 
     progress = Progress(script_spec(), folder, 1, [0], tmp_path, tells_peak=True)
-    assert [peak_of(progress, steps) for steps in (learned - 1, learned, learned + 1)] == [None, 7, None]
+    assert [peak_of(progress, steps) for steps in (learned - 1, learned, learned + 1)] == [
+        None,
+        7,
+        None,
+    ]
     assert peak_of(Progress(script_spec(), folder, 1, [0], tmp_path), learned) is None
     folder.caught(0).write_text("{}")
-    assert peak_of(Progress(script_spec(), folder, 1, [0], tmp_path, tells_peak=True), learned) is None
+    assert (
+        peak_of(Progress(script_spec(), folder, 1, [0], tmp_path, tells_peak=True), learned) is None
+    )

@@ -19,7 +19,13 @@ from tests.scheduling.world import (
 
 NIGHTS = (random_scenario, random_tide, random_rush, random_crowd)
 ELSEWHERE = {  # test_arrays, _heterogeneous, _promises, _unreadable, _verbs
-    *(Pending.ARRAY_LIMIT, Pending.FOREIGN_MEMORY, Pending.NODES_AWAY, Pending.HELD, Pending.UNREADABLE),
+    *(
+        Pending.ARRAY_LIMIT,
+        Pending.FOREIGN_MEMORY,
+        Pending.NODES_AWAY,
+        Pending.HELD,
+        Pending.UNREADABLE,
+    ),
 }
 
 

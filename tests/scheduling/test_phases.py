@@ -33,19 +33,63 @@ def test_tells_the_phase_of_a_reported_traceback(reported: dict[str, Any]) -> No
     ("frames", "phase"),
     [
         (
-            [("train.py", "main"), ("transformers/trainer.py", "train"), ("transformers/trainer.py", "training_step")],
+            [
+                ("train.py", "main"),
+                ("transformers/trainer.py", "train"),
+                ("transformers/trainer.py", "training_step"),
+            ],
             "t",
         ),
-        ([("trainer.py", "training_step"), ("torch/utils/checkpoint.py", "checkpoint"), ("m.py", "forward")], "t"),
-        ([("lightning/core/optimizer.py", "step"), ("torch/optim/adam.py", "step"), ("l.py", "training_step")], "t"),
-        ([("deepspeed/runtime/engine.py", "step"), ("deepspeed/runtime/zero/stage3.py", "step")], "o"),
-        ([("trainer.py", "_maybe_log_save_evaluate"), ("trainer.py", "evaluate"), ("m.py", "forward")], "e"),
-        ([("trainer.py", "_maybe_log_save_evaluate"), ("trainer.py", "_save_checkpoint"), ("m.py", "state_dict")], "c"),
-        ([("train.py", "main"), ("transformers/modeling_utils.py", "from_pretrained"), ("m.py", "to")], "s"),
+        (
+            [
+                ("trainer.py", "training_step"),
+                ("torch/utils/checkpoint.py", "checkpoint"),
+                ("m.py", "forward"),
+            ],
+            "t",
+        ),
+        (
+            [
+                ("lightning/core/optimizer.py", "step"),
+                ("torch/optim/adam.py", "step"),
+                ("l.py", "training_step"),
+            ],
+            "t",
+        ),
+        (
+            [("deepspeed/runtime/engine.py", "step"), ("deepspeed/runtime/zero/stage3.py", "step")],
+            "o",
+        ),
+        (
+            [
+                ("trainer.py", "_maybe_log_save_evaluate"),
+                ("trainer.py", "evaluate"),
+                ("m.py", "forward"),
+            ],
+            "e",
+        ),
+        (
+            [
+                ("trainer.py", "_maybe_log_save_evaluate"),
+                ("trainer.py", "_save_checkpoint"),
+                ("m.py", "state_dict"),
+            ],
+            "c",
+        ),
+        (
+            [
+                ("train.py", "main"),
+                ("transformers/modeling_utils.py", "from_pretrained"),
+                ("m.py", "to"),
+            ],
+            "s",
+        ),
         ([("train.py", "main"), ("model.py", "forward")], None),
     ],
 )
-def test_the_innermost_telling_frame_decides(frames: list[tuple[str, str]], phase: str | None) -> None:
+def test_the_innermost_telling_frame_decides(
+    frames: list[tuple[str, str]], phase: str | None
+) -> None:
     letters = {
         "t": Phase.TRAINING,
         "o": Phase.OPTIMIZER,
@@ -53,11 +97,18 @@ def test_the_innermost_telling_frame_decides(frames: list[tuple[str, str]], phas
         "c": Phase.CHECKPOINTING,
         "s": "startup",
     }
-    assert phase_of_frames(Frame(file, function) for file, function in frames) == (letters[phase] if phase else None)
+    assert phase_of_frames(Frame(file, function) for file, function in frames) == (
+        letters[phase] if phase else None
+    )
 
 
 def test_a_programs_own_words_tell_its_phase() -> None:
-    lines = ["loading", "*** Encode target audio with encodec ***", "***** Running training *****", "Evaluating - x"]
+    lines = [
+        "loading",
+        "*** Encode target audio with encodec ***",
+        "***** Running training *****",
+        "Evaluating - x",
+    ]
     markers, silent = Markers(PARLER), Markers({})
     phases = []
     for line in lines:
@@ -70,6 +121,11 @@ def test_a_programs_own_words_tell_its_phase() -> None:
 
 def test_frames_know_more_than_the_programs_words() -> None:
     scan = LogScan(markers=PARLER)
-    for line in ("***** Running training *****", '  File ".../torch/optim/adamw.py", line 1, in step', "    f(", OOM):
+    for line in (
+        "***** Running training *****",
+        '  File ".../torch/optim/adamw.py", line 1, in step',
+        "    f(",
+        OOM,
+    ):
         scan.feed(line)
     assert scan.findings[0].phase is Phase.OPTIMIZER

@@ -28,7 +28,9 @@ def played(spec: JobSpec, evidence: Evidence) -> tuple[Job, list[Plan]]:
         Submitted(job_id="lm-1", order=1, spec=spec, at_s=1.0),
         Finished(job_id="lm-1", number=1, evidence=evidence, at_s=2.0),
         Released(job_id="lm-1", number=1, at_s=3.0),
-        NodesSeen(nodes=(node("small", devices=1),), declared=NODES, at_s=1000.0),  # a back-off is over
+        NodesSeen(
+            nodes=(node("small", devices=1),), declared=NODES, at_s=1000.0
+        ),  # a back-off is over
         NodesSeen(nodes=NODES, declared=NODES, at_s=2000.0),
     ):
         state, actions = step(state, event)
@@ -39,7 +41,9 @@ def played(spec: JobSpec, evidence: Evidence) -> tuple[Job, list[Plan]]:
 
 
 @pytest.mark.parametrize("pins", [{}, {"dp": 2}, {"dp": 2, "engine": "deepspeed", "zero_stage": 2}])
-def test_after_an_out_of_memory_failure_the_pinned_settings_stay_and_others_degrade(pins: dict[str, object]) -> None:
+def test_after_an_out_of_memory_failure_the_pinned_settings_stay_and_others_degrade(
+    pins: dict[str, object],
+) -> None:
     job, (first, second) = played(decoder_spec(plan=pins), BURST)
     assert first != second
     for plan in (first, second):

@@ -55,7 +55,8 @@ from tests.scheduling.world import (
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS = 120
-FOLDED_MAX = 60  # events: what a restart later in the night would cost to check is better spent on another night
+# events: what a restart later in the night would cost to check is better spent on another night
+FOLDED_MAX = 60
 
 
 def wrong_scheduler(change: Callable[..., Any]) -> Plant:
@@ -79,7 +80,11 @@ def devices_never_busy(patch: pytest.MonkeyPatch) -> None:
 def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
     def live(job: Any) -> Any:
         attempts = () if job is None else job.attempts
-        return {attempt.number: attempt for attempt in attempts if attempt.status is not AttemptStatus.ENDED}
+        return {
+            attempt.number: attempt
+            for attempt in attempts
+            if attempt.status is not AttemptStatus.ENDED
+        }
 
     patch.setattr(index, "_attempts_of", live)
     patch.setattr(index, "_waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
@@ -139,21 +144,30 @@ def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
 
     def stubborn(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         lost = replace(failure, kind=FailureKind.PREEMPTED)
-        return replace(true_failed(replace(job, cancelling=False), attempt, lost, at_s), cancelling=job.cancelling)
+        return replace(
+            true_failed(replace(job, cancelling=False), attempt, lost, at_s),
+            cancelling=job.cancelling,
+        )
 
     patch.setattr(core, "_fail", stubborn)
 
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        line.Waiting, "sort_key", property(lambda waiting: (-waiting.rank, -waiting.job.order, waiting.job.id))
+        line.Waiting,
+        "sort_key",
+        property(lambda waiting: (-waiting.rank, -waiting.job.order, waiting.job.id)),
     )
 
 
 def priority_ignored(patch: pytest.MonkeyPatch) -> None:
     true_order = AdaptivePolicy.in_order
     everybody = lambda self: [entry for entry in true_order(self) if entry[1] == inf]  # noqa: E731
-    patch.setattr(AdaptivePolicy, "in_order", lambda self: sorted(everybody(self), key=lambda entry: entry[0].sort_key))
+    patch.setattr(
+        AdaptivePolicy,
+        "in_order",
+        lambda self: sorted(everybody(self), key=lambda entry: entry[0].sort_key),
+    )
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
@@ -162,7 +176,9 @@ def batch_doubled(patch: pytest.MonkeyPatch) -> None:
     def larger(state: Any, index: Any, job: Job, chosen: Any) -> Any:
         plan = chosen.candidate.plan
         plan = replace(plan, gradient_accumulation_steps=2 * plan.gradient_accumulation_steps)
-        return true_begin(state, index, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan)))
+        return true_begin(
+            state, index, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan))
+        )
 
     patch.setattr(dispatch, "_begin", larger)
 
@@ -173,7 +189,9 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
     def again(state: Any, event: Finished) -> Any:
         job, attempt = core._find(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
-            state = with_job(state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING)))
+            state = with_job(
+                state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
+            )
             event = replace(event, evidence=replace(event.evidence, ranks=()))
         return true_finished(state, event)
 
@@ -212,7 +230,11 @@ def everything_fits(patch: pytest.MonkeyPatch) -> None:
 
 def refused_after_running(patch: pytest.MonkeyPatch) -> None:
     for module in (core, dispatch):
-        patch.setattr(module, "JobStatus", type("Wrong", (), {**JobStatus.__members__, "FAILED": JobStatus.REFUSED}))
+        patch.setattr(
+            module,
+            "JobStatus",
+            type("Wrong", (), {**JobStatus.__members__, "FAILED": JobStatus.REFUSED}),
+        )
 
 
 def nobody_adopted(patch: pytest.MonkeyPatch) -> None:
@@ -304,7 +326,11 @@ def launch_twice(_before: Any, after: Any, actions: Any) -> Any:
 
 def launch_untold(before: Any, after: Any, actions: Any) -> Any:
     """Plant: launches are forgotten for one event."""
-    launched = {action.job.id: before.jobs.get(action.job.id) for action in actions if isinstance(action, Launch)}
+    launched = {
+        action.job.id: before.jobs.get(action.job.id)
+        for action in actions
+        if isinstance(action, Launch)
+    }
     jobs = {job_id: job for job_id, job in launched.items() if job is not None}
     return replace(after, jobs={**after.jobs, **jobs}), actions
 
@@ -348,7 +374,9 @@ def everybody_moved(patch: pytest.MonkeyPatch) -> None:
 
 def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:
     place = AvailabilityProfile.place_again
-    patch.setattr(AvailabilityProfile, "place_again", lambda *where: place(*where[:3], 0.0, where[4]))
+    patch.setattr(
+        AvailabilityProfile, "place_again", lambda *where: place(*where[:3], 0.0, where[4])
+    )
 
 
 def slack_of(seconds: float) -> Plant:
@@ -357,7 +385,9 @@ def slack_of(seconds: float) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
         movable = elastic.movable
         patch.setattr(
-            elastic, "movable", lambda *arguments: [replace(move, slack_s=seconds) for move in movable(*arguments)]
+            elastic,
+            "movable",
+            lambda *arguments: [replace(move, slack_s=seconds) for move in movable(*arguments)],
         )
 
     return plant
@@ -393,10 +423,18 @@ BUGS: dict[str, tuple[Plant, str, int]] = {
     "drains unheard": (drains_unheard, "not drained", 1),
     "drained nodes taken": (drained_nodes_taken, "which is drained", 3),
     "maintenance forgotten at launch": (maintenance_forgotten_at_launch, "into its maintenance", 0),
-    "nobody leaves for a maintenance": (nobody_leaves_for_a_maintenance, "runs on in the maintenance", 26),
+    "nobody leaves for a maintenance": (
+        nobody_leaves_for_a_maintenance,
+        "runs on in the maintenance",
+        26,
+    ),
     "moves cost a retry": (moves_cost_a_retry, "was moved and is taken for", 7),
     "launched twice": (wrong_scheduler(launch_twice), "was launched 2 times", 0),
-    "launch not remembered": (wrong_scheduler(launch_untold), "is launched but is not its job's newest attempt", 0),
+    "launch not remembered": (
+        wrong_scheduler(launch_untold),
+        "is launched but is not its job's newest attempt",
+        0,
+    ),
     "dependants begin at once": (dependants_begin_at_once, "after which it comes", 0),
     "failed dependencies ignored": (failed_dependencies_ignored, "after which it comes", 0),
     "arrays run all at once": (arrays_run_all_at_once, "run at once", 12),
@@ -469,9 +507,15 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], bool]:
 
 
 # What the first night shows is short; the others take as many nights as stand beside them
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.long] * (ALL[bug][2] > 0)) for bug in ALL])
-def test_a_planted_bug_is_found_in_the_first_night_that_shows_it(bug: str, tells: Callable[[str, int], bool]) -> None:
-    assert tells(bug, ALL[bug][2]), f"nobody said {ALL[bug][1]!r}: the search of the long test finds another night"
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=[pytest.mark.long] * (ALL[bug][2] > 0)) for bug in ALL]
+)
+def test_a_planted_bug_is_found_in_the_first_night_that_shows_it(
+    bug: str, tells: Callable[[str, int], bool]
+) -> None:
+    assert tells(bug, ALL[bug][2]), (
+        f"nobody said {ALL[bug][1]!r}: the search of the long test finds another night"
+    )
 
 
 @pytest.mark.long
@@ -489,7 +533,10 @@ class Watched(service.Controller):
 
     def __init__(self, journal: Any, *others: Any) -> None:
         super().__init__(journal, *others, scheduler=transition.Scheduler)
-        if 0 < len(journal.events) <= FOLDED_MAX and history(journal.events)[-1].state != self.state:
+        if (
+            0 < len(journal.events) <= FOLDED_MAX
+            and history(journal.events)[-1].state != self.state
+        ):
             self.forgotten.append("the service shows what the journal does not hold")
 
 
@@ -503,6 +550,8 @@ def find_breaches(scenario: Scenario) -> list[str]:
     return Watched.forgotten + violations(history(journal.events), backend.processes, complete=True)
 
 
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, SEEDS // 2), marks=pytest.mark.long)], ids=repr)
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, SEEDS // 2), marks=pytest.mark.long)], ids=repr
+)
 def test_the_checker_says_nothing_about_the_real_core(seeds: range) -> None:
     assert [violation for seed in seeds for violation in find_breaches(stormy(seed))] == []

@@ -21,7 +21,15 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import history
-from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play, random_rush, random_scenario, random_tide
+from tests.scheduling.world import (
+    MemoryJournal,
+    Scenario,
+    backend_of,
+    play,
+    random_rush,
+    random_scenario,
+    random_tide,
+)
 
 NIGHTS = (random_scenario, random_tide, random_rush)
 DEMOTED_DEVICE_S = 600.0  # few jobs of these nights have 16 GPU-hours of service
@@ -40,10 +48,14 @@ def find_breaches(scenario: Scenario) -> list[str]:
 
 def under(order: Order, scenario: Scenario) -> Scenario:
     """The night on a cluster whose file says `policy: {order: ...}`."""
-    return replace(scenario, cluster=scenario.cluster.model_copy(update={"policy": PolicySpec(order=order)}))
+    return replace(
+        scenario, cluster=scenario.cluster.model_copy(update={"policy": PolicySpec(order=order)})
+    )
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))]
+)
 @pytest.mark.parametrize("order", [order for order in Order if order is not Order.ADAPTIVE])
 def test_the_general_laws_and_its_own_hold_under_every_policy(order: Order, seed: int) -> None:
     for night in NIGHTS:
@@ -67,9 +79,17 @@ def lengths_are_not_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
-    def preempt(policy: EasyPolicy, state: State, waits: Sequence[object], _late: object) -> Preemption:
-        running = [job for job in policy._index.running.values() if job.attempts[-1].status is AttemptStatus.RUNNING]
-        moves = [Move(job=running[0], from_s=state.at_s, why="planted")] if waits and running else []
+    def preempt(
+        policy: EasyPolicy, state: State, waits: Sequence[object], _late: object
+    ) -> Preemption:
+        running = [
+            job
+            for job in policy._index.running.values()
+            if job.attempts[-1].status is AttemptStatus.RUNNING
+        ]
+        moves = (
+            [Move(job=running[0], from_s=state.at_s, why="planted")] if waits and running else []
+        )
         return Preemption(moves)
 
     patch.setattr(EasyPolicy, "preempt", preempt, raising=False)
@@ -77,9 +97,17 @@ def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
 
 def a_job_is_stopped_for_a_later_one(patch: pytest.MonkeyPatch) -> None:
     def preempt(policy: TiresiasPolicy, state: State, _waits: object, _late: object) -> Preemption:
-        running = [job for job in policy._index.running.values() if job.attempts[-1].status is AttemptStatus.RUNNING]
+        running = [
+            job
+            for job in policy._index.running.values()
+            if job.attempts[-1].status is AttemptStatus.RUNNING
+        ]
         first = min(running, key=lambda job: (policy.rank(job), job.order), default=None)
-        moves = [Move(job=first, from_s=state.at_s, why="planted")] if first and policy._index.waiting else []
+        moves = (
+            [Move(job=first, from_s=state.at_s, why="planted")]
+            if first and policy._index.waiting
+            else []
+        )
         return Preemption(moves)
 
     patch.setattr(TiresiasPolicy, "preempt", preempt)
@@ -106,5 +134,9 @@ def test_a_planted_bug_of_a_policy_breaks_its_law(
 ) -> None:
     order, breach = PLANTED[plant]
     plant(monkeypatch)
-    nights = (night(random.Random(f"{night.__name__} {seed}")) for seed in range(8) for night in NIGHTS)
-    assert any(breach in sentence for night in nights for sentence in find_breaches(under(order, night)))
+    nights = (
+        night(random.Random(f"{night.__name__} {seed}")) for seed in range(8) for night in NIGHTS
+    )
+    assert any(
+        breach in sentence for night in nights for sentence in find_breaches(under(order, night))
+    )

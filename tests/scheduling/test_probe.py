@@ -24,7 +24,15 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.events import Event, Finished, NodesSeen, Released, RetryRequested, Submitted, TimerFired
+from orchestrator.specs.events import (
+    Event,
+    Finished,
+    NodesSeen,
+    Released,
+    RetryRequested,
+    Submitted,
+    TimerFired,
+)
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -51,7 +59,13 @@ DECODER = {
 
 def unknown(name: str = "unknown", **fields: object) -> JobSpec:
     return JobSpec.model_validate(
-        {"name": name, "command": "python train.py", "global_batch_size": 64, "knobs": KNOBS, **fields}
+        {
+            "name": name,
+            "command": "python train.py",
+            "global_batch_size": 64,
+            "knobs": KNOBS,
+            **fields,
+        }
     )
 
 
@@ -77,7 +91,11 @@ class Night:
 
     def submit(self, spec: JobSpec, fault: Fault | None = None) -> None:
         order = self.state.submitted + 1
-        self.tell(Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, fault=fault, at_s=self.tick()))
+        self.tell(
+            Submitted(
+                job_id=f"{spec.name}-{order}", order=order, spec=spec, fault=fault, at_s=self.tick()
+            )
+        )
 
     def tick(self) -> float:
         self.at_s += 1000.0
@@ -87,7 +105,11 @@ class Night:
         """End the newest attempt by `evidence`, or as the world would, and return it."""
         attempt = self.launched[-1]
         ending = evidence or self.truth(attempt)
-        self.tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=ending, at_s=self.tick()))
+        self.tell(
+            Finished(
+                job_id=attempt.job_id, number=attempt.number, evidence=ending, at_s=self.tick()
+            )
+        )
         self.tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=self.tick()))
         return attempt
 
@@ -96,21 +118,36 @@ class Night:
         if peak > 512 * MIB:
             room = 512 * MIB - attempt.plan.micro_batch_size  # no two batches leave the same bytes
             report = OomReport(
-                rank=0, step=0, phase="backward", requested_bytes=MIB, live_bytes=room, capacity_bytes=512 * MIB
+                rank=0,
+                step=0,
+                phase="backward",
+                requested_bytes=MIB,
+                live_bytes=room,
+                capacity_bytes=512 * MIB,
             )
             return Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,))
         steps = PROBE_STEPS if attempt.probe else 10
         beat = Heartbeat(
-            rank=0, step=steps, steps_done=steps, step_s=0.5, peak_bytes=peak, phase="optimizer", at_s=self.at_s
+            rank=0,
+            step=steps,
+            steps_done=steps,
+            step_s=0.5,
+            peak_bytes=peak,
+            phase="optimizer",
+            at_s=self.at_s,
         )
         code = -15 if attempt.probe else 0
-        return Evidence(ranks=(RankEnd(rank=0, exit_code=code),), heartbeats=(beat,), stopped=attempt.probe)
+        return Evidence(
+            ranks=(RankEnd(rank=0, exit_code=code),), heartbeats=(beat,), stopped=attempt.probe
+        )
 
     def job(self, job_id: str = "unknown-1") -> Job:
         return self.state.jobs[job_id]
 
 
-def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_attempt_runs_it() -> None:
+def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_attempt_runs_it() -> (
+    None
+):
     night = Night(fixed=40, sample=12)
     night.submit(unknown())
     probes = [night.end(), night.end()]
@@ -130,7 +167,13 @@ def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_at
 def test_a_bug_met_in_a_probe_ends_the_job() -> None:
     night = Night()
     night.submit(unknown())
-    bug = Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="Traceback (most recent call last):\nKeyError: 'x'"),))
+    bug = Evidence(
+        ranks=(
+            RankEnd(
+                rank=0, exit_code=1, log_tail="Traceback (most recent call last):\nKeyError: 'x'"
+            ),
+        )
+    )
     assert night.end(bug).probe
     assert len(night.launched) == 1
     assert night.state.jobs == {}, "it has failed"
@@ -176,20 +219,29 @@ def test_where_the_second_probe_runs_out_of_memory_the_first_one_is_what_runs() 
 @pytest.mark.parametrize(
     "end",
     [
-        Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="ValueError: more than 1 value per channel"),)),
+        Evidence(
+            ranks=(
+                RankEnd(rank=0, exit_code=1, log_tail="ValueError: more than 1 value per channel"),
+            )
+        ),
         Evidence(nodes_lost=("one",)),
         Evidence(launch_error="no port"),
         Evidence(ranks=(RankEnd(rank=0, exit_code=-9),), hung_for_s=700.0),
     ],
     ids=["one sample", "node", "startup", "hang"],
 )
-def test_whatever_else_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_as_it_would_alone(end: Evidence) -> None:
+def test_whatever_else_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_as_it_would_alone(
+    end: Evidence,
+) -> None:
     night = Night()
     budgets = {"oom": 0, "node": 0, "startup": 0, "hang": 0, "preemption": 0}
     night.submit(unknown(retries=budgets))
     night.end(end)
     assert night.job().status is JobStatus.RUNNING
-    assert [(launch.probe, launch.plan.micro_batch_size) for launch in night.launched] == [(True, 1), (False, 64)]
+    assert [(launch.probe, launch.plan.micro_batch_size) for launch in night.launched] == [
+        (True, 1),
+        (False, 64),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +252,11 @@ def test_whatever_else_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_a
         {"trains": {"decoder": DECODER}},
         {"knobs": {key: knob for key, knob in KNOBS.items() if key != "output_dir"}},
         {"knobs": {key: knob for key, knob in KNOBS.items() if key != "micro_batch_size"}},
-        {"knobs": {key: knob for key, knob in KNOBS.items() if key != "gradient_accumulation_steps"}},
+        {
+            "knobs": {
+                key: knob for key, knob in KNOBS.items() if key != "gradient_accumulation_steps"
+            }
+        },
         {"global_batch_size": 2},
     ],
     ids=[
@@ -226,7 +282,9 @@ def test_a_rehearsed_failure_is_met_by_the_training_not_by_a_probe() -> None:
     assert not night.launched[-1].probe
 
 
-def test_a_family_that_was_probed_is_not_probed_again_and_the_next_job_is_planned_with_what_was_learned() -> None:
+def test_a_family_that_was_probed_is_not_probed_again_and_the_next_job_is_planned_with_what_was_learned() -> (
+    None
+):
     night = Night()
     night.submit(unknown())
     night.submit(unknown())
@@ -239,7 +297,11 @@ def test_a_family_that_was_probed_is_not_probed_again_and_the_next_job_is_planne
 def test_a_probe_that_ends_by_itself_is_no_success() -> None:
     night = Night()
     night.submit(unknown())
-    night.end(replace(night.truth(night.launched[-1]), stopped=False, ranks=(RankEnd(rank=0, exit_code=0),)))
+    night.end(
+        replace(
+            night.truth(night.launched[-1]), stopped=False, ranks=(RankEnd(rank=0, exit_code=0),)
+        )
+    )
     first = night.job().attempts[0]
     assert first.failure is not None
     assert (first.failure.kind, night.launched[-1].probe) == (FailureKind.PROBED, True)
@@ -273,10 +335,14 @@ def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> N
     night.end()
     night.end()
     observations = night.state.observations
-    later = [replace(observations[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)]
+    later = [
+        replace(observations[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)
+    ]
     newest = select_newest((*observations, *later))
     factors = calibration(newest, device="small", family="unknown")
-    assert factors.line == MeasuredLine(fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True)
+    assert factors.line == MeasuredLine(
+        fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True
+    )
 
 
 def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several() -> None:
@@ -285,7 +351,8 @@ def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several()
     for measured, added in ((line, 20 * MIB), (replace(line, is_of_one_rank=False), 0)):
         candidates = frontier(spec.model_copy(update={"measured": measured}), two).candidates
         fixed = {
-            candidate.plan.layout.dp: candidate.estimate.allocated_bytes - candidate.plan.micro_batch_size * MIB
+            candidate.plan.layout.dp: candidate.estimate.allocated_bytes
+            - candidate.plan.micro_batch_size * MIB
             for candidate in candidates
         }
         assert fixed == {1: 80 * MIB, 2: 80 * MIB + added}
@@ -296,11 +363,16 @@ def test_a_script_whose_own_settings_fit_is_never_refused(seed: int) -> None:
     """The law holds for mixtures of the default micro-batch, accumulation, global batch and need."""
     draw = random.Random(seed)
     for _ in range(5):
-        micro, accumulation = draw.choice((1, 2, 3, 4, 6, 8, 16, 32, 64)), draw.choice((1, 1, 2, 3, 4, 6))
+        micro, accumulation = (
+            draw.choice((1, 2, 3, 4, 6, 8, 16, 32, 64)),
+            draw.choice((1, 1, 2, 3, 4, 6)),
+        )
         batch = micro * accumulation * draw.choice((1, 1, 2, 3))
         sample = draw.randint(1, max(1, 500 // micro - 1))
         night = Night(fixed=draw.randint(1, max(1, 510 - micro * sample)), sample=sample)
-        accumulate = {"gradient_accumulation_steps": {"flag": "--accumulate", "default": accumulation}}
+        accumulate = {
+            "gradient_accumulation_steps": {"flag": "--accumulate", "default": accumulation}
+        }
         knobs = {"micro_batch_size": {"flag": "--batch", "default": micro}, **accumulate}
         if draw.random() < 0.2:
             del knobs["gradient_accumulation_steps"]
@@ -308,7 +380,11 @@ def test_a_script_whose_own_settings_fit_is_never_refused(seed: int) -> None:
         if draw.random() < 0.8:
             knobs["output_dir"] = KNOBS["output_dir"]
         night.submit(unknown(global_batch_size=batch, knobs=knobs))
-        while night.launched and (job := night.state.jobs.get("unknown-1")) and job.status is JobStatus.RUNNING:
+        while (
+            night.launched
+            and (job := night.state.jobs.get("unknown-1"))
+            and job.status is JobStatus.RUNNING
+        ):
             night.end()  # bounded by the job's retries
         tried = [(attempt.probe, attempt.plan.micro_batch_size) for attempt in night.launched]
         case = (micro, accumulation, batch, night.fixed, night.sample, tried)
@@ -317,13 +393,20 @@ def test_a_script_whose_own_settings_fit_is_never_refused(seed: int) -> None:
         assert night.fixed + night.sample * night.launched[-1].plan.micro_batch_size <= 512, case
 
 
-def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_only_its_batch() -> None:
+def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_only_its_batch() -> (
+    None
+):
     """The first forward pass of a detector that builds its anchors asks for the same bytes whatever the batch."""
     night = Night()
     knobs = {name: knob for name, knob in KNOBS.items() if name != "output_dir"}
     night.submit(unknown(knobs=knobs))
     report = OomReport(
-        rank=0, step=0, phase="startup", requested_bytes=9, live_bytes=500 * MIB, capacity_bytes=512 * MIB
+        rank=0,
+        step=0,
+        phase="startup",
+        requested_bytes=9,
+        live_bytes=500 * MIB,
+        capacity_bytes=512 * MIB,
     )
     burst = Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,))
     micro = [night.end(burst).plan.micro_batch_size for _ in range(2)]
@@ -332,7 +415,9 @@ def test_bytes_that_ran_out_alike_under_two_micro_batches_end_a_job_that_has_onl
     assert night.state.jobs == {}, "it has failed"
 
 
-def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_on_with_what_is_allowed() -> None:
+def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_on_with_what_is_allowed() -> (
+    None
+):
     night = Night(fixed=40, sample=30)
     micro = {"micro_batch_size": {"flag": "--batch", "default": 16}}
     other = {"micro_batch_size": {"flag": "--batch", "default": 1}}
@@ -344,7 +429,9 @@ def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_
     assert "`orc retry unknown-1 --global-batch-size 8`" in job.asks
     assert night.launched[-1].job_id == "other-2", "who waited has its device"
     night.end()
-    night.tell(RetryRequested(job_id="unknown-1", spec=with_allowed(job.spec, None, 8), at_s=night.tick()))
+    night.tell(
+        RetryRequested(job_id="unknown-1", spec=with_allowed(job.spec, None, 8), at_s=night.tick())
+    )
     assert night.end().plan.global_batch_size == 8
     assert "unknown-1" not in night.state.jobs, "it has ended"
     night.submit(unknown("third", global_batch_size=16, knobs=micro))

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudge, trace_of
+from orchestrator.backends.simulated.traces import (
+    Arrival,
+    Trace,
+    job_spec_from_trace,
+    misjudge,
+    trace_of,
+)
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
@@ -28,7 +34,8 @@ from tests.scheduling.world import OWNED, SHARED, USERS, MemoryJournal, Scenario
 LAUNCH_S = 30.0
 HOUR_S = 3600.0
 ROUNDING = 1 + 1e-6
-NOTHING_FITS = "no plan fits "  # what another job of the family has shown since: no device could keep the promise
+# what another job of the family has shown since: no device could keep the promise
+NOTHING_FITS = "no plan fits "
 
 
 def random_promises(draw: random.Random) -> Scenario:
@@ -53,7 +60,11 @@ def broken_promises(transitions: Sequence[Transition]) -> Iterator[str]:
         for launch in of(Launch, t.actions):
             spec = launch.job.spec
             request_s = dict(spec.speeds).get(spec.guaranteed_gpus)
-            if request_s is not None and launch.attempt.step_s > request_s * ROUNDING and not launch.attempt.probe:
+            if (
+                request_s is not None
+                and launch.attempt.step_s > request_s * ROUNDING
+                and not launch.attempt.probe
+            ):
                 yield f"{launch.attempt.name} takes {launch.attempt.step_s} s a step, and is promised {request_s}"
             if spec.guarantee is not None and launch.job.starts_by_s is None:
                 yield f"{launch.attempt.name} starts without a promise"
@@ -71,19 +82,28 @@ def broken_promises(transitions: Sequence[Transition]) -> Iterator[str]:
             ):
                 yield f"{job.id} was promised {job_before.starts_by_s}, and is now promised {job.starts_by_s}"
             was_promised = job_before is not None and job_before.starts_by_s is not None
-            if was_promised and job.status is JobStatus.REFUSED and not job.reason.startswith(NOTHING_FITS):
+            if (
+                was_promised
+                and job.status is JobStatus.REFUSED
+                and not job.reason.startswith(NOTHING_FITS)
+            ):
                 yield f"{job.id} is refused after it was promised its start: {job.reason}"
 
 
 def broken_in_world(seed: int) -> list[str]:
     """Return the laws and promises that the world of a seed breaks."""
     journal = MemoryJournal()
-    return [*played(random_promises(random.Random(seed)), journal), *broken_promises(history(journal.events))]
+    return [
+        *played(random_promises(random.Random(seed)), journal),
+        *broken_promises(history(journal.events)),
+    ]
 
 
 @settings(UNSHRUNK, max_examples=examples(60, 4))
 @given(SEEDS)
-@example(46487882)  # a job that was due before a guaranteed one came starts before an older one that was not
+@example(
+    46487882
+)  # a job that was due before a guaranteed one came starts before an older one that was not
 @example(4911480)  # two of three nodes go while a promise of four devices waits
 @example(271)  # a job of its family runs out of memory under every plan while a promise waits
 def test_every_law_and_every_promise_holds_in_every_world(seed: int) -> None:
@@ -107,13 +127,17 @@ def random_night(draw: random.Random) -> tuple[Trace, ClusterSpec]:
         width = draw.choice([count for count in (1, 1, 2, 4, 8) if count <= devices])
         seconds = draw.choice((100.0, 1000.0, 5000.0)) * draw.uniform(0.5, 1.5)
         counts = [count for count in (1, 2, 4, 8) if count <= devices]
-        spec = job_spec_from_trace("job", {count: seconds / 10 * (width / count) ** 0.7 for count in counts}, 10)
+        spec = job_spec_from_trace(
+            "job", {count: seconds / 10 * (width / count) ** 0.7 for count in counts}, 10
+        )
         fields: dict[str, object] = {"priority": draw.choice((0, 0, 0, 5))}
         if draw.random() < 0.5:
             fields["guarantee"] = Guarantee(gpus=width)
         if draw.random() < 0.3:
             fields["resume"] = spec.resume.model_copy(update={"on_sigterm": False})
-        arrivals.append(Arrival(at_s=at_s, spec=spec.model_copy(update=fields), rigid_devices=width))
+        arrivals.append(
+            Arrival(at_s=at_s, spec=spec.model_copy(update=fields), rigid_devices=width)
+        )
         at_s += draw.expovariate(load * devices / ((LAUNCH_S + seconds) * width))
     return trace_of("night", arrivals), cluster_of(nodes, LAUNCH_S, per_node)
 
@@ -125,7 +149,9 @@ def outcomes_of(seed: int) -> tuple[Outcome, ...]:
 
 @settings(UNSHRUNK, max_examples=examples(40, 6))
 @given(SEEDS)
-def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_ends(seed: int) -> None:
+def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_ends(
+    seed: int,
+) -> None:
     outcomes = outcomes_of(seed)
     promised = [outcome for outcome in outcomes if outcome.starts_by_s is not None]
     assert [outcome for outcome in promised if not outcome.keeps_promise] == []
@@ -135,7 +161,11 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
         if outcome.starts_by_s and outcome.started_at_s and _waited(outcome) > ROUNDING_S
     ]
     assert late == [], "nobody needs the quarter that is added to a wait"
-    assert [outcome.name for outcome in outcomes if outcome.ended_at_s is None and not outcome.guaranteed] == []
+    assert [
+        outcome.name
+        for outcome in outcomes
+        if outcome.ended_at_s is None and not outcome.guaranteed
+    ] == []
 
 
 @settings(UNSHRUNK, max_examples=examples(40, 6))
@@ -143,15 +173,23 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
 def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
     trace, cluster = random_night(random.Random(seed))
     outcomes = simulate(misjudge(trace, 0.7, seed), cluster, seed=seed).outcomes
-    assert [outcome for outcome in outcomes if outcome.ended_at_s is None and outcome.attempts] == []
-    assert [outcome for outcome in outcomes if outcome.ended_at_s is None and not outcome.guaranteed] == []
+    assert [
+        outcome for outcome in outcomes if outcome.ended_at_s is None and outcome.attempts
+    ] == []
+    assert [
+        outcome for outcome in outcomes if outcome.ended_at_s is None and not outcome.guaranteed
+    ] == []
 
 
 def _waited(outcome: Outcome) -> float:
     """Return the seconds from the submission to the start, less those to the promised reservation."""
     assert outcome.starts_by_s is not None
     assert outcome.started_at_s is not None
-    return outcome.started_at_s - outcome.submitted_at_s - (outcome.starts_by_s - outcome.submitted_at_s) / OVERDUE
+    return (
+        outcome.started_at_s
+        - outcome.submitted_at_s
+        - (outcome.starts_by_s - outcome.submitted_at_s) / OVERDUE
+    )
 
 
 def test_promises_are_given_and_refused_in_these_nights() -> None:
@@ -163,7 +201,9 @@ def test_promises_are_given_and_refused_in_these_nights() -> None:
         for outcome in guaranteed
         if outcome.starts_by_s is not None and outcome.starts_by_s > outcome.submitted_at_s
     ]
-    moved = [outcome for outcome in outcomes if not outcome.guaranteed and len(outcome.attempts) > 1]
+    moved = [
+        outcome for outcome in outcomes if not outcome.guaranteed and len(outcome.attempts) > 1
+    ]
     assert min(len(guaranteed), len(waited), len(moved)) > 10
 
 

@@ -30,7 +30,9 @@ speeds: {1: 100s, 2: 60s, 4: 40s}
 """
 
 
-def guaranteed(seconds: dict[int, float], request: object = "requested", **fields: object) -> JobSpec:
+def guaranteed(
+    seconds: dict[int, float], request: object = "requested", **fields: object
+) -> JobSpec:
     return script(seconds, guarantee=request, **fields)
 
 
@@ -40,7 +42,11 @@ def run_events(events: list[Event]) -> State:
 
 def test_it_runs_as_fast_as_its_request_though_fewer_devices_would_be_better_for_all() -> None:
     crowd = [submitted(number, script({1: 5000.0})) for number in range(2, 6)]
-    for spec, devices in ((script(SPEEDS), 1), (guaranteed(SPEEDS, {"gpus": 2}), 2), (guaranteed(SPEEDS), 4)):
+    for spec, devices in (
+        (script(SPEEDS), 1),
+        (guaranteed(SPEEDS, {"gpus": 2}), 2),
+        (guaranteed(SPEEDS), 4),
+    ):
         _, launches = played(seen(node(devices=8)), *crowd, submitted(6, spec, 2.0))
         assert launches["job-6"].plan.world_size == devices
 
@@ -55,7 +61,10 @@ def test_fewer_devices_may_do_where_the_requested_plan_is_slow() -> None:
 
 def test_it_is_promised_the_start_of_its_reservation_and_keeps_it_whoever_comes() -> None:
     """A job that cannot be moved holds the two devices until 1 + 30 + 600 s."""
-    later = [submitted(3, script({1: 10.0}, priority=100), 3.0), submitted(4, script({2: 10.0}, priority=100), 3.0)]
+    later = [
+        submitted(3, script({1: 10.0}, priority=100), 3.0),
+        submitted(4, script({2: 10.0}, priority=100), 3.0),
+    ]
     events = [
         seen(node(devices=2)),
         submitted(1, script({2: 600.0})),
@@ -63,7 +72,9 @@ def test_it_is_promised_the_start_of_its_reservation_and_keeps_it_whoever_comes(
         *later,
     ]
     state = run_events(events)
-    assert state.jobs["job-2"].starts_by_s == pytest.approx(2.0 + OVERDUE * (1.0 + LAUNCH_S + 600.0 - 2.0))
+    assert state.jobs["job-2"].starts_by_s == pytest.approx(
+        2.0 + OVERDUE * (1.0 + LAUNCH_S + 600.0 - 2.0)
+    )
     _, launches = played(*events, *gone(1, 631.0))
     assert [*launches] == ["job-1", "job-2"]
 
@@ -101,15 +112,33 @@ def test_several_make_way_for_it_together_once_each_has_run_for_long_enough() ->
 
 def test_nobody_more_is_stopped_than_it_needs_nor_for_what_comes_free_soon() -> None:
     both = [submitted(number, elastic(LONG)) for number in (1, 2)]
-    assert len(moving(run_events([seen(node(devices=2)), *both, submitted(3, guaranteed({1: 300.0}), 500.0)]))) == 1
-    soon = [submitted(1, script({1: 550.0})), submitted(2, elastic(LONG)), submitted(3, guaranteed({1: 300.0}), 500.0)]
+    assert (
+        len(
+            moving(
+                run_events(
+                    [seen(node(devices=2)), *both, submitted(3, guaranteed({1: 300.0}), 500.0)]
+                )
+            )
+        )
+        == 1
+    )
+    soon = [
+        submitted(1, script({1: 550.0})),
+        submitted(2, elastic(LONG)),
+        submitted(3, guaranteed({1: 300.0}), 500.0),
+    ]
     assert moving(run_events([seen(node(devices=2)), *soon])) == {}
 
 
 def test_nobody_is_stopped_who_is_guaranteed_a_speed_or_was_due_before() -> None:
     single = node(devices=1)
-    submission = submitted(1, guaranteed(LONG, knobs={"resume_from": {"flag": "-r"}}, resume={"on_sigterm": True}))
-    assert moving(run_events([seen(single), submission, submitted(2, guaranteed({1: 10.0}), 5000.0)])) == {}
+    submission = submitted(
+        1, guaranteed(LONG, knobs={"resume_from": {"flag": "-r"}}, resume={"on_sigterm": True})
+    )
+    assert (
+        moving(run_events([seen(single), submission, submitted(2, guaranteed({1: 10.0}), 5000.0)]))
+        == {}
+    )
     aging_limit_s = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 600.0)
     overdue = [
         submitted(1, script({1: aging_limit_s})),
@@ -117,13 +146,22 @@ def test_nobody_is_stopped_who_is_guaranteed_a_speed_or_was_due_before() -> None
         *gone(1, aging_limit_s),
     ]
     assert (
-        moving(run_events([seen(single), *overdue, submitted(3, guaranteed({1: 10.0}), aging_limit_s + 200.0)])) == {}
+        moving(
+            run_events(
+                [seen(single), *overdue, submitted(3, guaranteed({1: 10.0}), aging_limit_s + 200.0)]
+            )
+        )
+        == {}
     )
 
 
 def test_who_was_due_before_it_came_goes_first_whatever_the_priority() -> None:
     aging_limit_s = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 100.0)
-    events = [seen(node(devices=1)), submitted(1, script({1: 5000.0})), submitted(2, script({1: 100.0}, priority=-5))]
+    events = [
+        seen(node(devices=1)),
+        submitted(1, script({1: 5000.0})),
+        submitted(2, script({1: 100.0}, priority=-5)),
+    ]
     for comes_s, first in ((aging_limit_s - 10.0, "job-3"), (aging_limit_s + 10.0, "job-2")):
         late = submitted(3, guaranteed({1: 50.0}, priority=5), comes_s)
         assert [*played(*events, late, *gone(1, 5031.0))[1]] == ["job-1", first]
@@ -131,15 +169,25 @@ def test_who_was_due_before_it_came_goes_first_whatever_the_priority() -> None:
 
 def refusals(events: list[Event]) -> dict[str, str]:
     """Why each job is refused that is."""
-    return {job.id: job.reason for job in run_events(events).jobs.values() if job.status is JobStatus.REFUSED}
+    return {
+        job.id: job.reason
+        for job in run_events(events).jobs.values()
+        if job.status is JobStatus.REFUSED
+    }
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
         (guaranteed({2: 100.0}, gpus={"min": 1, "max": 4}), "no plan fits on so many"),
-        (guaranteed({1: 100.0}, {"step": "9s"}), "9 s a step: no plan that fits virtual-256mib is as fast"),
-        (guaranteed({}, {"step": "9s"}, probe="never", profile=SMALL), "nothing tells them; say `speeds`"),
+        (
+            guaranteed({1: 100.0}, {"step": "9s"}),
+            "9 s a step: no plan that fits virtual-256mib is as fast",
+        ),
+        (
+            guaranteed({}, {"step": "9s"}, probe="never", profile=SMALL),
+            "nothing tells them; say `speeds`",
+        ),
     ],
 )
 def test_what_no_plan_can_give_is_refused(spec: JobSpec, says: str) -> None:
@@ -153,20 +201,32 @@ def test_a_start_later_than_a_day_is_no_promise_and_others_are_not_held_up_by_it
         submitted(2, guaranteed({1: 10.0}), 2.0),
     ]
     reasons = refusals(events)
-    assert reasons["job-2"].startswith("cannot be promised the speed of 1 device: could start only in 24.0 h; without")
+    assert reasons["job-2"].startswith(
+        "cannot be promised the speed of 1 device: could start only in 24.0 h; without"
+    )
 
 
 def test_a_team_is_promised_no_more_than_its_quota() -> None:
-    policy = PolicySpec(teams=[{"name": "vision", "users": ["ada", "bob"], "quota": 2}, {"name": "speech", "quota": 2}])
+    policy = PolicySpec(
+        teams=[
+            {"name": "vision", "users": ["ada", "bob"], "quota": 2},
+            {"name": "speech", "quota": 2},
+        ]
+    )
     nodes = (node(devices=4),)
     events: list[Event] = [NodesSeen(nodes=nodes, declared=nodes, policy=policy, at_s=0.0)]
     users = enumerate(("ada", "bob", "ada", "dan"), 1)
     events += [submitted(number, guaranteed({1: 500.0}, user=user)) for number, user in users]
     reasons = refusals(events)
     assert [*reasons] == ["job-3", "job-4"]
-    assert "2 of the 2 devices of team vision's quota are promised to its other jobs" in reasons["job-3"]
+    assert (
+        "2 of the 2 devices of team vision's quota are promised to its other jobs"
+        in reasons["job-3"]
+    )
     assert "0 of the 0 devices of team others's quota" in reasons["job-4"]
-    assert [*refusals([*events, *gone(1, 531.0), submitted(5, guaranteed({1: 1.0}, user="bob"), 532.0)])] == [*reasons]
+    assert [
+        *refusals([*events, *gone(1, 531.0), submitted(5, guaranteed({1: 1.0}, user="bob"), 532.0)])
+    ] == [*reasons]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +234,10 @@ def test_a_team_is_promised_no_more_than_its_quota() -> None:
     [
         ("guarantee: asked", "`requested`"),
         ("guarantee: {gpus: 8}", "`guarantee.gpus` is 8: `gpus` allows 1 to 4"),
-        ("guarantee: requested\nstart_window: 22:00-08:00 UTC", "neither `depends_on` nor `start_window`"),
+        (
+            "guarantee: requested\nstart_window: 22:00-08:00 UTC",
+            "neither `depends_on` nor `start_window`",
+        ),
         ("guarantee: requested\ndepends_on: [other-1]", "neither `depends_on` nor `start_window`"),
         ("guarantee: {step: 0s}", "greater than 0"),
     ],

@@ -63,7 +63,12 @@ from tests.scheduling.world import (
 SEEDS = st.integers(0, 2**32)  # a failing one is all that is needed to play its night again
 UNSHRUNK = settings(phases=(Phase.explicit, Phase.generate))
 NAMED = settings(phases=phases())
-NIGHTS_OF_EVERY_FAILURE = (24, 26, 60, 84)  # of the first hundred nights, few in which together every failure occurs
+NIGHTS_OF_EVERY_FAILURE = (
+    24,
+    26,
+    60,
+    84,
+)  # of the first hundred nights, few in which together every failure occurs
 
 
 def played(scenario: Scenario, journal: MemoryJournal) -> list[str]:
@@ -118,7 +123,9 @@ def test_every_law_holds_where_people_hold_release_and_limit_jobs(seed: int) -> 
 @pytest.mark.long
 @settings(UNSHRUNK, max_examples=examples(500))
 @given(SEEDS)
-@example(3538240263)  # a family ran under other settings of its script than those that it was probed by
+@example(
+    3538240263
+)  # a family ran under other settings of its script than those that it was probed by
 def test_every_law_holds_in_new_worlds(seed: int) -> None:
     """Other nights on every run, each with a service that dies now and then."""
     draw = random.Random(seed)
@@ -146,11 +153,19 @@ def test_every_law_holds_however_often_the_service_dies(seed: int) -> None:
 )
 def test_every_law_holds_wherever_the_service_dies(seed: int, jobs: int) -> None:
     """Killed once before and once after each commit, and before each launch, of a stormy night."""
-    scenario = replace(random_scenario(random.Random(seed), jobs=jobs), cluster=CLUSTERS[2], hazards=STORM, drains=())
+    scenario = replace(
+        random_scenario(random.Random(seed), jobs=jobs),
+        cluster=CLUSTERS[2],
+        hazards=STORM,
+        drains=(),
+    )
     whole = MemoryJournal()
     assert played(scenario, whole) == []
     for boundary in range(len(whole.events)):
-        for journal in (MemoryJournal(kill_before={boundary}), MemoryJournal(kill_after={boundary})):
+        for journal in (
+            MemoryJournal(kill_before={boundary}),
+            MemoryJournal(kill_after={boundary}),
+        ):
             assert played(scenario, journal) == [], boundary
     launches = sum(len(job.attempts) for job in history(whole.events)[-1].after.jobs.values())
     for boundary in range(launches):
@@ -162,7 +177,9 @@ def test_every_law_holds_wherever_the_service_dies(seed: int, jobs: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_law_holds_on_the_real_journal(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_law_holds_on_the_real_journal(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Snapshots are frequent, and a new service reopens the file after every 15 turns."""
     monkeypatch.setattr(service, "SNAPSHOT_EVENTS", 7)
     scenario = replace(random_scenario(random.Random(seed), jobs=6), cancels=())
@@ -184,18 +201,24 @@ def test_every_law_holds_on_the_real_journal(seed: int, tmp_path: Path, monkeypa
             assert controller.state == before
     transitions = history(journal.events())
     assert transitions[-1].state == controller.state
-    assert [job.id for job in journal.ended(99)] == [job.id for job in reversed(archived(transitions))]
+    assert [job.id for job in journal.ended(99)] == [
+        job.id for job in reversed(archived(transitions))
+    ]
     assert violations(transitions, backend.processes, complete=True) == []
     journal.close()
 
 
-@pytest.mark.parametrize("seeds", [NIGHTS_OF_EVERY_FAILURE, pytest.param(range(300), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seeds", [NIGHTS_OF_EVERY_FAILURE, pytest.param(range(300), marks=pytest.mark.long)]
+)
 def test_every_failure_and_every_ending_occurs(seeds: Sequence[int]) -> None:
     """The laws above must not hold of failures that never happen."""
     failures: Counter[FailureKind] = Counter()
     endings: Counter[JobStatus] = Counter()
     repeated, every_ending = 0, {status for status in JobStatus if status.ended}
-    every_failure = set(FailureKind) - {FailureKind.TIME_LIMIT}  # nights with limits are played below
+    every_failure = set(FailureKind) - {
+        FailureKind.TIME_LIMIT
+    }  # nights with limits are played below
     for scenario in (random_scenario(random.Random(seed)) for seed in seeds):
         if repeated and set(failures) >= every_failure and set(endings) == every_ending:
             break
@@ -203,7 +226,9 @@ def test_every_failure_and_every_ending_occurs(seeds: Sequence[int]) -> None:
         for job in play(scenario, journal, backend_of(scenario)).jobs.values():
             endings[job.status] += 1
             failures.update(attempt.failure.kind for attempt in job.attempts if attempt.failure)
-        ends = Counter((event.job_id, event.number) for event in journal.events if isinstance(event, Finished))
+        ends = Counter(
+            (event.job_id, event.number) for event in journal.events if isinstance(event, Finished)
+        )
         repeated += sum(count > 1 for count in ends.values())
     assert set(failures) == every_failure
     assert set(endings) == every_ending
@@ -223,7 +248,12 @@ def test_the_same_seed_gives_the_same_night() -> None:
 def test_a_rehearsed_failure_happens_once_and_is_survived(kind: FaultKind) -> None:
     fault = Fault(kind=kind, rank=0, step=5)
     scenario = Scenario(
-        cluster=CLUSTERS[2], jobs=((0.0, script("drill"), fault),), cancels=(), hazards=CALM, repeat_chance=0.0, seed=4
+        cluster=CLUSTERS[2],
+        jobs=((0.0, script("drill"), fault),),
+        cancels=(),
+        hazards=CALM,
+        repeat_chance=0.0,
+        seed=4,
     )
     journal = MemoryJournal()
     assert played(scenario, journal) == []
@@ -291,7 +321,9 @@ def random_event(draw: random.Random, state: State, *, with_updates: bool = Fals
         spec = state.jobs[job_id].spec if job_id in state.jobs else random_job(draw, 4)
         changes = {"priority": draw.choice((0, 5)), "time_limit": draw.choice((None, 10.0, 100.0))}
         held_by = draw.choice((None, "ada"))
-        return UpdateRequested(job_id=job_id, spec=spec.model_copy(update=changes), held_by=held_by, at_s=at_s)
+        return UpdateRequested(
+            job_id=job_id, spec=spec.model_copy(update=changes), held_by=held_by, at_s=at_s
+        )
     if kind is Submitted:
         order = draw.randint(1, state.submitted + 1)  # one that was told before, or the next
         spec = random_job(draw, 4).model_copy(update={"user": draw.choice(USERS)})
@@ -300,18 +332,30 @@ def random_event(draw: random.Random, state: State, *, with_updates: bool = Fals
     if kind is NodesSeen:
         nodes = idle_nodes(maintained(draw, draw.choice(CLUSTERS[2:])))
         nodes_seen = tuple(
-            replace(node, free_bytes=tuple(round(free * draw.choice((1, 1, 0.3))) for free in node.free_bytes))
+            replace(
+                node,
+                free_bytes=tuple(
+                    round(free * draw.choice((1, 1, 0.3))) for free in node.free_bytes
+                ),
+            )
             for node in nodes
             if draw.random() < 0.8
         )
         return NodesSeen(nodes=nodes_seen, policy=draw.choice((UNSHARED, SHARED, OWNED)), at_s=at_s)
     if kind is Finished:
-        return Finished(job_id=job_id, number=number, evidence=random_evidence(draw, state, job_id, number), at_s=at_s)
+        return Finished(
+            job_id=job_id,
+            number=number,
+            evidence=random_evidence(draw, state, job_id, number),
+            at_s=at_s,
+        )
     if kind is TimerFired:
         return TimerFired(at_s=at_s)
     if kind is DrainRequested:
         return DrainRequested(
-            node=draw.choice(("big", "node0", "node1", "nowhere")), undo=draw.random() < 0.5, at_s=at_s
+            node=draw.choice(("big", "node0", "node1", "nowhere")),
+            undo=draw.random() < 0.5,
+            at_s=at_s,
         )
     if kind is CancelRequested:
         return CancelRequested(job_id=job_id, at_s=at_s)

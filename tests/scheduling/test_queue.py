@@ -18,7 +18,14 @@ from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.events import CancelRequested, Event, Finished, NodesSeen, Released, Submitted
+from orchestrator.specs.events import (
+    CancelRequested,
+    Event,
+    Finished,
+    NodesSeen,
+    Released,
+    Submitted,
+)
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State
@@ -36,7 +43,13 @@ SEEDS = st.integers(0, 2**32)
 def script(seconds: dict[int, float], **fields: object) -> JobSpec:
     """A script that needs so many seconds of training on so many devices."""
     speeds = {str(count): f"{length_s / 10}s" for count, length_s in seconds.items()}
-    spec = {"name": "job", "command": "python train.py", "global_batch_size": 8, "steps": 10, "speeds": speeds}
+    spec = {
+        "name": "job",
+        "command": "python train.py",
+        "global_batch_size": 8,
+        "steps": 10,
+        "speeds": speeds,
+    }
     return JobSpec.model_validate(spec | fields)
 
 
@@ -119,7 +132,8 @@ def test_nothing_is_promised_while_no_node_is_there() -> None:
         NodesSeen(nodes=(here,), declared=(here,), at_s=43_204.0),
     ]
     promised = [
-        [reservation.job_id for reservation in played(*events[:count])[0].reservations] for count in (3, 4, 5, 6)
+        [reservation.job_id for reservation in played(*events[:count])[0].reservations]
+        for count in (3, 4, 5, 6)
     ]
     assert promised == [["job-1", "job-2"], [], [], ["job-2"]]
 
@@ -127,7 +141,11 @@ def test_nothing_is_promised_while_no_node_is_there() -> None:
 def test_a_long_job_does_not_keep_the_short_ones_waiting_that_come_with_it() -> None:
     long, short = script({1: 5000.0}), script({1: 10.0})
     _, launches = played(
-        seen(node(devices=1)), submitted(1, short), submitted(2, long), submitted(3, short), *gone(1, 50.0)
+        seen(node(devices=1)),
+        submitted(1, short),
+        submitted(2, long),
+        submitted(3, short),
+        *gone(1, 50.0),
     )
     assert list(launches) == ["job-1", "job-3"]
 
@@ -161,8 +179,15 @@ DUE_S = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 1000.0)
     [
         pytest.param((1000.0, 1900.0), 50.0, "job-4", id="the larger, so that both end together"),
         pytest.param((300.0, 1000.0, 1900.0), 50.0, "job-3", id="a small one before both"),
-        pytest.param((1000.0, 2200.0), 50.0, "job-3", id="the smaller where it is less than half as large"),
-        pytest.param((1000.0, 1900.0, *[1000.0] * 6), 50.0, "job-3", id="the smaller where others will end later"),
+        pytest.param(
+            (1000.0, 2200.0), 50.0, "job-3", id="the smaller where it is less than half as large"
+        ),
+        pytest.param(
+            (1000.0, 1900.0, *[1000.0] * 6),
+            50.0,
+            "job-3",
+            id="the smaller where others will end later",
+        ),
         pytest.param((1000.0, 1900.0), DUE_S, "job-3", id="who is due"),
     ],
 )
@@ -175,7 +200,9 @@ def test_of_the_largest_that_wait_the_larger_goes_first_until_another_is_due(
     assert list(launches) == ["job-1", "job-2", first]
 
 
-def test_where_no_two_can_run_side_by_side_or_the_cluster_is_shared_the_smaller_goes_first() -> None:
+def test_where_no_two_can_run_side_by_side_or_the_cluster_is_shared_the_smaller_goes_first() -> (
+    None
+):
     jobs = [script({1: seconds}, user="ada") for seconds in (90_000.0, 10.0, 1000.0, 1900.0)]
     first, *come = [submitted(number, spec) for number, spec in enumerate(jobs, 1)]
     _, launches = played(seen(node(devices=1)), *come, *gone(2, 50.0))
@@ -219,7 +246,11 @@ def test_the_more_jobs_there_are_the_fewer_devices_each_takes(others: int, devic
     elastic = script({1: 1000.0, 2: 700.0, 4: 500.0})
     crowd = [submitted(2 + number, elastic, 2.0) for number in range(1, others + 1)]
     _, launches = played(
-        seen(node(devices=4)), submitted(1, script({4: 10.0})), submitted(2, elastic), *crowd, *gone(1, 60.0)
+        seen(node(devices=4)),
+        submitted(1, script({4: 10.0})),
+        submitted(2, elastic),
+        *crowd,
+        *gone(1, 60.0),
     )
     assert launches["job-2"].plan.world_size == devices
 
@@ -227,24 +258,33 @@ def test_the_more_jobs_there_are_the_fewer_devices_each_takes(others: int, devic
 def test_a_forecast_says_what_then_happens() -> None:
     """Every job starts when and as wide as forecast at its submission, if durations are exact and no job follows."""
     jobs = [script({2: 50.0}), script({2: 80.0}), script({1: 30.0}), script({1: 300.0})]
-    events: list[Event] = [seen(node(devices=2)), *(submitted(i, spec, 0.0) for i, spec in enumerate(jobs, 1))]
+    events: list[Event] = [
+        seen(node(devices=2)),
+        *(submitted(i, spec, 0.0) for i, spec in enumerate(jobs, 1)),
+    ]
     state, launches = played(*events)
     forecasts = forecast(state)
     assert set(forecasts) == {"job-1", "job-2", "job-3", "job-4"}
     for _ in range(len(jobs)):
-        running = {j.id: j for j in state.jobs.values() if j.last is not None and j.last.ended_at_s is None}
+        running = {
+            j.id: j for j in state.jobs.values() if j.last is not None and j.last.ended_at_s is None
+        }
         if not running:
             break
         first = min(running, key=lambda job_id: forecasts[job_id].end_s)
         for event in gone(int(first.split("-")[1]), forecasts[first].end_s):
             state, actions = step(state, event)
-            launches |= {action.job.id: action.attempt for action in actions if isinstance(action, Launch)}
+            launches |= {
+                action.job.id: action.attempt for action in actions if isinstance(action, Launch)
+            }
     assert {job_id: attempt.launched_at_s for job_id, attempt in launches.items()} == {
         job_id: expected.start_s for job_id, expected in forecasts.items()
     }
 
 
-def test_without_a_price_the_first_job_would_take_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_price_the_first_job_would_take_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     elastic = script({1: 1000.0, 4: 900.0})
     _, launches = played(seen(node(devices=4)), submitted(1, elastic), submitted(2, elastic))
     assert launches["job-1"].plan.world_size == 1
@@ -254,7 +294,9 @@ def test_without_a_price_the_first_job_would_take_everything(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("objective", "devices"), [("completion", 2), ("makespan", 1)])
-def test_for_the_makespan_a_job_takes_the_devices_that_waste_least(objective: str, devices: int) -> None:
+def test_for_the_makespan_a_job_takes_the_devices_that_waste_least(
+    objective: str, devices: int
+) -> None:
     """Another job runs on two of the four devices."""
     here, half_as_long = (node(devices=4),), script({1: 1000.0, 2: 600.0})
     aiming = NodesSeen(nodes=here, declared=here, policy=PolicySpec(objective=objective), at_s=0.0)
@@ -266,7 +308,9 @@ def test_a_running_service_takes_another_objective_at_once() -> None:
     """A desk that was carried along decides as one that is made anew."""
     here, narrow = (node(devices=4),), script({1: 1000.0, 2: 600.0})
     events: list[Event] = [seen(*here), submitted(1, script({2: 1000.0}))]
-    events += [NodesSeen(nodes=here, declared=here, policy=PolicySpec(objective="makespan"), at_s=1.0)]
+    events += [
+        NodesSeen(nodes=here, declared=here, policy=PolicySpec(objective="makespan"), at_s=1.0)
+    ]
     _, launches = played(*events, submitted(2, narrow))
     assert launches["job-2"].plan.world_size == 1
 

@@ -18,7 +18,9 @@ from tests.scheduling.test_probe import Night, unknown
 LENGTHS = {"allow": "semantic", "sequence_lengths": [128, 256]}
 
 
-def script(micro: int | None, length: int = 512, precision: str = "fp32", **fields: object) -> JobSpec:
+def script(
+    micro: int | None, length: int = 512, precision: str = "fp32", **fields: object
+) -> JobSpec:
     """Return a job of unknown memory need with its own settings; a micro-batch of None is not declared."""
     knobs = {
         "micro_batch_size": {"flag": "--batch"} | ({} if micro is None else {"default": micro}),
@@ -34,8 +36,12 @@ def planned_bytes(spec: JobSpec, night: Night) -> dict[Plan, int]:
     """Return the predicted bytes of each plan, corrected by what the night has taught."""
     (group,) = groups_of(night.state.nodes)
     hardware = group.hardware
-    calibrated = calibration(night.state.observations, device=hardware.device.name, family=spec.family_name)
-    front = frontier(measured_spec(spec, calibrated), hardware, calibrated.correction, calibrated.overhead)
+    calibrated = calibration(
+        night.state.observations, device=hardware.device.name, family=spec.family_name
+    )
+    front = frontier(
+        measured_spec(spec, calibrated), hardware, calibrated.correction, calibrated.overhead
+    )
     return {candidate.plan: candidate.estimate.allocated_bytes for candidate in front.candidates}
 
 
@@ -51,11 +57,22 @@ def taught(spec: JobSpec) -> Night:
     return night
 
 
-@pytest.mark.parametrize("first", [script(64), script(64, precision="bf16"), script(None)], ids=["fp32", "bf16", "no"])
-def test_bytes_of_a_plan_are_the_same_whatever_a_later_job_names_as_its_own_settings(first: JobSpec) -> None:
+@pytest.mark.parametrize(
+    "first", [script(64), script(64, precision="bf16"), script(None)], ids=["fp32", "bf16", "no"]
+)
+def test_bytes_of_a_plan_are_the_same_whatever_a_later_job_names_as_its_own_settings(
+    first: JobSpec,
+) -> None:
     night = taught(first)
     expected = planned_bytes(first, night)
-    for later in (script(4), script(16), script(64), script(None), script(16, length=256), script(8, precision="bf16")):
+    for later in (
+        script(4),
+        script(16),
+        script(64),
+        script(None),
+        script(16, length=256),
+        script(8, precision="bf16"),
+    ):
         plan_bytes = planned_bytes(later, night)
         both = expected.keys() & plan_bytes.keys()
         assert {plan: plan_bytes[plan] for plan in both} == pytest.approx(

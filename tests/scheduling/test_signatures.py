@@ -50,11 +50,16 @@ def test_names_the_cause_of_a_reported_failure(reported: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    "reported", [report for report in REPORTED if "root_rank" in report], ids=lambda report: report["from"]
+    "reported",
+    [report for report in REPORTED if "root_rank" in report],
+    ids=lambda report: report["from"],
 )
 def test_takes_rank_and_exit_code_from_torchruns_summary(reported: dict[str, Any]) -> None:
     read = scan(reported["text"].splitlines())
-    assert (read.root_rank, read.root_exit_code) == (reported["root_rank"], reported["root_exit_code"])
+    assert (read.root_rank, read.root_exit_code) == (
+        reported["root_rank"],
+        reported["root_exit_code"],
+    )
 
 
 @pytest.mark.parametrize("ordinary", ORDINARY, ids=lambda report: report["text"][:60])
@@ -63,20 +68,27 @@ def test_ordinary_lines_name_nothing(ordinary: dict[str, str]) -> None:
 
 
 def test_ordinary_lines_before_a_bug_name_nothing() -> None:
-    assert find_cause("\n".join(report["text"] for report in ORDINARY) + "\nKeyError: 'labels'") is None
+    assert (
+        find_cause("\n".join(report["text"] for report in ORDINARY) + "\nKeyError: 'labels'")
+        is None
+    )
 
 
 def test_the_corpus_is_large_and_cites_its_sources() -> None:
     assert sum("#" in report["from"] for report in REPORTED) >= 60
     assert len(ORDINARY) >= 40
     assert {report["cause"] for report in REPORTED} == {"user_error", *Cause}
-    source = re.compile(r"[\w.-]+/[\w.-]+#\d+|[^,#]+, .+|reproduced( with .+)?|seen on our cluster|made up")
+    source = re.compile(
+        r"[\w.-]+/[\w.-]+#\d+|[^,#]+, .+|reproduced( with .+)?|seen on our cluster|made up"
+    )
     assert [report["from"] for report in REPORTED if not source.fullmatch(report["from"])] == []
 
 
 def test_every_rule_was_seen_at_work() -> None:
     lines = [line for report in REPORTED for line in report["text"].splitlines()]
-    unseen = {pattern.pattern for _, pattern in RULES if not any(pattern.search(line) for line in lines)}
+    unseen = {
+        pattern.pattern for _, pattern in RULES if not any(pattern.search(line) for line in lines)
+    }
     assert not unseen
 
 
@@ -84,7 +96,9 @@ def test_no_line_with_a_cause_is_dismissed_unread() -> None:
     lines = [line for report in REPORTED for line in report["text"].splitlines()]
     for needle, (_, rule) in zip(NEEDLES, RULES, strict=True):
         assert any(telling in needle for telling in TELLING), needle
-        assert all(needle in line and is_telling(line) for line in lines if rule.search(line)), needle
+        assert all(needle in line and is_telling(line) for line in lines if rule.search(line)), (
+            needle
+        )
 
 
 def test_no_rule_takes_long_for_any_line_that_is_read() -> None:
@@ -106,7 +120,9 @@ def test_no_rule_takes_long_for_any_line_that_is_read() -> None:
         (f"{PINNING}\n{OOM}", Cause.DEVICE_OOM),
     ],
 )
-def test_pinned_memory_is_the_hosts_and_pytorchs_allocator_is_the_devices(text: str, cause: Cause) -> None:
+def test_pinned_memory_is_the_hosts_and_pytorchs_allocator_is_the_devices(
+    text: str, cause: Cause
+) -> None:
     finding = find_cause(text)
     assert finding is not None
     assert finding.cause is cause
@@ -126,7 +142,9 @@ def test_a_driver_serves_its_whole_node(line: str, extent: Extent) -> None:
     assert broken_extent(line) is extent
 
 
-@pytest.mark.skipif(not REAL_LOGS.is_dir(), reason="the corpus of real failure logs is not beside this checkout")
+@pytest.mark.skipif(
+    not REAL_LOGS.is_dir(), reason="the corpus of real failure logs is not beside this checkout"
+)
 def test_names_the_cause_of_every_real_log() -> None:
     wrong = []
     for path in sorted(REAL_LOGS.glob("*.log")):
@@ -140,12 +158,18 @@ def test_names_the_cause_of_every_real_log() -> None:
 
 def test_the_earliest_cause_wins_over_louder_ones() -> None:
     later = ["[rank0]: RuntimeError: CUDA error: out of memory"] * 50
-    finding = scan([WATCHDOG, "[rank1]: " + "OSError: [Errno 28] No space left on device", *later]).findings[0]
+    finding = scan(
+        [WATCHDOG, "[rank1]: " + "OSError: [Errno 28] No space left on device", *later]
+    ).findings[0]
     assert (finding.cause, finding.rank, finding.offset) == (Cause.DISK_FULL, 1, 1)
 
 
 def test_the_rank_that_torchrun_saw_fail_first_wins_over_an_earlier_line() -> None:
-    summary = ["Root Cause (first observed failure):", "  rank      : 1 (local_rank: 1)", "  exitcode  : 1 (pid: 7)"]
+    summary = [
+        "Root Cause (first observed failure):",
+        "  rank      : 1 (local_rank: 1)",
+        "  exitcode  : 1 (pid: 7)",
+    ]
     finding = scan(["[rank0]: MemoryError: no", f"[rank1]: {OOM}", *summary]).findings[0]
     assert (finding.cause, finding.rank) == (Cause.DEVICE_OOM, 1)
 
@@ -157,7 +181,9 @@ def test_a_cause_outweighs_a_suspicion_and_a_suspicion_outweighs_survivors() -> 
 
 
 def test_an_exception_that_followed_from_a_caught_one_is_not_the_cause() -> None:
-    assert scan([f"WARNING: {OOM}; skipping batch", "AttributeError: 'NoneType' has no 'data'"]).findings
+    assert scan(
+        [f"WARNING: {OOM}; skipping batch", "AttributeError: 'NoneType' has no 'data'"]
+    ).findings
 
 
 def test_a_complaint_that_the_program_outlived_is_history() -> None:
@@ -168,7 +194,9 @@ def test_a_complaint_that_the_program_outlived_is_history() -> None:
 
 
 def test_tracebacks_however_long_are_no_calm() -> None:
-    frames = [line for _ in range(CALM_LINES) for line in ('  File "a.py", line 1, in f', "    f()")]
+    frames = [
+        line for _ in range(CALM_LINES) for line in ('  File "a.py", line 1, in f', "    f()")
+    ]
     assert scan([OOM, *frames, "RuntimeError: step failed"]).findings[0].cause is Cause.DEVICE_OOM
 
 
@@ -217,4 +245,7 @@ def test_shows_the_traceback_of_the_cause() -> None:
 
 def test_shows_the_last_traceback_only() -> None:
     head = "Traceback (most recent call last):\n"
-    assert last_traceback(f"{head}  first\nKeyError: 1\nretrying\n{head}  second\nE: 2") == f"{head}  second\nE: 2"
+    assert (
+        last_traceback(f"{head}  first\nKeyError: 1\nretrying\n{head}  second\nE: 2")
+        == f"{head}  second\nE: 2"
+    )

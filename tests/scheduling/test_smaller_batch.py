@@ -14,17 +14,25 @@ from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import job_from_data
 from tests.scheduling.test_probe import Night, unknown
 
-KNOBS = {"micro_batch_size": {"flag": "--batch", "default": 16}, "learning_rate": {"flag": "--lr", "default": 0.1}}
+KNOBS = {
+    "micro_batch_size": {"flag": "--batch", "default": 16},
+    "learning_rate": {"flag": "--lr", "default": 0.1},
+}
 
 
 def smaller(allow: str = "semantic", least: int = 4, learning_rate: str = "linear") -> JobSpec:
     """Return a script without accumulation, of which 15 samples fit a device of 512 MiB."""
-    degrade = {"allow": allow, "global_batch_size": {"least": least, "learning_rate": learning_rate}}
+    degrade = {
+        "allow": allow,
+        "global_batch_size": {"least": least, "learning_rate": learning_rate},
+    }
     return unknown(global_batch_size=16, knobs=KNOBS, degrade=degrade)
 
 
 @pytest.mark.parametrize("is_carried", [True, False])
-@pytest.mark.parametrize(("rule", "rate"), [("linear", "0.05"), ("sqrt", "0.0707107"), ("same", "0.1")])
+@pytest.mark.parametrize(
+    ("rule", "rate"), [("linear", "0.05"), ("sqrt", "0.0707107"), ("same", "0.1")]
+)
 def test_a_job_goes_on_with_half_its_batch_and_the_learning_rate_that_follows(
     rule: str, rate: str, is_carried: bool
 ) -> None:
@@ -37,7 +45,9 @@ def test_a_job_goes_on_with_half_its_batch_and_the_learning_rate_that_follows(
     assert len(changes) == len(second.change), "each setting once"
     assert changes["global_batch_size"] == ("16", "8")
     assert changes.get("learning_rate") == (None if rule == "same" else ("0.1", rate))
-    command = script_command(job.spec, second.plan, output_dir="o", resume_from=None, deepspeed_config_path=None)
+    command = script_command(
+        job.spec, second.plan, output_dir="o", resume_from=None, deepspeed_config_path=None
+    )
     assert command.arguments[command.arguments.index("--lr") + 1] == rate
     night.end()
     assert "unknown-1" not in night.state.jobs, "it has ended"
@@ -62,7 +72,9 @@ def test_a_batch_is_cut_as_often_as_it_takes() -> None:
     assert not night.state.jobs, "it has ended"
 
 
-def test_a_job_that_does_not_allow_another_training_asks_and_goes_on_by_its_rule_once_allowed() -> None:
+def test_a_job_that_does_not_allow_another_training_asks_and_goes_on_by_its_rule_once_allowed() -> (
+    None
+):
     night = Night(fixed=40, sample=30)
     night.submit(smaller(allow="exact"))
     night.end()
@@ -85,7 +97,9 @@ def test_a_question_names_the_knob_by_which_the_same_training_would_go_on() -> N
     night.submit(smaller(allow="exact"))
     night.end()
     knob = "with `gradient_accumulation_steps` as a knob the same training goes on"
-    assert night.job().asks.startswith(f"no plan of the same training is left: {knob}. `orc retry unknown-1 --allow")
+    assert night.job().asks.startswith(
+        f"no plan of the same training is left: {knob}. `orc retry unknown-1 --allow"
+    )
 
 
 def test_a_job_that_is_cancelled_while_it_asks_keeps_the_words_of_its_last_failure() -> None:
@@ -111,10 +125,20 @@ def test_a_job_that_is_cancelled_while_it_asks_keeps_the_words_of_its_last_failu
         ({"flag": "--lr", "default": float("inf")}, "knobs.learning_rate.default"),
     ],
 )
-def test_a_learning_rate_that_nothing_tells_the_script_is_refused(knob: dict[str, object] | None, path: str) -> None:
-    knobs = {"micro_batch_size": KNOBS["micro_batch_size"]} | ({"learning_rate": knob} if knob else {})
+def test_a_learning_rate_that_nothing_tells_the_script_is_refused(
+    knob: dict[str, object] | None, path: str
+) -> None:
+    knobs = {"micro_batch_size": KNOBS["micro_batch_size"]} | (
+        {"learning_rate": knob} if knob else {}
+    )
     rule = {"allow": "semantic", "global_batch_size": {"least": 4, "learning_rate": "linear"}}
-    data = {"name": "a", "command": "python train.py", "global_batch_size": 16, "knobs": knobs, "degrade": rule}
+    data = {
+        "name": "a",
+        "command": "python train.py",
+        "global_batch_size": 16,
+        "knobs": knobs,
+        "degrade": rule,
+    }
     with pytest.raises(SpecError) as refused:
         job_from_data(data, "job")
     assert path in str(refused.value)
@@ -127,7 +151,10 @@ def test_the_learning_rate_of_our_own_training_follows_with_the_end_of_its_sched
             "global_batch_size": 64,
             "model": {"factory": "model.py:make"},
             "training": {"learning_rate": 0.4, "min_learning_rate": 0.04, "schedule": "cosine"},
-            "degrade": {"allow": "semantic", "global_batch_size": {"least": 1, "learning_rate": "sqrt"}},
+            "degrade": {
+                "allow": "semantic",
+                "global_batch_size": {"least": 1, "learning_rate": "sqrt"},
+            },
         }
     )
     cut = with_global_batch(spec, 16)

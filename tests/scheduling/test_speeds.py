@@ -27,12 +27,21 @@ SPEEDS = {"1": "2.1s", "5": "1.2s", "40": "0.7s"}
 
 def measured(**fields: object) -> JobSpec:
     return JobSpec.model_validate(
-        {"name": "job", "command": "python train.py", "global_batch_size": 32, "speeds": SPEEDS, **fields}
+        {
+            "name": "job",
+            "command": "python train.py",
+            "global_batch_size": 32,
+            "speeds": SPEEDS,
+            **fields,
+        }
     )
 
 
 def times(spec: JobSpec) -> dict[int, float]:
-    return {candidate.plan.world_size: candidate.step_s for candidate in frontier(spec, NODES).candidates}
+    return {
+        candidate.plan.world_size: candidate.step_s
+        for candidate in frontier(spec, NODES).candidates
+    }
 
 
 def test_each_number_of_devices_whose_speed_is_told_is_a_candidate_that_fits() -> None:
@@ -57,7 +66,9 @@ def test_the_fastest_plan_of_each_number_is_as_fast_as_told_and_the_others_slowe
     }
     candidates = frontier(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"}), NODES).candidates
     for count, fastest_s in ((1, 2.0), (4, 1.0)):
-        times_s = [candidate.step_s for candidate in candidates if candidate.plan.world_size == count]
+        times_s = [
+            candidate.step_s for candidate in candidates if candidate.plan.world_size == count
+        ]
         assert min(times_s) == fastest_s
         assert len(set(times_s)) > 1
 

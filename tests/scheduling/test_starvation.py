@@ -26,7 +26,9 @@ LAUNCH_S, SHORT_S = 10.0, 600
 
 
 def cluster_of(nodes: int, devices: int) -> ClusterSpec:
-    node = NodeSpec(name="node", count=nodes, devices=devices, device="a800-80gb", host_memory="1TiB")
+    node = NodeSpec(
+        name="node", count=nodes, devices=devices, device="a800-80gb", host_memory="1TiB"
+    )
     return ClusterSpec(name="busy", nodes=(node,), launch_cost=f"{LAUNCH_S}s")
 
 
@@ -37,10 +39,18 @@ def stream(nodes: int, length_s: int, until_s: float, *, with_deadlines: bool) -
     arrivals, at_s = [wide], 0.0
     while at_s < until_s:
         deadline_s = at_s + MONTH_S if with_deadlines else None
-        arrivals.append(Arrival(at_s=at_s, spec=job_spec_from_trace("short", {1: 1.0}, SHORT_S), deadline_s=deadline_s))
+        arrivals.append(
+            Arrival(
+                at_s=at_s,
+                spec=job_spec_from_trace("short", {1: 1.0}, SHORT_S),
+                deadline_s=deadline_s,
+            )
+        )
         at_s += draw.expovariate(0.9 * 8 * nodes / SHORT_S)
     arrivals.sort(key=lambda arrival: arrival.at_s)
-    outcomes = simulate(Trace(name="stream", arrivals=tuple(arrivals)), cluster_of(nodes, 8), seed=0).outcomes
+    outcomes = simulate(
+        Trace(name="stream", arrivals=tuple(arrivals)), cluster_of(nodes, 8), seed=0
+    ).outcomes
     return outcomes[arrivals.index(wide)]
 
 
@@ -62,7 +72,9 @@ def waits_of_the_wide(nodes: int, length_s: int, until_s: float) -> list[float]:
         pytest.param(8, 3600, 48 * HOUR_S, marks=pytest.mark.long, id="64 devices, for two days"),
     ],
 )
-def test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(nodes: int, length_s: int, until_s: float) -> None:
+def test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(
+    nodes: int, length_s: int, until_s: float
+) -> None:
     waits_s = waits_of_the_wide(nodes, length_s, until_s)
     limit_s = tuning.TUNING.aging_factor * (LAUNCH_S + length_s)
     assert limit_s < until_s - HOUR_S - 2 * SHORT_S, "the stream lasts for longer"
@@ -84,16 +96,23 @@ def random_stream(draw: random.Random) -> Trace:
             spec = still(spec)
         if draw.random() < 0.1:
             opens, closes = draw.choice((("00:00", "12:00"), ("02:00", "04:00")))
-            spec = JobSpec.model_validate(spec.model_dump() | {"start_window": f"{opens}-{closes} UTC"})
+            spec = JobSpec.model_validate(
+                spec.model_dump() | {"start_window": f"{opens}-{closes} UTC"}
+            )
         slack = draw.choice((None, 1.2, 4.0, 1e4))
         deadline_s = None if slack is None else at_s + LAUNCH_S + slack * alone_s
         arrivals.append(Arrival(at_s=at_s, spec=spec, deadline_s=deadline_s))
     return Trace(
-        name="stream", arrivals=tuple(replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals)
+        name="stream",
+        arrivals=tuple(
+            replace(arrival, at_s=arrival.at_s - arrivals[0].at_s) for arrival in arrivals
+        ),
     )
 
 
-def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = Objective.COMPLETION) -> list[str]:
+def delayed(
+    trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = Objective.COMPLETION
+) -> list[str]:
     """Return a sentence for each job that waits past its aging limit for longer than all jobs ahead could take.
 
     Jobs ahead are earlier or of higher priority; those that run then may end first. A job with hours is bound
@@ -113,17 +132,26 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = 
             outcome.deadline_s is not None
             and outcome.deadline_s - outcome.submitted_at_s <= (1 + numbers.slack) * longest_s
         ):
-            aging_limit_s = outcome.deadline_s + numbers.aging_late * numbers.aging_factor * longest_s
+            aging_limit_s = (
+                outcome.deadline_s + numbers.aging_late * numbers.aging_factor * longest_s
+            )
         before = [
             (process, rival.spec)
             for other, (rival, result) in enumerate(zip(trace.arrivals, outcomes, strict=True))
             for process in result.attempts
             if other != number and (process.ended_at_s or 0.0) > aging_limit_s
-            if other < number or rival.spec.priority > spec.priority or process.launched_at_s <= aging_limit_s
+            if other < number
+            or rival.spec.priority > spec.priority
+            or process.launched_at_s <= aging_limit_s
         ]
-        others_s = sum((process.ended_at_s or 0.0) - max(aging_limit_s, process.launched_at_s) for process, _ in before)
+        others_s = sum(
+            (process.ended_at_s or 0.0) - max(aging_limit_s, process.launched_at_s)
+            for process, _ in before
+        )
         opening_s = [
-            process.launched_at_s - aging_limit_s for process, rival in before if rival.start_window is not None
+            process.launched_at_s - aging_limit_s
+            for process, rival in before
+            if rival.start_window is not None
         ]
         others_s += sum(min(longest_s, max(0.0, kept_s)) for kept_s in opening_s)
         if outcome.started_at_s > aging_limit_s + others_s + 1.0:
@@ -135,7 +163,9 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = 
 @pytest.mark.parametrize("objective", Objective)
 @settings(UNSHRUNK, max_examples=examples(20, 4))
 @given(seed=st.integers(0, 2**32))
-@example(seed=215367)  # a job of higher priority has its devices from 02:00 on: job 7 does not end before
+@example(
+    seed=215367
+)  # a job of higher priority has its devices from 02:00 on: job 7 does not end before
 def test_nobody_waits_past_its_limit_for_who_came_later(objective: Objective, seed: int) -> None:
     trace, cluster = random_stream(random.Random(seed)), cluster_of(1, 4).with_objective(objective)
     assert delayed(trace, simulate(trace, cluster, seed=0).outcomes, objective) == []
@@ -148,7 +178,11 @@ def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
         jobs = (
             Arrival(at_s=0.0, spec=job_spec_from_trace("runs", {1: 1.0}, 50)),
             Arrival(at_s=1.0, spec=job_spec_from_trace("short", {1: 1.0}, 60)),
-            Arrival(at_s=2.0, spec=job_spec_from_trace("due", {1: 1.0}, 100), deadline_s=60.0 + lengths * length_s),
+            Arrival(
+                at_s=2.0,
+                spec=job_spec_from_trace("due", {1: 1.0}, 100),
+                deadline_s=60.0 + lengths * length_s,
+            ),
         )
         outcomes = simulate(Trace(name="two", arrivals=jobs), cluster_of(1, 1), seed=0).outcomes
         starts_s = [outcome.started_at_s or 0.0 for outcome in outcomes]
@@ -178,13 +212,19 @@ def still(spec: JobSpec) -> JobSpec:
 
 
 @pytest.mark.parametrize("found_by", ["a stream with deadlines", "random streams"])
-def test_without_aging_the_wide_would_starve(found_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_aging_the_wide_would_starve(
+    found_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A planted bug."""
     monkeypatch.setattr(WaitQueue, "_due", lambda *_: 0)
-    monkeypatch.setattr(AdaptivePolicy, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0)
+    monkeypatch.setattr(
+        AdaptivePolicy, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0
+    )
     if found_by == "random streams":
         traces = (random_stream(random.Random(seed)) for seed in range(30))
-        assert any(delayed(trace, simulate(trace, cluster_of(1, 4), seed=0).outcomes) for trace in traces)
+        assert any(
+            delayed(trace, simulate(trace, cluster_of(1, 4), seed=0).outcomes) for trace in traces
+        )
     else:
         with pytest.raises(AssertionError):
             test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(2, 600, 6 * HOUR_S)

@@ -50,14 +50,18 @@ def run(*events: Event, state: State | None = None) -> tuple[State, list[Action]
 
 
 def submitted(spec: JobSpec | None = None, job_id: str = "lm-1", at_s: float = 1.0) -> Submitted:
-    return Submitted(job_id=job_id, order=int(job_id.rpartition("-")[2]), spec=spec or decoder_spec(), at_s=at_s)
+    return Submitted(
+        job_id=job_id, order=int(job_id.rpartition("-")[2]), spec=spec or decoder_spec(), at_s=at_s
+    )
 
 
 def launches(actions: list[Action]) -> list[Attempt]:
     return [action.attempt for action in actions if isinstance(action, Launch)]
 
 
-def finished(evidence: Evidence, number: int = 1, job_id: str = "lm-1", at_s: float = 10.0) -> Finished:
+def finished(
+    evidence: Evidence, number: int = 1, job_id: str = "lm-1", at_s: float = 10.0
+) -> Finished:
     return Finished(job_id=job_id, number=number, evidence=evidence, at_s=at_s)
 
 
@@ -81,11 +85,19 @@ def oom(live_bytes: int = 250 * MIB, injected: bool = False) -> Evidence:
 LOST = Evidence(nodes_lost=("local",))
 BUG = Evidence(
     ranks=(RankEnd(rank=0, exit_code=1),),
-    errors=(ErrorReport(rank=0, step=0, phase="forward", type="KeyError", traceback="KeyError: 'labels'"),),
+    errors=(
+        ErrorReport(
+            rank=0, step=0, phase="forward", type="KeyError", traceback="KeyError: 'labels'"
+        ),
+    ),
 )
 SUCCESS = Evidence(
     ranks=(RankEnd(rank=0, exit_code=0),),
-    heartbeats=(Heartbeat(rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=90 * MIB, phase="forward", at_s=9.0),),
+    heartbeats=(
+        Heartbeat(
+            rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=90 * MIB, phase="forward", at_s=9.0
+        ),
+    ),
 )
 
 
@@ -125,7 +137,10 @@ def test_refuses_before_anything_starts_what_no_plan_fits() -> None:
 HUGE = {"parameters": 10**9, "activations_per_sample": "1GiB"}
 
 
-SMALL = {"parameters": 10**6, "activations_per_sample": "1KiB"}  # and nothing to cut it by but its batch
+SMALL = {
+    "parameters": 10**6,
+    "activations_per_sample": "1KiB",
+}  # and nothing to cut it by but its batch
 
 
 def test_refuses_a_batch_that_cannot_be_cut() -> None:
@@ -142,7 +157,9 @@ def test_a_gang_larger_than_the_whole_cluster_is_refused() -> None:
 
 def test_a_gang_that_only_the_whole_cluster_holds_waits_for_absent_nodes() -> None:
     whole = tuple(node(name) for name in ("a", "b", "c", "d"))
-    state, _ = run(NodesSeen(nodes=whole[:1], declared=whole, at_s=0.0), submitted(decoder_spec(gpus=8)))
+    state, _ = run(
+        NodesSeen(nodes=whole[:1], declared=whole, at_s=0.0), submitted(decoder_spec(gpus=8))
+    )
     assert only_job(state).status is JobStatus.QUEUED
     _, actions = run(NodesSeen(nodes=whole, declared=whole, at_s=5.0), state=state)
     assert len(launches(actions)) == 1
@@ -153,7 +170,9 @@ def test_a_plan_that_ran_is_judged_by_its_own_peak() -> None:
     state, actions = run(NODES, submitted())
     first = launches(actions)[0]
     preempted = replace(SUCCESS, ranks=(RankEnd(rank=0, exit_code=-15),))
-    state, actions = run(finished(preempted), state=replace(state, observations=(observation(correction=100.0),)))
+    state, actions = run(
+        finished(preempted), state=replace(state, observations=(observation(correction=100.0),))
+    )
     _, actions = run(released(), state=state)
     assert [attempt.plan for attempt in launches(actions)] == [first.plan]
 
@@ -199,10 +218,14 @@ def test_never_retries_a_bug() -> None:
     assert job.last.failure.excerpt == "KeyError: 'labels'"
 
 
-def test_past_its_virtual_device_a_job_has_failed_and_unwatched_on_a_real_one_it_ends_with_a_warning() -> None:
+def test_past_its_virtual_device_a_job_has_failed_and_unwatched_on_a_real_one_it_ends_with_a_warning() -> (
+    None
+):
     unseen = replace(SUCCESS, unwatched=("'python -I train.py' has no guard",))
     for virtual, status in ((True, JobStatus.FAILED), (False, JobStatus.SUCCEEDED)):
-        state, actions = run(NODES, submitted(), finished(replace(unseen, virtual=virtual)), released())
+        state, actions = run(
+            NODES, submitted(), finished(replace(unseen, virtual=virtual)), released()
+        )
         assert launches(actions) == []
         assert only_job(state).status is status
         assert "'python -I train.py' has no guard" in only_job(state).reason
@@ -227,7 +250,9 @@ def test_a_job_on_a_full_disk_frees_its_devices_and_is_launched_again_later_and_
     state, actions = run(NODES, submitted(), submitted(job_id="lm-2", at_s=2.0))
     state, actions = run(finished(full, at_s=10.0), released(at_s=10.0), state=state)
     assert [other.job_id for other in launches(actions)] == ["lm-2"]
-    state, actions = run(TimerFired(at_s=69.0), state=run(NODES, submitted(), finished(full), released())[0])
+    state, actions = run(
+        TimerFired(at_s=69.0), state=run(NODES, submitted(), finished(full), released())[0]
+    )
     assert launches(actions) == []
     state, actions = run(TimerFired(at_s=70.0), state=state)
     assert [again.number for again in launches(actions)] == [2]
@@ -243,11 +268,16 @@ def test_a_restart_says_what_is_done_again_where_nothing_was_saved() -> None:
         assert ("done again" in only_job(state).reason) == bool(ending)
     evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",))
     state, _ = run(NODES, submitted(script_spec()), finished(evidence))
-    assert "; no checkpoint of a known step (`resume.step` is not set): 9 steps" in only_job(state).reason
+    assert (
+        "; no checkpoint of a known step (`resume.step` is not set): 9 steps"
+        in only_job(state).reason
+    )
 
 
 def test_a_restart_says_what_lies_in_the_output_where_no_file_is_a_checkpoint() -> None:
-    evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",), unmatched=("ckpt_20.pt", "ckpt_40.pt"))
+    evidence = replace(
+        SUCCESS, ranks=(), nodes_lost=("local",), unmatched=("ckpt_20.pt", "ckpt_40.pt")
+    )
     state, _ = run(NODES, submitted(), finished(evidence))
     output = "no file matches checkpoint*, step-*; the output has ckpt_20.pt, ckpt_40.pt"
     ending = f"; no checkpoint: 9 steps are done again ({output}: set `resume.checkpoints` and `resume.step`)"
@@ -256,8 +286,12 @@ def test_a_restart_says_what_lies_in_the_output_where_no_file_is_a_checkpoint() 
 
 def test_a_lost_node_does_not_use_up_the_budget_for_memory() -> None:
     spec = decoder_spec(retries={"oom": 1, "node": 1})
-    state, _ = run(NODES, submitted(spec), finished(LOST, at_s=1.0), released(at_s=1.0), TimerFired(at_s=500.0))
-    state, actions = run(finished(oom(), number=2, at_s=600.0), released(number=2, at_s=600.0), state=state)
+    state, _ = run(
+        NODES, submitted(spec), finished(LOST, at_s=1.0), released(at_s=1.0), TimerFired(at_s=500.0)
+    )
+    state, actions = run(
+        finished(oom(), number=2, at_s=600.0), released(number=2, at_s=600.0), state=state
+    )
     assert len(launches(actions)) == 1
 
 
@@ -296,7 +330,10 @@ def test_a_job_that_recovered_begins_the_next_night_with_the_plan_that_ended_it(
     (second,) = launches(actions)
     assert second.plan.micro_batch_size < 32
     took_bytes = second.estimate.allocated_bytes + 11 * second.plan.micro_batch_size * MIB
-    ended = replace(SUCCESS, heartbeats=tuple(replace(beat, peak_bytes=took_bytes) for beat in SUCCESS.heartbeats))
+    ended = replace(
+        SUCCESS,
+        heartbeats=tuple(replace(beat, peak_bytes=took_bytes) for beat in SUCCESS.heartbeats),
+    )
     state, _ = run(finished(ended, number=2), released(number=2), state=state)
     _, actions = run(submitted(spec, job_id="lm-2", at_s=90.0), state=state)
     (attempt,) = launches(actions)
@@ -312,7 +349,9 @@ def test_a_smaller_batch_is_tried_where_weights_alone_were_predicted_to_be_the_p
         "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
     }
     profile = {"parameters": "3500000", "activations_per_sample": "64KiB"}
-    state, actions = run(NODES, submitted(script_spec(profile=profile, knobs=knobs, global_batch_size=8)))
+    state, actions = run(
+        NODES, submitted(script_spec(profile=profile, knobs=knobs, global_batch_size=8))
+    )
     tried = [attempt.plan.micro_batch_size for attempt in launches(actions)]
     _, actions = run(finished(oom()), released(), state=state)
     tried += [attempt.plan.micro_batch_size for attempt in launches(actions)]
@@ -346,7 +385,9 @@ def test_a_launch_says_what_it_needs_and_how_surely_it_fits() -> None:
 
 def test_an_end_is_final() -> None:
     state, _ = run(NODES, submitted(), finished(SUCCESS), released())
-    again, actions = run(finished(BUG), CancelRequested(job_id="lm-1", at_s=20.0), submitted(), state=state)
+    again, actions = run(
+        finished(BUG), CancelRequested(job_id="lm-1", at_s=20.0), submitted(), state=state
+    )
     assert actions == []
     assert replace(again, at_s=state.at_s) == state
 

@@ -15,7 +15,9 @@ from tests.scheduling.factories import attempt, job, script_spec
 
 RIGHT_SHARE_MIN = 0.9
 FINAL = "final"
-pytestmark = pytest.mark.skipif(not STRANGERS.is_file(), reason="logs of strangers are not beside this checkout")
+pytestmark = pytest.mark.skipif(
+    not STRANGERS.is_file(), reason="logs of strangers are not beside this checkout"
+)
 
 
 def action_after(kind: FailureKind) -> str:
@@ -59,13 +61,21 @@ def judged_cases() -> list[tuple[str, str, set[str]]]:
         accepted = [case["expect"]] if isinstance(case["expect"], str) else case["expect"]
         kind = kind_of(case)
         judged.append(
-            (f"{case['id']}: {kind.value}", action_after(kind), {action_after(FailureKind(name)) for name in accepted})
+            (
+                f"{case['id']}: {kind.value}",
+                action_after(kind),
+                {action_after(FailureKind(name)) for name in accepted},
+            )
         )
     return judged
 
 
 def test_no_job_ends_for_good_that_another_attempt_would_have_saved() -> None:
-    assert not [case for case, action, accepted in judged_cases() if action == FINAL and accepted == {"again"}]
+    assert not [
+        case
+        for case, action, accepted in judged_cases()
+        if action == FINAL and accepted == {"again"}
+    ]
 
 
 def test_nine_of_ten_ends_are_followed_by_what_an_operator_would_do() -> None:

@@ -33,7 +33,9 @@ subprocess.CalledProcessError: Command '['python', 'train.py', '--note', '{note}
 NOTE = "CUDA out of memory. Tried to allocate"
 
 
-def read(text: str, *, command: tuple[str, ...] = (), markers: dict[Phase, str] | None = None) -> LogScan:
+def read(
+    text: str, *, command: tuple[str, ...] = (), markers: dict[Phase, str] | None = None
+) -> LogScan:
     scan = LogScan(command=command, markers=markers)
     for offset, line in enumerate(text.splitlines()):
         scan.feed(line, offset)
@@ -52,16 +54,21 @@ def end_of(text: str, exit_code: int | None = 1, rank: int = 0, **fields: object
     )
 
 
-def judged(*ends: RankEnd, job_: Job | None = None, attempt_: Attempt | None = None, **fields: object) -> Failure:
+def judged(
+    *ends: RankEnd, job_: Job | None = None, attempt_: Attempt | None = None, **fields: object
+) -> Failure:
     evidence = Evidence(ranks=ends, **fields)  # type: ignore[arg-type]
-    failure = classify(job_ or job(script_spec()), attempt_ or attempt(), evidence, capacity_bytes=24 * GIB)
+    failure = classify(
+        job_ or job(script_spec()), attempt_ or attempt(), evidence, capacity_bytes=24 * GIB
+    )
     assert failure is not None
     return failure
 
 
 def torchrun_said(rank: int, exit_code: int) -> str:
-    return f"Root Cause (first observed failure):\n[0]:\n  rank      : {rank} (local_rank: {rank})\n" + (
-        f"  exitcode  : {exit_code} (pid: 7)\n"
+    return (
+        f"Root Cause (first observed failure):\n[0]:\n  rank      : {rank} (local_rank: {rank})\n"
+        + (f"  exitcode  : {exit_code} (pid: 7)\n")
     )
 
 
@@ -76,7 +83,9 @@ def test_trap_1_rvc_exits_0_after_its_child_ran_out_of_memory() -> None:
     ("exit_code", "kills", "kind"),
     [(-9, 1, FailureKind.HOST_OOM), (-9, 0, FailureKind.PREEMPTED), (-7, 0, FailureKind.HOST_OOM)],
 )
-def test_trap_2_torchruns_own_exit_code_is_1_whatever_happened(exit_code: int, kills: int, kind: FailureKind) -> None:
+def test_trap_2_torchruns_own_exit_code_is_1_whatever_happened(
+    exit_code: int, kills: int, kind: FailureKind
+) -> None:
     failure = judged(end_of(torchrun_said(3, exit_code)), host_oom_kills=kills)
     assert failure.kind is kind
     assert failure.rank in (3, 0)
@@ -95,11 +104,21 @@ def test_trap_2_accelerate_repeats_the_whole_command() -> None:
     for log in (f"KeyError: 'labels'\n{echo}", f"note={NOTE} 1 GiB\nKeyError: 'labels'"):
         assert judged(end_of(log, command=command), job_=script_job).kind is FailureKind.USER_ERROR
     killed = ECHO.format(note=NOTE, end="died with <Signals.SIGKILL: 9>")
-    assert judged(end_of(killed, command=command), job_=script_job, host_oom_kills=1).kind is FailureKind.HOST_OOM
+    assert (
+        judged(end_of(killed, command=command), job_=script_job, host_oom_kills=1).kind
+        is FailureKind.HOST_OOM
+    )
 
 
 def test_trap_2_deepspeed_repeats_arguments_that_no_job_file_has() -> None:
-    arguments = ["/usr/bin/python3", "-u", "train.py", "--local_rank=0", f"--note={NOTE} 1 GiB", "MemoryError: x"]
+    arguments = [
+        "/usr/bin/python3",
+        "-u",
+        "train.py",
+        "--local_rank=0",
+        f"--note={NOTE} 1 GiB",
+        "MemoryError: x",
+    ]
     echo = f"[2023-04-14 13:11:27,885] [ERROR] [launch.py:434:sigkill_handler] {arguments} exits with return code ="
     assert judged(end_of(f"{echo} 1")).kind is FailureKind.STARTUP
     assert judged(end_of(f"{echo} -9"), host_oom_kills=1).kind is FailureKind.HOST_OOM
@@ -113,14 +132,23 @@ def test_trap_2_survivors_of_a_gang_name_nobody() -> None:
 
 def crowded() -> OomReport:
     return OomReport(
-        rank=0, step=0, phase="", requested_bytes=MIB, live_bytes=MIB, capacity_bytes=24 * GIB, foreign_bytes=22 * GIB
+        rank=0,
+        step=0,
+        phase="",
+        requested_bytes=MIB,
+        live_bytes=MIB,
+        capacity_bytes=24 * GIB,
+        foreign_bytes=22 * GIB,
     )
 
 
 def test_trap_3_memory_that_others_hold_is_no_fault_of_the_plan() -> None:
     finding = replace(read(OOM).findings[0], oom=crowded())
     end = RankEnd(rank=0, exit_code=1, findings=(finding,))
-    assert judged(end, attempt_=attempt(allocated_bytes=100 * MIB)).kind is FailureKind.MEMORY_CONTENTION
+    assert (
+        judged(end, attempt_=attempt(allocated_bytes=100 * MIB)).kind
+        is FailureKind.MEMORY_CONTENTION
+    )
     assert judged(end, attempt_=attempt(allocated_bytes=MIB)).kind is FailureKind.DEVICE_OOM
 
 
@@ -155,17 +183,23 @@ def test_trap_6_latentsync_swallows_out_of_memory_and_hangs() -> None:
 
 def test_trap_6_a_hang_long_after_a_batch_was_skipped_is_a_hang() -> None:
     steps = "\n".join(f"step {number}" for number in range(1000))
-    assert judged(end_of(f"INFO {OOM}\n{steps}", exit_code=-9), hung_for_s=600.0).kind is FailureKind.HUNG
+    assert (
+        judged(end_of(f"INFO {OOM}\n{steps}", exit_code=-9), hung_for_s=600.0).kind
+        is FailureKind.HUNG
+    )
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        "ValueError: Output directory (../out) already exists and is not empty. Use --overwrite_output_dir",  # 7
+        # 7
+        "ValueError: Output directory (../out) already exists and is not empty. Use --overwrite_output_dir",
         "_pickle.UnpicklingError: Weights only load failed.",  # 12
     ],
 )
-def test_traps_7_and_12_a_restart_that_its_script_refuses_is_no_memory_failure(message: str) -> None:
+def test_traps_7_and_12_a_restart_that_its_script_refuses_is_no_memory_failure(
+    message: str,
+) -> None:
     assert judged(end_of(message)).kind in (FailureKind.USER_ERROR, FailureKind.STARTUP)
 
 
@@ -173,7 +207,10 @@ def test_traps_7_and_12_a_restart_that_its_script_refuses_is_no_memory_failure(m
     ("lines", "phase"),
     [
         (["*** Encode target audio with encodec ***"], Phase.ENCODING),
-        (["*** Encode target audio with encodec ***", "***** Running training *****"], Phase.TRAINING),
+        (
+            ["*** Encode target audio with encodec ***", "***** Running training *****"],
+            Phase.TRAINING,
+        ),
         (["***** Running training *****", "Evaluating - Inference ...: 10%"], Phase.EVALUATION),
     ],
 )

@@ -64,12 +64,19 @@ def test_a_job_takes_the_device_that_can_be_read_beside_one_that_cannot() -> Non
 
 
 def test_a_job_that_waits_for_others_is_not_told_of_the_driver() -> None:
-    state, _ = played(seen(node("a", devices=2)), submitted(1, TWO), submitted(2, TWO), seen(broken("a", "", LOST)))
+    state, _ = played(
+        seen(node("a", devices=2)),
+        submitted(1, TWO),
+        submitted(2, TWO),
+        seen(broken("a", "", LOST)),
+    )
     assert pending(state.jobs["job-2"], state.at_s) is Pending.DEVICES
 
 
 @pytest.mark.parametrize("errors", [(NO_DRIVER, NO_DRIVER), (LOST, "")])
-def test_what_runs_goes_on_where_the_driver_breaks_and_nothing_follows_it_there(errors: tuple[str, ...]) -> None:
+def test_what_runs_goes_on_where_the_driver_breaks_and_nothing_follows_it_there(
+    errors: tuple[str, ...],
+) -> None:
     scheduler = Scheduler(State())
     events: list[Event] = [
         *(seen(node("a")), submitted(1, TWO), Started(job_id="job-1", number=1, at_s=2.0)),
@@ -81,7 +88,10 @@ def test_what_runs_goes_on_where_the_driver_breaks_and_nothing_follows_it_there(
     assert scheduler.state.jobs["job-1"].status is JobStatus.RUNNING
     followed = [action for event in gone(1, 2000.0) for action in scheduler.step(event)]
     assert not any(isinstance(action, Launch) for action in followed)
-    assert any(isinstance(action, Launch) for action in scheduler.step(replace(seen(node("a")), at_s=2001.0)))
+    assert any(
+        isinstance(action, Launch)
+        for action in scheduler.step(replace(seen(node("a")), at_s=2001.0))
+    )
 
 
 def test_devices_that_nobody_can_use_are_not_devices_that_others_hold() -> None:
@@ -102,10 +112,14 @@ def test_since_when_a_device_cannot_be_read_is_kept_until_a_reading_shows_otherw
         return [entry.since_s for entry in scheduler.state.unreadable]
 
     assert since((1.0, (broken("a", LOST, ""),)), (2.0, (broken("a", "other", ""),))) == [1.0]
-    assert since((1.0, (broken("a", LOST, ""),)), (2.0, ()), (3.0, (broken("a", LOST, ""),))) == [1.0], "away between"
+    assert since((1.0, (broken("a", LOST, ""),)), (2.0, ()), (3.0, (broken("a", LOST, ""),))) == [
+        1.0
+    ], "away between"
     assert since((1.0, (broken(),)), (2.0, (node("a"),))) == []
     assert since((1.0, (broken("a", LOST, ""),)), (2.0, (broken("a", LOST, LOST),))) == [1.0, 2.0]
-    assert since((1.0, (broken("b"),)), (2.0, (node("a"),))) == [], "a node that is gone for good is forgotten"
+    assert since((1.0, (broken("b"),)), (2.0, (node("a"),))) == [], (
+        "a node that is gone for good is forgotten"
+    )
 
 
 def test_a_node_that_an_older_version_wrote_can_be_read_whole() -> None:

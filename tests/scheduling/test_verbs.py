@@ -19,7 +19,14 @@ from orchestrator.service.server.verbs import UPDATABLE, hold, update
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import Evidence, FailureKind, Heartbeat, RankEnd
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.events import Event, Finished, Released, Started, TimerFired, UpdateRequested
+from orchestrator.specs.events import (
+    Event,
+    Finished,
+    Released,
+    Started,
+    TimerFired,
+    UpdateRequested,
+)
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import UNSHARED, PolicySpec, TeamSpec
 from orchestrator.specs.state import State
@@ -33,13 +40,17 @@ from tests.scheduling.world import MemoryJournal, backend_of, play, random_scena
 ONE = seen(node("a", devices=1))
 SAVED = Evidence(
     ranks=(RankEnd(rank=0, exit_code=-15),),
-    heartbeats=(Heartbeat(rank=0, step=6, steps_done=6, step_s=1.0, peak_bytes=1, phase="", at_s=1.0),),
+    heartbeats=(
+        Heartbeat(rank=0, step=6, steps_done=6, step_s=1.0, peak_bytes=1, phase="", at_s=1.0),
+    ),
     stopped=True,
     checkpoint_step=6,
 )
 
 
-def held(state: State, by: str | None, at_s: float, number: int = 1, **changes: object) -> UpdateRequested:
+def held(
+    state: State, by: str | None, at_s: float, number: int = 1, **changes: object
+) -> UpdateRequested:
     """The job is held by a user, or released."""
     spec = state.jobs[f"job-{number}"].spec.model_copy(update=changes)
     return UpdateRequested(job_id=f"job-{number}", spec=spec, held_by=by, at_s=at_s)
@@ -51,13 +62,19 @@ def left(at_s: float, evidence: Evidence = SAVED, number: int = 1) -> tuple[Even
 
 
 def test_a_job_ends_once_its_attempts_have_run_for_its_limit_and_says_how_it_goes_on() -> None:
-    begun = [ONE, submitted(1, script({1: 500.0}, time_limit="100s")), Started(job_id="job-1", number=1, at_s=20.0)]
+    begun = [
+        ONE,
+        submitted(1, script({1: 500.0}, time_limit="100s")),
+        Started(job_id="job-1", number=1, at_s=20.0),
+    ]
     assert Scheduler(played(*begun)[0]).wake_at_s() == 120.0
     moved = [*begun, *left(50.0, Evidence(nodes_lost=("a",)))]  # waiting counts nothing
     again = [*moved, TimerFired(at_s=600.0), Started(job_id="job-1", number=2, at_s=610.0)]
     assert Scheduler(played(*again)[0]).wake_at_s() == 680.0
     over = history([*again, TimerFired(at_s=680.0)])
-    assert list(of(Stop, over[-1].actions)) == [Stop(job_id="job-1", number=2, grace_s=MOVE_GRACE_S)]
+    assert list(of(Stop, over[-1].actions)) == [
+        Stop(job_id="job-1", number=2, grace_s=MOVE_GRACE_S)
+    ]
     state, _ = played(*again, TimerFired(at_s=680.0), *left(685.0, number=2))
     job = state.jobs["job-1"]
     assert (job.status, job.attempts[-1].failure.kind) == (JobStatus.FAILED, FailureKind.TIME_LIMIT)
@@ -66,7 +83,11 @@ def test_a_job_ends_once_its_attempts_have_run_for_its_limit_and_says_how_it_goe
 
 
 def test_a_job_whose_attempt_fails_when_its_time_is_over_is_not_tried_again() -> None:
-    begun = [ONE, submitted(1, script({1: 500.0}, time_limit="100s")), Started(job_id="job-1", number=1, at_s=20.0)]
+    begun = [
+        ONE,
+        submitted(1, script({1: 500.0}, time_limit="100s")),
+        Started(job_id="job-1", number=1, at_s=20.0),
+    ]
     state, _ = played(*begun, *left(130.0, Evidence(nodes_lost=("a",))))
     assert (state.jobs["job-1"].status, state.jobs["job-1"].attempts[0].failure.kind) == (
         JobStatus.FAILED,
@@ -76,7 +97,11 @@ def test_a_job_whose_attempt_fails_when_its_time_is_over_is_not_tried_again() ->
 
 
 def test_forecasts_end_a_job_at_its_limit() -> None:
-    state, _ = played(ONE, submitted(1, script({1: 5000.0}, time_limit="100s")), submitted(2, script({1: 50.0}), 2.0))
+    state, _ = played(
+        ONE,
+        submitted(1, script({1: 5000.0}, time_limit="100s")),
+        submitted(2, script({1: 50.0}), 2.0),
+    )
     seen_ahead = forecast(state)
     assert seen_ahead["job-1"].end_s < 200.0 <= 400.0
     assert seen_ahead["job-2"].start_s == seen_ahead["job-1"].end_s
@@ -97,7 +122,12 @@ def test_a_held_job_lets_others_pass_and_starts_once_it_is_released() -> None:
 
 def test_a_suspended_job_saves_leaves_its_devices_and_goes_on_at_no_cost() -> None:
     begun = [ONE, submitted(1, script({1: 500.0})), Started(job_id="job-1", number=1, at_s=20.0)]
-    suspended = [*begun, held(played(*begun)[0], "ada", 30.0), *left(35.0), submitted(2, script({1: 9.0}), 36.0)]
+    suspended = [
+        *begun,
+        held(played(*begun)[0], "ada", 30.0),
+        *left(35.0),
+        submitted(2, script({1: 9.0}), 36.0),
+    ]
     state, launches = played(*suspended)
     job = state.jobs["job-1"]
     assert job.reason == "suspended by ada; saved at step 6; `orc resume job-1` lets it go on"
@@ -108,11 +138,19 @@ def test_a_suspended_job_saves_leaves_its_devices_and_goes_on_at_no_cost() -> No
 
 
 def test_a_hold_gives_up_a_promise_and_its_devices() -> None:
-    events = [ONE, submitted(1, script({1: 500.0})), submitted(2, script({1: 90.0}, guarantee="requested"), 2.0)]
+    events = [
+        ONE,
+        submitted(1, script({1: 500.0})),
+        submitted(2, script({1: 90.0}, guarantee="requested"), 2.0),
+    ]
     state, _ = played(*events)
     assert state.jobs["job-2"].starts_by_s is not None
     state, _ = played(*events, held(state, "ada", 3.0, number=2))
-    assert (state.jobs["job-2"].starts_by_s, state.jobs["job-2"].spec.guarantee, state.reservations) == (None, None, ())
+    assert (
+        state.jobs["job-2"].starts_by_s,
+        state.jobs["job-2"].spec.guarantee,
+        state.reservations,
+    ) == (None, None, ())
 
 
 def test_a_raised_priority_lets_a_waiting_job_pass() -> None:
@@ -126,11 +164,20 @@ def test_a_time_limit_of_a_running_job_changes_when_it_ends() -> None:
     begun = [ONE, submitted(1, script({1: 500.0})), Started(job_id="job-1", number=1, at_s=20.0)]
     limited = [*begun, held(played(*begun)[0], None, 30.0, time_limit=60.0)]
     assert Scheduler(played(*limited)[0]).wake_at_s() == 80.0
-    assert Scheduler(played(*limited, held(played(*begun)[0], None, 40.0, time_limit=None))[0]).wake_at_s() is None
+    assert (
+        Scheduler(
+            played(*limited, held(played(*begun)[0], None, 40.0, time_limit=None))[0]
+        ).wake_at_s()
+        is None
+    )
 
 
 def test_a_job_that_is_being_ended_by_its_limit_goes_on_once_that_is_raised() -> None:
-    begun = [ONE, submitted(1, script({1: 500.0}, time_limit="100s")), Started(job_id="job-1", number=1, at_s=20.0)]
+    begun = [
+        ONE,
+        submitted(1, script({1: 500.0}, time_limit="100s")),
+        Started(job_id="job-1", number=1, at_s=20.0),
+    ]
     over = [*begun, TimerFired(at_s=120.0)]
     raised = held(played(*over)[0], None, 121.0, time_limit=1000.0)
     _, launches = played(*over, raised, *left(125.0))
@@ -182,7 +229,9 @@ def test_nights_in_which_people_step_in_have_every_kind_of_that() -> None:
         journal, scenario = MemoryJournal(), interrupted(random_scenario(random.Random(seed)))
         for job in play(scenario, journal, backend_of(scenario)).jobs.values():
             kinds |= {attempt.failure.kind for attempt in job.attempts if attempt.failure}
-            resumed += any(attempt.moved_for.startswith("suspended") for attempt in job.attempts[:-1])
+            resumed += any(
+                attempt.moved_for.startswith("suspended") for attempt in job.attempts[:-1]
+            )
     assert {FailureKind.TIME_LIMIT, FailureKind.MOVED} <= kinds
     assert resumed > 1
 
@@ -214,12 +263,20 @@ def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_planted_bug_is_found_in_a_night_in_which_people_step_in(
-    plant: Callable[[pytest.MonkeyPatch], None], sentence: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None],
+    sentence: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
-    assert any(sentence in violation for violation in find_breaches(interrupted(random_scenario(random.Random(seed)))))
+    assert any(
+        sentence in violation
+        for violation in find_breaches(interrupted(random_scenario(random.Random(seed))))
+    )
 
 
 def test_a_retry_that_continues_is_expected_to_do_only_what_is_left() -> None:
-    retry = replace(submitted(1, script({1: 1000.0})), continues_from="job-0", continues_step=9)  # of 10 steps
+    retry = replace(
+        submitted(1, script({1: 1000.0})), continues_from="job-0", continues_step=9
+    )  # of 10 steps
     assert forecast(played(ONE, retry)[0])["job-1"].end_s < 300.0

@@ -9,7 +9,15 @@ import pytest
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.failures.places import avoided_devices, with_places
 from orchestrator.scheduling.failures.verdict import judge
-from orchestrator.specs.attempt import Attempt, Ending, Evidence, Extent, Failure, FailureKind, NodeDevices
+from orchestrator.specs.attempt import (
+    Attempt,
+    Ending,
+    Evidence,
+    Extent,
+    Failure,
+    FailureKind,
+    NodeDevices,
+)
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
@@ -17,8 +25,16 @@ from orchestrator.specs.suspension import UnexplainedEnd
 from tests.scheduling.factories import attempt, job, script_spec
 from tests.scheduling.world import cluster, device
 
-NODES = idle_nodes(cluster(("a", 1, 2, device("large", "80GiB")), ("b", 1, 2, device("large", "80GiB"))))
-STRANGE = Ending(signature="RuntimeError in train.py:step", step=40, elapsed_s=100.0, is_own=False, may_pass=False)
+NODES = idle_nodes(
+    cluster(("a", 1, 2, device("large", "80GiB")), ("b", 1, 2, device("large", "80GiB")))
+)
+STRANGE = Ending(
+    signature="RuntimeError in train.py:step",
+    step=40,
+    elapsed_s=100.0,
+    is_own=False,
+    may_pass=False,
+)
 OWN = replace(STRANGE, signature="KeyError in train.py:step", is_own=True)
 EARLY = replace(STRANGE, step=None, elapsed_s=9.0)
 REFUSED = replace(EARLY, signature="ConnectionError", may_pass=True)
@@ -39,7 +55,9 @@ def ended_attempt(
     )
 
 
-def judged(*attempts: Attempt, others: tuple[UnexplainedEnd, ...] = (), spec: Job | None = None) -> Failure:
+def judged(
+    *attempts: Attempt, others: tuple[UnexplainedEnd, ...] = (), spec: Job | None = None
+) -> Failure:
     """The last attempt with its verdict, after those before it got theirs."""
     record = replace(spec or job(script_spec()), attempts=attempts[:-1])
     last = attempts[-1]
@@ -53,7 +71,11 @@ def with_verdict(before: Attempt, *earlier: Attempt) -> Attempt:
 
 def elsewhere(key: str, ending: Ending, place: tuple[str, int]) -> UnexplainedEnd:
     return UnexplainedEnd(
-        job=key, family=key, ending=ending, placement=(NodeDevices(node=place[0], devices=(place[1],)),), at_s=900.0
+        job=key,
+        family=key,
+        ending=ending,
+        placement=(NodeDevices(node=place[0], devices=(place[1],)),),
+        at_s=900.0,
     )
 
 
@@ -70,13 +92,25 @@ ROWS = {
     ),
     "2: three jobs alike on two nodes": (
         2,
-        judged(ended_attempt(REFUSED), others=(elsewhere("x", REFUSED, ("b", 0)), elsewhere("y", REFUSED, ("a", 1)))),
+        judged(
+            ended_attempt(REFUSED),
+            others=(elsewhere("x", REFUSED, ("b", 0)), elsewhere("y", REFUSED, ("a", 1))),
+        ),
     ),
-    "4: the user's word": (4, judged(ended_attempt(OWN), spec=job(script_spec(retries={"on_error": 1})))),
+    "4: the user's word": (
+        4,
+        judged(ended_attempt(OWN), spec=job(script_spec(retries={"on_error": 1}))),
+    ),
     "5: twice alike on two devices": (5, judged(FIRST, ended_attempt(STRANGE, 2, ("b", 1)))),
     "6: twice alike on one device": (6, judged(FIRST, SAME_DEVICE)),
-    "7: and on it again": (7, judged(FIRST, with_verdict(SAME_DEVICE, FIRST), ended_attempt(STRANGE, 3))),
-    "7: twice the program's own on one device": (7, judged(with_verdict(ended_attempt(OWN)), ended_attempt(OWN, 2))),
+    "7: and on it again": (
+        7,
+        judged(FIRST, with_verdict(SAME_DEVICE, FIRST), ended_attempt(STRANGE, 3)),
+    ),
+    "7: twice the program's own on one device": (
+        7,
+        judged(with_verdict(ended_attempt(OWN)), ended_attempt(OWN, 2)),
+    ),
     "8: a checkpoint kept the steps": (8, judged(ended_attempt(STRANGE, saved=30))),
     "9: nothing kept them": (9, judged(ended_attempt(STRANGE))),
     "10: the program's own, at the start": (10, judged(ended_attempt(replace(OWN, step=None)))),
@@ -85,11 +119,16 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("row", "failure"), ROWS.values(), ids=list(ROWS))
-def test_the_first_row_that_fits_decides_and_the_reason_says_why(row: int, failure: Failure) -> None:
+def test_the_first_row_that_fits_decides_and_the_reason_says_why(
+    row: int, failure: Failure
+) -> None:
     assert failure.verdict is not None
     assert failure.verdict.row == row
     is_final = row in (5, 7, 10)
-    assert (failure.verdict.wait_s is None, failure.kind is FailureKind.USER_ERROR) == (is_final, is_final)
+    assert (failure.verdict.wait_s is None, failure.kind is FailureKind.USER_ERROR) == (
+        is_final,
+        is_final,
+    )
     assert failure.reason.startswith("it ended; ")
 
 
@@ -108,7 +147,10 @@ def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
 
 
 def test_an_attempt_that_gains_ten_minutes_uses_no_budget() -> None:
-    short, long = (judged(ended_attempt(replace(STRANGE, elapsed_s=s), saved=30)).verdict for s in (599.0, 600.0))
+    short, long = (
+        judged(ended_attempt(replace(STRANGE, elapsed_s=s), saved=30)).verdict
+        for s in (599.0, 600.0)
+    )
     assert short is not None
     assert long is not None
     assert (short.budget, long.budget) == ("unknown", "")
@@ -137,12 +179,18 @@ def test_a_device_is_suspended_by_two_jobs_and_trusted_after_a_success() -> None
     suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
     steps = [(named("x"), first, judged(first)), (named("y"), other, suspect)]
     suspended = state_after(*steps)
-    assert [(entry.place, entry.until_s) for entry in suspensions(suspended)] == [("device 0 of a", 3800.0)]
+    assert [(entry.place, entry.until_s) for entry in suspensions(suspended)] == [
+        ("device 0 of a", 3800.0)
+    ]
     assert not suspensions(state_after(*steps, (named("z"), replace(other, failure=None), None)))
 
 
 def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
-    first, other, again = ended_attempt(STRANGE), ended_attempt(EARLY, 2), ended_attempt(EARLY, 3, ("b", 0))
+    first, other, again = (
+        ended_attempt(STRANGE),
+        ended_attempt(EARLY, 2),
+        ended_attempt(EARLY, 3, ("b", 0)),
+    )
     suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
     accuser = replace(named("y"), attempts=(replace(other, number=1, failure=suspect),))
     cleared = state_after(
@@ -157,7 +205,9 @@ def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
     assert not suspensions(cleared)
 
 
-def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor_ever_the_last_place() -> None:
+def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor_ever_the_last_place() -> (
+    None
+):
     failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", rank=0, broken=Extent.DEVICE)
     last = ended_attempt(STRANGE)
     first, second = (named("x"), last, failure), (named("y"), last, failure)
@@ -165,8 +215,12 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     assert not suspensions(state_after(first, first)), "however often"
     assert [entry.place for entry in suspensions(state_after(first, second))] == ["device 0 of a"]
     virtual = replace(last, evidence=Evidence(virtual=True))
-    assert not suspensions(state_after((named("x"), virtual, failure), (named("y"), virtual, failure)))
-    assert avoided_devices(replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0)
+    assert not suspensions(
+        state_after((named("x"), virtual, failure), (named("y"), virtual, failure))
+    )
+    assert avoided_devices(
+        replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0
+    )
     alone = State(nodes=NODES[:1], at_s=1000.0)
     both = replace(last, placement=(NodeDevices(node="a", devices=(0, 1)),))
     for key in "xy":
@@ -174,10 +228,14 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     assert not alone.suspensions
 
 
-def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspends_more_than_half() -> None:
+def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspends_more_than_half() -> (
+    None
+):
     failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", broken=Extent.DEVICE)
     state = State(nodes=NODES, at_s=1000.0)
-    everywhere = [ended_attempt(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))]
+    everywhere = [
+        ended_attempt(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))
+    ]
     for number, last in enumerate((*everywhere, *everywhere)):
         state = with_places(state, replace(named("trial"), id=f"trial-{number}"), last, failure)
     assert not state.suspensions
@@ -236,7 +294,9 @@ def test_the_wait_for_space_begins_anew_after_an_attempt_that_left_a_newer_check
 
 
 @pytest.mark.parametrize(("saved", "waits"), [(None, False), (40, True)])
-def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(saved: int | None, waits: bool) -> None:
+def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(
+    saved: int | None, waits: bool
+) -> None:
     last = full_disk(1, 50_000.0, ran_s=3 * 3600.0, saved=saved)
     assert last.failure is not None
     failure = judge(job(script_spec()), last, last.failure, (), NODES)

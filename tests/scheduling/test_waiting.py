@@ -44,7 +44,11 @@ def waits(scenario: Scenario) -> Iterator[tuple[State, Job, str]]:
     for state in (transition.state for transition in history(journal.events)):
         reasons = Waits(state)
         for job in state.jobs.values():
-            is_ready = job.status is JobStatus.QUEUED and not job.waits_for and job.not_before_s <= state.at_s
+            is_ready = (
+                job.status is JobStatus.QUEUED
+                and not job.waits_for
+                and job.not_before_s <= state.at_s
+            )
             if is_ready and state.nodes and all(attempt.released for attempt in job.attempts):
                 yield state, job, reasons.why(job)
 
@@ -53,7 +57,11 @@ def free_of(state: State) -> Counter[str]:
     """Free devices of the group that has most of them, by the name of the device."""
     places, free = holders(state), Counter[str]()
     for group in groups_of(state.nodes):
-        count = sum((node.name, index) not in places for node in group.nodes for index in range(node.devices))
+        count = sum(
+            (node.name, index) not in places
+            for node in group.nodes
+            for index in range(node.devices)
+        )
         name = group.hardware.device.name
         free[name] = max(free[name], count)
     return free
@@ -75,19 +83,33 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
         yield f"{free[named[2]]} are free"
     if reason.startswith(Pending.ARRAY_LIMIT.phrase):
         promised = {reservation.job_id for reservation in state.reservations}
-        others = [other for other in state.jobs.values() if other.array == job.array and other.id != job.id]
-        if not any(other.id in promised or not all(part.released for part in other.attempts) for other in others):
+        others = [
+            other
+            for other in state.jobs.values()
+            if other.array == job.array and other.id != job.id
+        ]
+        if not any(
+            other.id in promised or not all(part.released for part in other.attempts)
+            for other in others
+        ):
             yield "no other of the array runs or is promised anything"
     if job.held_by is not None and f"by {job.held_by}; " not in reason:
         yield f"{job.held_by} holds it"
     for job_id, text in KEPT.findall(reason):
-        promised = [reservation for reservation in state.reservations if reservation.job_id == job_id]
+        promised = [
+            reservation for reservation in state.reservations if reservation.job_id == job_id
+        ]
         idle = {
-            (part.node, index) for reservation in promised for part in reservation.placement for index in part.devices
+            (part.node, index)
+            for reservation in promised
+            for part in reservation.placement
+            for index in part.devices
         }
         if not idle - {*holders(state)} or local_text(promised[0].start_s, "UTC") != text:
             yield f"nothing free is kept for {job_id} from {text}"
-    if named and not any(phrase in reason for phrase in ("not together", "other processes", "it ended on")):
+    if named and not any(
+        phrase in reason for phrase in ("not together", "other processes", "it ended on")
+    ):
         index = index_of(unhindered(state))
         if cannot_start(index, index.queue_entry(job)):
             yield "it could not start there if nothing were kept or closed"
@@ -115,7 +137,9 @@ def test_no_reason_of_a_night_in_which_people_step_in_is_false(seed: int) -> Non
 def test_no_reason_is_false_in_any_order(order: Order) -> None:
     for night in NIGHTS[1:3]:
         scenario = night(random.Random(f"{night.__name__} 0"))
-        for state, job, reason in waits(replace(scenario, cluster=scenario.cluster.with_order(order))):
+        for state, job, reason in waits(
+            replace(scenario, cluster=scenario.cluster.with_order(order))
+        ):
             assert [*falsehoods(state, job, reason)] == [], (state.at_s, job.id, reason)
 
 
@@ -129,13 +153,20 @@ def test_every_kind_of_reason_is_met_in_some_night() -> None:
         "together",
         "ends sooner",
     ]
-    reasons = {reason for night in NIGHTS for seed in SEEDS for _, _, reason in of_night(night, seed)}
+    reasons = {
+        reason for night in NIGHTS for seed in SEEDS for _, _, reason in of_night(night, seed)
+    }
     assert [kind for kind in kinds if not any(kind in reason for reason in reasons)] == []
 
 
 def test_a_reservation_is_named_with_its_job_and_time() -> None:
     """Two of three devices are free, and go to job-2 once job-1 ends: job-3 would still run then."""
-    events: list[Event] = [THREE, submitted(1, LONG), submitted(2, WIDE, 2.0), submitted(3, script({2: 5000.0}), 3.0)]
+    events: list[Event] = [
+        THREE,
+        submitted(1, LONG),
+        submitted(2, WIDE, 2.0),
+        submitted(3, script({2: 5000.0}), 3.0),
+    ]
     state, launches = played(*events)
     assert set(launches) == {"job-1"}
     assert Waits(state).why(state.jobs["job-2"]) == "waits for 3 free virtual-256mib"
@@ -153,7 +184,9 @@ def sooner(events: list[Event], job_id: str) -> tuple[str, ...]:
 
 def test_the_start_of_a_job_is_told_with_the_ends_that_it_waits_for() -> None:
     first = sooner([THREE, submitted(1, LONG), submitted(2, WIDE, 2.0)], "job-2")[0]
-    assert re.fullmatch(r"It starts Thu 00:1\d UTC at the earliest, on 3 of a, after the end of job-1\.", first)
+    assert re.fullmatch(
+        r"It starts Thu 00:1\d UTC at the earliest, on 3 of a, after the end of job-1\.", first
+    )
 
 
 def test_fewer_devices_are_proposed_where_that_many_would_start_now() -> None:
@@ -164,10 +197,14 @@ def test_fewer_devices_are_proposed_where_that_many_would_start_now() -> None:
     assert "job-2" in played(*events[:2], submitted(2, narrow, 2.0))[1]
 
 
-def test_a_shorter_run_is_proposed_where_it_would_end_before_what_the_devices_are_kept_for() -> None:
+def test_a_shorter_run_is_proposed_where_it_would_end_before_what_the_devices_are_kept_for() -> (
+    None
+):
     events: list[Event] = [THREE, submitted(1, LONG), submitted(2, WIDE, 2.0)]
     lines = sooner([*events, submitted(3, script({2: 5000.0}), 3.0)], "job-3")
-    assert any(re.match(r"A run that ends by Thu 00:1\d UTC could start now", line) for line in lines), lines
+    assert any(
+        re.match(r"A run that ends by Thu 00:1\d UTC could start now", line) for line in lines
+    ), lines
     assert "job-3" in played(*events, submitted(3, script({2: 800.0}), 3.0))[1]
 
 
@@ -175,4 +212,6 @@ def test_a_drain_to_undo_and_the_end_of_a_maintenance_are_proposed() -> None:
     drained: list[Event] = [THREE, DrainRequested(node="a", at_s=0.5), submitted(1, WIDE, 2.0)]
     assert "It could start now after `orc drain NODE --undo` of a." in sooner(drained, "job-1")
     away = seen(replace(node("a", devices=1), maintenance=((1000.0, 5000.0),)))
-    assert "The maintenance of a ends Thu 01:23 UTC." in sooner([away, submitted(1, script({1: 2000.0}))], "job-1")
+    assert "The maintenance of a ends Thu 01:23 UTC." in sooner(
+        [away, submitted(1, script({1: 2000.0}))], "job-1"
+    )

@@ -52,11 +52,15 @@ def test_any_event_after_the_opening_starts_it() -> None:
     assert launches["job-1"].launched_at_s == 22.5 * HOUR_S
 
 
-@pytest.mark.parametrize(("hours", "begins"), [(1.0, 6.0), (3.0, 22.0), (12.0, 6.0)], ids=["fits", "next", "longer"])
+@pytest.mark.parametrize(
+    ("hours", "begins"), [(1.0, 6.0), (3.0, 22.0), (12.0, 6.0)], ids=["fits", "next", "longer"]
+)
 def test_it_ends_within_its_hours_if_it_can(hours: float, begins: float) -> None:
     """A job of one hour fits at six, one of three waits, and one of twelve, which no night holds, starts."""
     _, launches = played(
-        seen(node()), submitted(1, nightly({1: hours * HOUR_S}), 6 * HOUR_S), TimerFired(at_s=22 * HOUR_S)
+        seen(node()),
+        submitted(1, nightly({1: hours * HOUR_S}), 6 * HOUR_S),
+        TimerFired(at_s=22 * HOUR_S),
     )
     assert launches["job-1"].launched_at_s == begins * HOUR_S
 
@@ -80,7 +84,11 @@ def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
     assert begins_s["job-1"] == 22 * HOUR_S
     assert begins_s["job-3"] == 14 * HOUR_S
     forecasts = quick_forecast(state)
-    assert [forecasts[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [12.0, 14.0, 22.0]
+    assert [forecasts[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [
+        12.0,
+        14.0,
+        22.0,
+    ]
     assert forecasts["job-4"].start_s == 23 * HOUR_S + LAUNCH_S
     assert [*played(*events, *gone(2, 14 * HOUR_S))[1]] == ["job-2", "job-3"]
 
@@ -126,7 +134,9 @@ def test_by_day_the_devices_are_for_others_who_leave_them_by_the_evening() -> No
         submitted(2, script({1: 5 * HOUR_S}), 13 * HOUR_S),
     )
     assert set(launches) == {"job-2"}
-    assert [(reservation.job_id, reservation.start_s) for reservation in state.reservations] == [("job-1", 22 * HOUR_S)]
+    assert [(reservation.job_id, reservation.start_s) for reservation in state.reservations] == [
+        ("job-1", 22 * HOUR_S)
+    ]
     _, launches = played(
         seen(node(devices=1)),
         submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S),
@@ -141,10 +151,14 @@ def test_a_forecast_knows_the_hours() -> None:
     assert (expected.start_s, expected.end_s) == (22 * HOUR_S, 22 * HOUR_S + LAUNCH_S + HOUR_S)
 
 
-@pytest.mark.parametrize(("day", "late"), [("2026-03-28", 9), ("2026-10-24", 11)], ids=["forward", "back"])
+@pytest.mark.parametrize(
+    ("day", "late"), [("2026-03-28", 9), ("2026-10-24", 11)], ids=["forward", "back"]
+)
 def test_clocks_that_change_make_a_night_shorter_or_longer(day: str, late: int) -> None:
     """A job of ten and a half hours starts only in the long night; one of just under nine in both."""
-    ten = datetime.fromisoformat(f"{day}T22:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
+    ten = (
+        datetime.fromisoformat(f"{day}T22:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
+    )
     begun = []
     for hours in (8.9, 9.9, 10.9):
         spec = nightly({1: hours * HOUR_S}, "22:00-08:00 Europe/Berlin")

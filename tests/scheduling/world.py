@@ -66,14 +66,20 @@ class MemoryJournal:
             self.records += [action for action in actions if isinstance(action, Record)]
             for action in actions:
                 if isinstance(action, Archive):
-                    assert self.archived.setdefault(action.job.id, action.job) == action.job, "ended twice"
+                    assert self.archived.setdefault(action.job.id, action.job) == action.job, (
+                        "ended twice"
+                    )
         if self.kill_after.intersection(rows):
             raise Killed
 
     def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:
         ids: dict[RequestKey, tuple[str, ...]] = {}
         for event in self.events:
-            if isinstance(event, Submitted) and event.request is not None and event.request.name in keys:
+            if (
+                isinstance(event, Submitted)
+                and event.request is not None
+                and event.request.name in keys
+            ):
                 ids[event.request] = (*ids.get(event.request, ()), event.job_id)
         return {key.name: Submission(digest=key.digest, ids=jobs) for key, jobs in ids.items()}
 
@@ -94,7 +100,9 @@ class MemoryJournal:
         return jobs[[job.id for job in jobs].index(before) + 1 if before else 0 :][:limit]
 
     def totals(self) -> Totals:
-        return Totals(ended=Counter(job.status.value for job in self.archived.values()), undelivered={})
+        return Totals(
+            ended=Counter(job.status.value for job in self.archived.values()), undelivered={}
+        )
 
     def began_at_s(self) -> float | None:
         return self.events[0].at_s if self.events else None
@@ -130,16 +138,24 @@ CLUSTERS = (
     cluster(("one", 1, 1, device("small", "512MiB"))),
     cluster(("local", 1, 2, device("small", "512MiB"))),
     cluster(("node", 3, 2, device("small", "512MiB"))),
-    cluster(("big", 1, 4, device("large", "2GiB", "cuda")), ("node", 2, 2, device("small", "512MiB"))),
+    cluster(
+        ("big", 1, 4, device("large", "2GiB", "cuda")), ("node", 2, 2, device("small", "512MiB"))
+    ),
 )
 
 SHARED = PolicySpec(
     half_life="10min",
-    teams=[{"name": "vision", "shares": 2, "users": ["ada", "bob"]}, {"name": "speech", "users": ["cyd"]}],
+    teams=[
+        {"name": "vision", "shares": 2, "users": ["ada", "bob"]},
+        {"name": "speech", "users": ["cyd"]},
+    ],
 )
 OWNED = PolicySpec(
     half_life="10min",
-    teams=[{"name": "vision", "users": ["ada", "bob"], "quota": 1}, {"name": "speech", "users": ["cyd"], "quota": 1}],
+    teams=[
+        {"name": "vision", "users": ["ada", "bob"], "quota": 1},
+        {"name": "speech", "users": ["cyd"], "quota": 1},
+    ],
 )
 USERS = ("ada", "bob", "cyd", "dan", None)  # dan is in no team
 
@@ -170,7 +186,9 @@ def script(name: str, **fields: object) -> JobSpec:
 def stranger(spec: JobSpec) -> JobSpec:
     """The same script, with unknown memory need."""
     knobs = spec.knobs.model_copy(update={"output_dir": Knob(flag="--output")})
-    return spec.model_copy(update={"profile": None, "knobs": knobs, "family": f"unknown-{spec.name}"})
+    return spec.model_copy(
+        update={"profile": None, "knobs": knobs, "family": f"unknown-{spec.name}"}
+    )
 
 
 def decoder(name: str, **fields: object) -> JobSpec:
@@ -225,7 +243,9 @@ class Scenario:
     jobs: tuple[tuple[float, JobSpec, Fault | None], ...]  # submitted when, in order
     cancels: tuple[tuple[float, int], ...]  # when, which job by position
     drains: tuple[tuple[float, str, bool], ...] = ()  # when, which node, and whether it is undone
-    changes: tuple[tuple[float, Callable[[Controller], object]], ...] = ()  # when, and what people do then
+    changes: tuple[
+        tuple[float, Callable[[Controller], object]], ...
+    ] = ()  # when, and what people do then
     hazards: Mapping[FailureKind, float]
     repeat_chance: float
     seed: int
@@ -256,11 +276,15 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     """Jobs of several shapes and families within a simulated hour; every second world is stormy, or shared."""
     chosen = draw.choice(CLUSTERS)
     most = max(node.devices * node.count for node in chosen.nodes)
-    submissions = sorted(draw.uniform(0, HOUR_S) if draw.random() < 0.7 else 0.0 for _ in range(jobs))
+    submissions = sorted(
+        draw.uniform(0, HOUR_S) if draw.random() < 0.7 else 0.0 for _ in range(jobs)
+    )
     arrivals = [(at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions]
     sharing = random.Random(repr(arrivals))
     scenario = Scenario(
-        cluster=chosen.model_copy(update={"policy": sharing.choice((UNSHARED, UNSHARED, SHARED, OWNED))}),
+        cluster=chosen.model_copy(
+            update={"policy": sharing.choice((UNSHARED, UNSHARED, SHARED, OWNED))}
+        ),
         jobs=tuple(
             (
                 at_s,
@@ -272,7 +296,9 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
             for index, (at_s, spec, fault) in enumerate(arrivals)
         ),
         cancels=tuple(
-            (at_s + draw.uniform(0, 600), index) for index, at_s in enumerate(submissions) if draw.random() < 0.15
+            (at_s + draw.uniform(0, 600), index)
+            for index, at_s in enumerate(submissions)
+            if draw.random() < 0.15
         ),
         hazards=draw.choice((CALM, STORM)),
         repeat_chance=draw.choice((0.0, 0.3)),
@@ -283,8 +309,13 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     return aimed(replace(scenario, cluster=cluster, drains=random_drains(draw, chosen)))
 
 
-# An hour or two past midnight of an ordinary day, and of days on which clocks are put forward or back soon after
-NIGHTS = {"UTC": (7200.0,), "Europe/Berlin": (1774738800.0, 1792882800.0), "America/New_York": (1772948700.0,)}
+# An hour or two past midnight of an ordinary day, and of days on which clocks are put forward or
+# back soon after
+NIGHTS = {
+    "UTC": (7200.0,),
+    "Europe/Berlin": (1774738800.0, 1792882800.0),
+    "America/New_York": (1772948700.0,),
+}
 HOURS = ("02:00-02:30", "02:20-03:10", "02:50-02:10", "23:00-01:00", "03:00-04:00 sun")
 
 DEADLINES = ("01:00", "02:30", "02:45", "12:00")
@@ -299,7 +330,10 @@ def timed(scenario: Scenario, draw: random.Random) -> Scenario:
         if jobs and draw.random() < 0.25:
             number = draw.randint(1, len(jobs))
             fields["depends_on"] = (
-                {"job": f"{jobs[number - 1][1].name}-{number}", "when": draw.choice(("success", "always"))},
+                {
+                    "job": f"{jobs[number - 1][1].name}-{number}",
+                    "when": draw.choice(("success", "always")),
+                },
             )
         if draw.random() < 0.25:
             fields["start_window"] = f"{draw.choice(HOURS)} {zone}"
@@ -312,7 +346,11 @@ def timed(scenario: Scenario, draw: random.Random) -> Scenario:
         at_s, spec, _ = jobs[first]
         for number in range(count):
             member = Member(number=number, of=count, max_concurrent=at_most)
-            jobs[first + number] = (at_s, spec.model_copy(update={"member": member}), jobs[first + number][2])
+            jobs[first + number] = (
+                at_s,
+                spec.model_copy(update={"member": member}),
+                jobs[first + number][2],
+            )
     return replace(scenario, jobs=tuple(jobs), begin_s=draw.choice(NIGHTS[zone]))
 
 
@@ -354,19 +392,29 @@ def random_job(draw: random.Random, devices: int) -> JobSpec:
         priority=draw.choice((0, 0, 5)),
         gpus={"min": low, "max": draw.choice([count for count in (1, 2, 4, 8) if count >= low])},
         training={"max_steps": draw.choice((20, 500, 5000)), "checkpoint_every_steps": 10},
-        retries={"oom": draw.choice((8, 8, 1)), "node": draw.choice((3, 0)), "preemption": draw.choice((16, 1))},
+        retries={
+            "oom": draw.choice((8, 8, 1)),
+            "node": draw.choice((3, 0)),
+            "preemption": draw.choice((16, 1)),
+        },
     )
 
 
 def random_crowd(draw: random.Random) -> Scenario:
     """Many equal jobs of a few users, who share too few devices."""
-    kinds = [script("red", training={"max_steps": 500}), script("blue", gpus={"min": 1, "max": 2}, steps=2000)]
+    kinds = [
+        script("red", training={"max_steps": 500}),
+        script("blue", gpus={"min": 1, "max": 2}, steps=2000),
+    ]
     submissions = sorted(draw.uniform(0, HOUR_S / 4) for _ in range(draw.randint(8, 20)))
     users = draw.sample(USERS, 3)
     scenario = Scenario(
-        cluster=draw.choice(CLUSTERS[1:3]).model_copy(update={"policy": draw.choice((SHARED, OWNED))}),
+        cluster=draw.choice(CLUSTERS[1:3]).model_copy(
+            update={"policy": draw.choice((SHARED, OWNED))}
+        ),
         jobs=tuple(
-            (at_s, draw.choice(kinds).model_copy(update={"user": draw.choice(users)}), None) for at_s in submissions
+            (at_s, draw.choice(kinds).model_copy(update={"user": draw.choice(users)}), None)
+            for at_s in submissions
         ),
         cancels=(),
         hazards={FailureKind.PREEMPTED: 0.1},
@@ -383,18 +431,33 @@ def random_tide(draw: random.Random) -> Scenario:
     def make_job(name: str, seconds: float, **fields: object) -> JobSpec:
         speeds = {count: f"{seconds / 100 / count**0.7:.6f}s" for count in (1, 2, 4)}
         return JobSpec(
-            **{"name": name, "command": "python train.py", "global_batch_size": 8, "steps": 100} | fields, speeds=speeds
+            **{"name": name, "command": "python train.py", "global_batch_size": 8, "steps": 100}
+            | fields,
+            speeds=speeds,
         )
 
-    jobs = [(0.0, make_job("long", draw.uniform(2000, 20_000), **(resumes if draw.random() < 0.8 else {})), None)]
+    jobs = [
+        (
+            0.0,
+            make_job(
+                "long", draw.uniform(2000, 20_000), **(resumes if draw.random() < 0.8 else {})
+            ),
+            None,
+        )
+    ]
     for _ in range(draw.randint(1, 3)):
         wave_s = draw.uniform(0, 2 * HOUR_S)
         for _ in range(draw.randint(1, 5)):
             spec = make_job(
-                "short", draw.uniform(50, 1500), priority=draw.choice((0, 0, 0, 5)), **draw.choice((resumes, {}))
+                "short",
+                draw.uniform(50, 1500),
+                priority=draw.choice((0, 0, 0, 5)),
+                **draw.choice((resumes, {})),
             )
             jobs.append((wave_s + draw.uniform(0, 300), spec, None))
-    jobs += [(draw.uniform(0, HOUR_S), make_job("long", draw.uniform(2000, 20_000), **resumes), None)]
+    jobs += [
+        (draw.uniform(0, HOUR_S), make_job("long", draw.uniform(2000, 20_000), **resumes), None)
+    ]
     chosen = draw.choice(CLUSTERS[1:3])
     scenario = Scenario(
         cluster=maintained(draw, chosen),
@@ -416,9 +479,13 @@ def random_rush(draw: random.Random) -> Scenario:
         if draw.random() < 0.2:
             return spec
         alone_s = (spec.steps or 0) * min(step_s for _, step_s in spec.speeds)
-        return spec.model_copy(update={"deadline": deadline_at(at_s + 100.0 + draw.uniform(1.0, 4.0) * alone_s)})
+        return spec.model_copy(
+            update={"deadline": deadline_at(at_s + 100.0 + draw.uniform(1.0, 4.0) * alone_s)}
+        )
 
-    return replace(tide, jobs=tuple((at_s, hurried(at_s, spec), fault) for at_s, spec, fault in tide.jobs))
+    return replace(
+        tide, jobs=tuple((at_s, hurried(at_s, spec), fault) for at_s, spec, fault in tide.jobs)
+    )
 
 
 def random_fault(draw: random.Random) -> Fault | None:
@@ -446,7 +513,10 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
     errands = sorted(
         [(scenario.begin_s + at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
         + [(scenario.begin_s + at_s, 1, index) for at_s, index in scenario.cancels]
-        + [(scenario.begin_s + at_s, 2, index) for index, (at_s, _, _) in enumerate(scenario.drains)]
+        + [
+            (scenario.begin_s + at_s, 2, index)
+            for index, (at_s, _, _) in enumerate(scenario.drains)
+        ]
         + [(scenario.begin_s + at_s, 3, index) for index, (at_s, _) in enumerate(scenario.changes)]
     )
     controller = Controller(journal, backend, backend.now)
@@ -462,7 +532,9 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
             backend.close()
             controller = Controller(journal, backend, backend.now)
     waiting = [
-        f"{job.id}: {job.status} ({job.reason})" for job in controller.state.jobs.values() if not job.status.ended
+        f"{job.id}: {job.status} ({job.reason})"
+        for job in controller.state.jobs.values()
+        if not job.status.ended
     ]
     raise AssertionError(f"seed {scenario.seed}: no end after {TURNS_MAX} turns: {waiting}")
 
@@ -480,13 +552,19 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
     _, spec, _ = scenario.jobs[index]
     job_id = f"{spec.name}-{index + 1}"
     if kind == 0 and controller.state.submitted <= index:
-        submissions = [job[1:] for job in scenario.jobs[index : index + (spec.member.of if spec.member else 1)]]
+        submissions = [
+            job[1:] for job in scenario.jobs[index : index + (spec.member.of if spec.member else 1)]
+        ]
         try:
             assert controller.submit_all(submissions)[0] == job_id
         except SpecError:  # what it comes after has failed by now
-            alone = [(spec.model_copy(update={"depends_on": ()}), fault) for spec, fault in submissions]
+            alone = [
+                (spec.model_copy(update={"depends_on": ()}), fault) for spec, fault in submissions
+            ]
             assert controller.submit_all(alone)[0] == job_id
-    elif kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended:
+    elif (
+        kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended
+    ):
         controller.cancel([job_id])
 
 
@@ -496,4 +574,7 @@ def whole(state: State, archived: Mapping[str, Job]) -> State:
 
 
 def settled(state: State) -> bool:
-    return all(job.status.ended and all(attempt.released for attempt in job.attempts) for job in state.jobs.values())
+    return all(
+        job.status.ended and all(attempt.released for attempt in job.attempts)
+        for job in state.jobs.values()
+    )

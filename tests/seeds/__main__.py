@@ -31,12 +31,18 @@ def main(names: list[str]) -> None:
                 try:
                     row, _ = run(project, case, Path(folder))
                 except Missing as missing:
-                    print(f"| {project.CHECKOUT} {commit(project)} | {case.where} | skipped: {missing} |", flush=True)
+                    print(
+                        f"| {project.CHECKOUT} {commit(project)} | {case.where} | skipped: {missing} |",
+                        flush=True,
+                    )
                     continue
                 except Overrun as overrun:
                     last = str(overrun).rstrip().rpartition("\n")[2]
                     head, _, _ = str(overrun).partition(":")
-                    print(f"| {project.CHECKOUT} {commit(project)} | {case.where} | cut: {head}: {last} |", flush=True)
+                    print(
+                        f"| {project.CHECKOUT} {commit(project)} | {case.where} | cut: {head}: {last} |",
+                        flush=True,
+                    )
                     continue
             rows.append(dataclasses.asdict(row))
             print(_line(row), flush=True)
@@ -46,8 +52,17 @@ def main(names: list[str]) -> None:
 
 def _line(row: Row) -> str:
     attempts = "; ".join(f"{number}: {text}" for number, text in enumerate(row.attempts, start=1))
-    ended = row.ended if row.ended == "succeeded" else f"{row.ended}: {row.reason}".replace("\n", " ")
-    cells = (f"{row.project} {row.commit}", f"{row.where}, {row.devices}", attempts, row.resumed, ended, row.mlflow)
+    ended = (
+        row.ended if row.ended == "succeeded" else f"{row.ended}: {row.reason}".replace("\n", " ")
+    )
+    cells = (
+        f"{row.project} {row.commit}",
+        f"{row.where}, {row.devices}",
+        attempts,
+        row.resumed,
+        ended,
+        row.mlflow,
+    )
     return "| " + " | ".join((*cells, str(row.wall_s))) + " |"
 
 

@@ -27,7 +27,11 @@ def make(folder: Path, checkout: Path) -> None:
     """The stage's file, without a checkpoint to start from."""
     path = checkout / "configs/unet/stage2.yaml"
     config = yaml.safe_load(path.read_text())
-    config["data"] |= {"train_fileslist": str(folder / "clips.txt"), "num_workers": 1, "resolution": 64}
+    config["data"] |= {
+        "train_fileslist": str(folder / "clips.txt"),
+        "num_workers": 1,
+        "resolution": 64,
+    }
     config["data"] |= {f"audio_{kind}_cache_dir": str(folder / kind) for kind in ("embeds", "mel")}
     config["ckpt"] |= {"resume_ckpt_path": "", "save_ckpt_steps": 2}
     config["run"]["max_train_steps"] = 4

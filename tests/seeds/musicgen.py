@@ -52,13 +52,24 @@ def make(cache: Path, codec: Path) -> None:
     (cache / "hub/models--t5-base/refs").mkdir()
     (cache / "hub/models--t5-base/refs/main").write_text(revision)
     text = encoder / "text"
-    text.write_text("\n".join(f"a song of the {word} key in {word}" for word in ("first", "second", "third")))
+    text.write_text(
+        "\n".join(f"a song of the {word} key in {word}" for word in ("first", "second", "third"))
+    )
     names = {"input": str(text), "model_prefix": str(encoder / "spiece"), "vocab_size": 24}
     sentencepiece.SentencePieceTrainer.train(**names, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
-    sizes = ("sample_rate=32000", "rvq.n_q=4", "rvq.bins=400", "seanet.ratios=[16,10,8]", "seanet.lstm=0", "device=cpu")
+    sizes = (
+        "sample_rate=32000",
+        "rvq.n_q=4",
+        "rvq.bins=400",
+        "seanet.ratios=[16,10,8]",
+        "seanet.lstm=0",
+        "device=cpu",
+    )
     config = main.get_xp(["solver=compression/debug", *sizes]).cfg
     model = get_compression_model(config)
-    model.quantizer(torch.randn(8, config.seanet.dimension, 128), 1)  # its vectors are made of the first that it sees
+    model.quantizer(
+        torch.randn(8, config.seanet.dimension, 128), 1
+    )  # its vectors are made of the first that it sees
     torch.save({"xp.cfg": config, "best_state": {"model": model.state_dict()}}, codec)
 
 

@@ -40,17 +40,25 @@ def make(folder: Path, checkout: Path) -> None:
 
     sizes = SIZES["trains.hf"]
     assert isinstance(sizes, dict)
-    model = LlamaForCausalLM(LlamaConfig(**{name: size for name, size in sizes.items() if name != "model_type"}))
+    model = LlamaForCausalLM(
+        LlamaConfig(**{name: size for name, size in sizes.items() if name != "model_type"})
+    )
     model.save_pretrained(folder / "model")
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(
+        folder / "model"
+    )
     tokens = np.random.default_rng(0).integers(2, VOCABULARY, (ROWS, TOKENS)).tolist()
     rows = {"input_ids": tokens, "labels": tokens, "attention_mask": [[1] * TOKENS] * ROWS}
     (folder / "rows").mkdir()
     Dataset.from_dict(rows).to_parquet(str(folder / "rows/train.parquet"))
     path = checkout / "finetune/config.yaml"
     config = yaml.safe_load(path.read_text())
-    config |= {"TTS_dataset": str(folder / "rows"), "model_name": str(folder / "model"), "save_steps": 2}
+    config |= {
+        "TTS_dataset": str(folder / "rows"),
+        "model_name": str(folder / "model"),
+        "save_steps": 2,
+    }
     path.write_text(yaml.safe_dump(config))
 
 

@@ -15,7 +15,9 @@ WORDS = {
     **dict.fromkeys(("--model_name_or_path", "--feature_extractor_name"), "{made}/model"),
     **dict.fromkeys(("--description_tokenizer_name", "--prompt_tokenizer_name"), "{made}/model"),
     **dict.fromkeys(("--train_dataset_name", "--eval_dataset_name"), "{made}/clips"),
-    **dict.fromkeys(("--train_metadata_dataset_name", "--eval_metadata_dataset_name"), "{made}/tagged"),
+    **dict.fromkeys(
+        ("--train_metadata_dataset_name", "--eval_metadata_dataset_name"), "{made}/tagged"
+    ),
     "--max_duration_in_seconds": "5",
     "--preprocessing_num_workers": "1",
     "--max_steps": "6",
@@ -54,16 +56,24 @@ def make(folder: Path) -> None:
     """The model with its tokenizer and codec, and a data set with its descriptions."""
     import numpy as np
     from datasets import Audio, Dataset
-    from parler_tts import ParlerTTSConfig, ParlerTTSDecoderConfig, ParlerTTSForConditionalGeneration
+    from parler_tts import (
+        ParlerTTSConfig,
+        ParlerTTSDecoderConfig,
+        ParlerTTSForConditionalGeneration,
+    )
     from parler_tts.dac_wrapper import DACConfig
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import EncodecFeatureExtractor, PreTrainedTokenizerFast, T5Config
 
     tokens = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz "]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(tokens)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     kinds = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    codec = DACConfig(num_codebooks=4, codebook_size=64, latent_dim=64, frame_rate=RATE // 512, sampling_rate=RATE)
+    codec = DACConfig(
+        num_codebooks=4, codebook_size=64, latent_dim=64, frame_rate=RATE // 512, sampling_rate=RATE
+    )
     text = T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
     decoder = ParlerTTSDecoderConfig(
         vocab_size=64 + 3,
@@ -88,9 +98,17 @@ def make(folder: Path) -> None:
     noise = np.random.default_rng(0)
     long = int(np.random.default_rng(SEED).permutation(CLIPS)[LONG_AT])  # as Dataset.shuffle does
     samples = [4 * RATE if index == long else RATE // 2 for index in range(CLIPS)]
-    clips = [{"array": noise.normal(size=size).astype("float32") / 8, "sampling_rate": RATE} for size in samples]
-    audio = Dataset.from_dict({"audio": clips, "text": ["abc def"] * CLIPS}).cast_column("audio", Audio(RATE))
-    for name, rows in {"clips": audio, "tagged": Dataset.from_dict({"text_description": ["a voice"] * CLIPS})}.items():
+    clips = [
+        {"array": noise.normal(size=size).astype("float32") / 8, "sampling_rate": RATE}
+        for size in samples
+    ]
+    audio = Dataset.from_dict({"audio": clips, "text": ["abc def"] * CLIPS}).cast_column(
+        "audio", Audio(RATE)
+    )
+    for name, rows in {
+        "clips": audio,
+        "tagged": Dataset.from_dict({"text_description": ["a voice"] * CLIPS}),
+    }.items():
         (folder / name).mkdir()
         rows.to_parquet(str(folder / name / "train.parquet"))
 

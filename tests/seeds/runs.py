@@ -33,7 +33,8 @@ HERE = Path(__file__).parent
 JOBS = HERE.parents[1] / "jobs"
 SITE = HERE / "site"
 PROJECTS: tuple[ModuleType, ...] = (parler, orpheus, rvc, musicgen, latentsync)
-# What an edit may change besides paths in the command: sizes of the model, its data, its devices and its guess.
+# What an edit may change besides paths in the command: sizes of the model, its data, its devices
+# and its guess.
 SIZES = (
     "steps",
     "gpus",
@@ -62,7 +63,8 @@ class Case:
     mib: tuple[int, ...]  # of each device
     options: Mapping[str, str]  # (option of the command: its new value; {...} are filled)
     sizes: Mapping[str, Any]  # (dotted key of the job file: new value)
-    fails_at: int = 0  # step before which `orc rehearse` raises an out-of-memory error in rank 0; 0: none is rehearsed
+    # step before which `orc rehearse` raises an out-of-memory error in rank 0; 0: none is rehearsed
+    fails_at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,9 @@ def commit(project: ModuleType) -> str:
     return match[1]
 
 
-def edited(project: ModuleType, case: Case, paths: Mapping[str, str], env: Mapping[str, str]) -> JobSpec:
+def edited(
+    project: ModuleType, case: Case, paths: Mapping[str, str], env: Mapping[str, str]
+) -> JobSpec:
     """The job file with `case`'s sizes, and with `paths` in its braces; nothing else of it may change."""
     data = yaml.safe_load((JOBS / project.JOB).read_text())
     for key, value in case.sizes.items():
@@ -144,14 +148,31 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
     shutil.copytree(checkout(project), copy, ignore=shutil.ignore_patterns(".git", ".venv"))
     made.mkdir()
     site = os.pathsep.join([str(copy), str(SITE)])
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    offline |= {"HF_HOME": str(folder / "hf"), "MPLCONFIGDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
-    offline["PATH"] = os.pathsep.join([str(python.parent), os.environ["PATH"]])  # audiocraft calls ffmpeg by its name
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "OMP_NUM_THREADS": "1",
+    }
+    offline |= {
+        "HF_HOME": str(folder / "hf"),
+        "MPLCONFIGDIR": str(folder),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    offline["PATH"] = os.pathsep.join(
+        [str(python.parent), os.environ["PATH"]]
+    )  # audiocraft calls ffmpeg by its name
     env = {**os.environ, **offline, "PYTHONPATH": site, "USER": "orc"}
     argv = [str(python), str(project.__file__), str(made), str(copy)]
     try:
         making = subprocess.run(
-            argv, env=env, cwd=copy, capture_output=True, text=True, check=False, timeout=MAKE_TIMEOUT_S
+            argv,
+            env=env,
+            cwd=copy,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=MAKE_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as slow:
         raise Missing(f"its tiny weights were not made in {MAKE_TIMEOUT_S} s") from slow
@@ -166,14 +187,26 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
     paths = {"python": str(python), "made": str(made), "checkout": str(copy)}
     spec = edited(project, case, paths, {**offline, **env})
     drive = Drive(home, nodes, ROW_TIMEOUT_S)
-    job = drive.run(spec, Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None)
+    job = drive.run(
+        spec, Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None
+    )
     lookups = Lookups(state=lambda: drive.state, job=lambda _: job, sweep=lambda _: None)
     uri = f"sqlite:///{folder}/mlflow.db"
     MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
-    return _row(project, case, job, home, MlflowTracker(uri, home, lookups), uri, time.monotonic() - began_s), job
+    return _row(
+        project, case, job, home, MlflowTracker(uri, home, lookups), uri, time.monotonic() - began_s
+    ), job
 
 
-def _row(project: ModuleType, case: Case, job: Job, home: Path, tracker: MlflowTracker, uri: str, wall_s: float) -> Row:
+def _row(
+    project: ModuleType,
+    case: Case,
+    job: Job,
+    home: Path,
+    tracker: MlflowTracker,
+    uri: str,
+    wall_s: float,
+) -> Row:
     steps = [_started_at(project, log(home, attempt.number)) for attempt in job.attempts[1:]]
     sizes = sorted(set(case.mib))
     return Row(
@@ -206,8 +239,16 @@ def _attempt(job: Job, index: int) -> str:
         settings += f", {plan.sharding}"
     settings += "".join(f", {phase} {size}" for phase, size in plan.phase_batch_sizes)
     done = max((beat.steps_done or 0 for beat in evidence.heartbeats), default=0) if evidence else 0
-    peak = max((beat.peak_bytes or 0 for beat in evidence.heartbeats), default=0) >> 20 if evidence else 0
-    end = f"{attempt.failure.kind} in {attempt.failure.phase or '?'}" if attempt.failure else "finished"
+    peak = (
+        max((beat.peak_bytes or 0 for beat in evidence.heartbeats), default=0) >> 20
+        if evidence
+        else 0
+    )
+    end = (
+        f"{attempt.failure.kind} in {attempt.failure.phase or '?'}"
+        if attempt.failure
+        else "finished"
+    )
     return f"{settings}: {end}, {done} steps, {peak} MiB"
 
 
@@ -219,5 +260,6 @@ def _tracked(job: Job, tracker: MlflowTracker, uri: str) -> str:
     runs = client.search_runs(ids, f"tags.`orc.job_id` = '{job.id}'")
     numbers = sorted((int(run.data.tags["orc.attempt"]), run.info.status) for run in runs)
     return ", ".join(
-        f"{number}: {status.lower()}" if number else f"job: {status.lower()}" for number, status in numbers
+        f"{number}: {status.lower()}" if number else f"job: {status.lower()}"
+        for number, status in numbers
     )

@@ -10,14 +10,31 @@ CHECKOUT = "Retrieval-based-Voice-Conversion-WebUI"
 JOB = "rvc/rvc_v2_48k.yaml"
 RESUMED = r"Loaded checkpoint '\S*G_(\d+)\.pth'"
 CLIPS, FRAMES, RATE, HOP = 8, 300, 48_000, 480
-SMALL = {"inter_channels": 64, "hidden_channels": 64, "filter_channels": 128, "n_layers": 2, "gin_channels": 64}
+SMALL = {
+    "inter_channels": 64,
+    "hidden_channels": 64,
+    "filter_channels": 128,
+    "n_layers": 2,
+    "gin_channels": 64,
+}
 SMALL |= {"upsample_initial_channel": 64}
 
 WORDS = {"-te": "2", "-se": "1", "-pg": "{made}/G.pth", "-pd": "{made}/D.pth"}
 SIZES = {"profile": {"parameters": 72_000_000, "activations_per_sample": "120MiB"}}
 CASES = (
-    {"where": "virtual", "mib": (2300, 2300), "options": WORDS, "sizes": {**SIZES, "env.SEED_COUNTS": "1"}},
-    {"where": "fake card", "mib": (3800, 3800), "options": {**WORDS, "-te": "12"}, "sizes": SIZES, "fails_at": 2},
+    {
+        "where": "virtual",
+        "mib": (2300, 2300),
+        "options": WORDS,
+        "sizes": {**SIZES, "env.SEED_COUNTS": "1"},
+    },
+    {
+        "where": "fake card",
+        "mib": (3800, 3800),
+        "options": {**WORDS, "-te": "12"},
+        "sizes": SIZES,
+        "fails_at": 2,
+    },
 )
 
 
@@ -35,8 +52,13 @@ def make(folder: Path, checkout: Path) -> None:
     logs.mkdir(parents=True)
     (checkout / "assets/weights").mkdir(parents=True)
     (logs / "config.json").write_text(json.dumps(config))
-    spectrum, segment = config["data"]["filter_length"] // 2 + 1, config["train"]["segment_size"] // HOP
-    generator = SynthesizerTrnMs768NSFsid(spectrum, segment, **config["model"], is_half=False, sr="48k")
+    spectrum, segment = (
+        config["data"]["filter_length"] // 2 + 1,
+        config["train"]["segment_size"] // HOP,
+    )
+    generator = SynthesizerTrnMs768NSFsid(
+        spectrum, segment, **config["model"], is_half=False, sr="48k"
+    )
     for name, model in {"G": generator, "D": MultiPeriodDiscriminatorV2(False)}.items():
         torch.save({"model": model.state_dict()}, folder / f"{name}.pth")
     noise, lines = np.random.default_rng(0), []

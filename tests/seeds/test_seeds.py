@@ -16,11 +16,27 @@ NAMES = [f"{project.CHECKOUT}-{case.where}" for project, case in CASES]
 
 
 @pytest.mark.parametrize(("project", "case"), CASES, ids=NAMES)
-def test_a_job_file_changes_in_paths_and_sizes_alone(project: ModuleType, case: Case, tmp_path: Path) -> None:
-    paths = {"python": "/a/bin/python", "made": "/made", "checkout": str(tmp_path / project.CHECKOUT)}
+def test_a_job_file_changes_in_paths_and_sizes_alone(
+    project: ModuleType, case: Case, tmp_path: Path
+) -> None:
+    paths = {
+        "python": "/a/bin/python",
+        "made": "/made",
+        "checkout": str(tmp_path / project.CHECKOUT),
+    }
     spec = edited(project, case, paths, {})
     plain = edited(project, Case(where=case.where, mib=case.mib, options={}, sizes={}), paths, {})
-    for name in ("launch", "precision", "success", "progress", "phases", "training", "retries", "degrade", "config"):
+    for name in (
+        "launch",
+        "precision",
+        "success",
+        "progress",
+        "phases",
+        "training",
+        "retries",
+        "degrade",
+        "config",
+    ):
         assert getattr(spec, name, None) == getattr(plain, name, None), name
     for (name, knob), (_, before) in zip(spec.knobs.items(), plain.knobs.items(), strict=True):
         sizes = {"default": None, "values": (), "also": ()}
@@ -30,7 +46,9 @@ def test_a_job_file_changes_in_paths_and_sizes_alone(project: ModuleType, case: 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("project", "case"), CASES, ids=NAMES)
-def test_a_project_recovers_or_asks_and_stands_in_mlflow(project: ModuleType, case: Case, tmp_path: Path) -> None:
+def test_a_project_recovers_or_asks_and_stands_in_mlflow(
+    project: ModuleType, case: Case, tmp_path: Path
+) -> None:
     try:
         row, job = run(project, case, tmp_path)
     except Missing as missing:

@@ -74,7 +74,9 @@ class FolderBackend:
         over = [attempt for attempt, ends_s in self._watched.values() if ends_s <= now_s]
         for attempt in over:
             del self._watched[attempt.name]
-            ranks = tuple(RankEnd(rank=rank, exit_code=0) for rank in range(attempt.plan.world_size))
+            ranks = tuple(
+                RankEnd(rank=rank, exit_code=0) for rank in range(attempt.plan.world_size)
+            )
             which = {"job_id": attempt.job_id, "number": attempt.number, "at_s": now_s}
             self._outbox += (Finished(evidence=Evidence(ranks=ranks), **which), Released(**which))
 

@@ -14,10 +14,10 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.api import create_app
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.server.routes.api import create_app
 from tests.scheduling.world import cluster, device
 from tests.service.folder_world import FolderBackend
 from tests.service.services import service_of

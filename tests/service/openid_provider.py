@@ -34,7 +34,10 @@ class Provider(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        path, query = urlsplit(self.path).path, {k: v[0] for k, v in parse_qs(urlsplit(self.path).query).items()}
+        path, query = (
+            urlsplit(self.path).path,
+            {k: v[0] for k, v in parse_qs(urlsplit(self.path).query).items()},
+        )
         if path == "/.well-known/openid-configuration":
             self._json(
                 {
@@ -51,7 +54,11 @@ class Provider(BaseHTTPRequestHandler):
             assert query["code_challenge_method"] == "S256"
             code = secrets.token_urlsafe(16)
             self.codes[code] = query
-            back = {"code": code, "state": query["state"], "iss": self.wrong.get("answering", self.issuer)}
+            back = {
+                "code": code,
+                "state": query["state"],
+                "iss": self.wrong.get("answering", self.issuer),
+            }
             self.send_response(302)
             self.send_header("Location", f"{query['redirect_uri']}?{urlencode(back)}")
             self.end_headers()
@@ -70,7 +77,9 @@ class Provider(BaseHTTPRequestHandler):
         if "codes" not in self.wrong:
             self.codes.pop(form["code"], None)  # each counts once
         basic = base64.b64encode(f"{CLIENT}:{SECRET}".encode()).decode()
-        challenge = base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest())
+        challenge = base64.urlsafe_b64encode(
+            hashlib.sha256(form.get("code_verifier", "").encode()).digest()
+        )
         if (
             login is None
             or self.headers.get("Authorization") != f"Basic {basic}"
@@ -79,7 +88,13 @@ class Provider(BaseHTTPRequestHandler):
         ):
             self._json({"error": "invalid_grant"}, 400)
             return
-        self._json({"access_token": "opaque", "token_type": "Bearer", "id_token": self._token(login["nonce"])})
+        self._json(
+            {
+                "access_token": "opaque",
+                "token_type": "Bearer",
+                "id_token": self._token(login["nonce"]),
+            }
+        )
 
     def _token(self, nonce: str) -> str:
         now_s = int(time.time())
@@ -94,12 +109,18 @@ class Provider(BaseHTTPRequestHandler):
             "email_verified": True,
             "groups": ["gpu-users"],
         }
-        claims = {name: value for name, value in (claims | self.wrong.get("claims", {})).items() if value is not None}
+        claims = {
+            name: value
+            for name, value in (claims | self.wrong.get("claims", {})).items()
+            if value is not None
+        }
         header = {"alg": "RS256", "kid": "right"}
         match self.wrong.get("signature"):
             case "none":
                 parts = (json.dumps(section).encode() for section in ({"alg": "none"}, claims))
-                return "".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() + "." for part in parts)
+                return "".join(
+                    base64.urlsafe_b64encode(part).rstrip(b"=").decode() + "." for part in parts
+                )
             case "another key":
                 return jwt.encode(header, claims, OTHER)
             case "the public key as a secret":

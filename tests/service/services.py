@@ -11,11 +11,11 @@ from typing import Any
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.dependencies import Service
 from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.purger import Purger
 from orchestrator.service.server.reasons import Reasons
-from orchestrator.service.server.sweeper import Sweeper
+from orchestrator.service.server.routes.dependencies import Service
+from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 
 TOKEN = "the-right-token"

@@ -10,15 +10,17 @@ import pytest
 from fastapi.routing import APIRoute
 
 from orchestrator.backends.journal.accounts import PREFIX, Accounts
-from orchestrator.service.server import gate
-from orchestrator.service.server.api import ROLES
+from orchestrator.service.server.access import gate
+from orchestrator.service.server.routes.api import ROLES
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.policy import PolicySpec
 from tests.service.worlds import World, job_spec
 
 OPEN = {"/healthz", "/readyz"}
-TEAMS = PolicySpec(teams=[{"name": "vision", "users": ["ada", "bob"]}, {"name": "speech", "users": ["cyd"]}])
+TEAMS = PolicySpec(
+    teams=[{"name": "vision", "users": ["ada", "bob"]}, {"name": "speech", "users": ["cyd"]}]
+)
 
 
 @pytest.fixture
@@ -32,7 +34,10 @@ def routes(world: World) -> list[tuple[str, str]]:
     """Every method and path of the application but the open ones."""
     of_app = (route for route in world.app.routes if isinstance(route, APIRoute))
     return [("GET", "/openapi.json")] + [
-        (method, route.path) for route in of_app for method in route.methods if route.path not in OPEN
+        (method, route.path)
+        for route in of_app
+        for method in route.methods
+        if route.path not in OPEN
     ]
 
 
@@ -40,10 +45,20 @@ def test_every_role_is_admitted_where_it_is_named_or_above_and_nowhere_else(worl
     """A route without a role needs an admin."""
     clients = {role: world.by(role, role.value) for role in Role}
     for role, (method, path) in product(Role, routes(world)):
-        url = path.replace("{job_id}", "lm-1").replace("{number}", "1").replace("{node}", "n").replace("{name}", "eve")
+        url = (
+            path.replace("{job_id}", "lm-1")
+            .replace("{number}", "1")
+            .replace("{node}", "n")
+            .replace("{name}", "eve")
+        )
         answer = clients[role].request(method, url)
         needed = ROLES.get((method, path), Role.ADMIN)
-        assert (answer.status_code == 403) == (not role.may(needed)), (role, method, path, answer.text)
+        assert (answer.status_code == 403) == (not role.may(needed)), (
+            role,
+            method,
+            path,
+            answer.text,
+        )
     assert set(ROLES) <= set(routes(world)), "a role is named for a route that does not exist"
 
 
@@ -104,7 +119,10 @@ def test_the_user_of_a_job_is_who_sent_it(world: World) -> None:
 
 def test_a_member_cancels_and_retries_jobs_of_its_own_team_only(world: World) -> None:
     clients = {name: world.by(Role.MEMBER, name) for name in ("ada", "bob", "cyd", "dan", "eli")}
-    ids = {name: client.post("/jobs", json={"spec": job_spec()}).json()["id"] for name, client in clients.items()}
+    ids = {
+        name: client.post("/jobs", json={"spec": job_spec()}).json()["id"]
+        for name, client in clients.items()
+    }
 
     def cancels(name: str, owner: str) -> int:
         return int(clients[name].post("/jobs/cancel", json={"jobs": [ids[owner]]}).status_code)
@@ -112,13 +130,22 @@ def test_a_member_cancels_and_retries_jobs_of_its_own_team_only(world: World) ->
     retried = clients["cyd"].post(f"/jobs/{ids['ada']}/retry", json={"allow": "numeric"})
     assert retried.status_code == 403
     assert [cancels("cyd", "ada"), cancels("ada", "cyd"), cancels("bob", "ada")] == [403, 403, 200]
-    assert world.by(Role.OPERATOR, "ops").post("/jobs/cancel", json={"jobs": [ids["cyd"]]}).status_code == 200
+    assert (
+        world.by(Role.OPERATOR, "ops").post("/jobs/cancel", json={"jobs": [ids["cyd"]]}).status_code
+        == 200
+    )
 
 
 def test_a_job_of_a_user_without_a_user_id_is_refused_where_it_is_submitted(tmp_path: Path) -> None:
     world = World(tmp_path, users={"ada": UserSpec(uid=1001)})
-    answers = [world.by(Role.MEMBER, name).post("/jobs", json={"spec": job_spec()}) for name in ("ada", "eve")]
-    answers += [world.client.post("/jobs", json={"spec": job_spec() | {"user": name}}) for name in ("ada", "eve")]
+    answers = [
+        world.by(Role.MEMBER, name).post("/jobs", json={"spec": job_spec()})
+        for name in ("ada", "eve")
+    ]
+    answers += [
+        world.client.post("/jobs", json={"spec": job_spec() | {"user": name}})
+        for name in ("ada", "eve")
+    ]
     assert [answer.status_code for answer in answers] == [200, 422, 200, 422]
     assert "the user has no user id here" in answers[1].json()["error"]
     world.journal.close()
@@ -146,16 +173,25 @@ def test_every_change_and_every_refused_change_is_audited(world: World) -> None:
 
 
 def test_a_request_id_is_echoed_or_made_and_never_breaks_a_log_line(world: World) -> None:
-    assert world.client.get("/jobs", headers={"X-Request-Id": "a-1"}).headers["x-request-id"] == "a-1"
+    assert (
+        world.client.get("/jobs", headers={"X-Request-Id": "a-1"}).headers["x-request-id"] == "a-1"
+    )
     for bad in ("", "a b", "x" * 65, "é"):
-        made = world.client.get("/jobs", headers={"X-Request-Id": bad.encode()}).headers["x-request-id"]
+        made = world.client.get("/jobs", headers={"X-Request-Id": bad.encode()}).headers[
+            "x-request-id"
+        ]
         assert gate.REQUEST_ID.fullmatch(made)
         assert made != bad
 
 
-def test_wrong_tokens_are_refused_faster_than_they_can_be_guessed_and_hinder_nobody(world: World) -> None:
+def test_wrong_tokens_are_refused_faster_than_they_can_be_guessed_and_hinder_nobody(
+    world: World,
+) -> None:
     wrong = {"Authorization": f"Bearer {PREFIX}wrong"}
-    statuses = [world.stranger.get("/jobs", headers=wrong).status_code for _ in range(gate.WRONG_TOKENS.amount + 5)]
+    statuses = [
+        world.stranger.get("/jobs", headers=wrong).status_code
+        for _ in range(gate.WRONG_TOKENS.amount + 5)
+    ]
     assert statuses == [401] * gate.WRONG_TOKENS.amount + [429] * 5
     assert world.client.get("/jobs").status_code == 200
 

@@ -12,8 +12,8 @@ import pytest
 import sqlalchemy
 from rich.console import Console
 
-from orchestrator.service.server import job_routes
-from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
+from orchestrator.service.server.access.gate import BODY_BYTES_MAX, PAGES
+from orchestrator.service.server.routes import job_routes
 from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.tables import (
     attempts_table,
@@ -22,7 +22,12 @@ from orchestrator.service.terminal.tables import (
     promise_words,
     queue_table,
 )
-from orchestrator.service.views.records import in_order, node_from_view, observations_from_view, observations_view
+from orchestrator.service.views.records import (
+    in_order,
+    node_from_view,
+    observations_from_view,
+    observations_view,
+)
 from orchestrator.service.views.teams import teams_table
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
@@ -93,14 +98,18 @@ def test_requests_without_the_token_are_refused(world: World) -> None:
         for method, path in ROUTES
         for header in WRONG
     }
-    assert {request: status for request, status in answers.items() if status not in (401, 429)} == {}
+    assert {
+        request: status for request, status in answers.items() if status not in (401, 429)
+    } == {}
     assert 401 in answers.values()
     assert not world.ended
 
 
 def test_every_route_asks_for_the_token(world: World) -> None:
     paths = {route.path for route in world.client.app.routes}  # type: ignore[attr-defined]
-    checked = {path for path in paths if path != "/" and not path.startswith(PAGES)}  # pages: test_pages.py
+    checked = {
+        path for path in paths if path != "/" and not path.startswith(PAGES)
+    }  # pages: test_pages.py
     names = {
         "job_id": "lm-1",
         "sweep_id": "sweep-lm-1",
@@ -116,8 +125,17 @@ def test_every_route_asks_for_the_token(world: World) -> None:
 
 
 def test_a_foreign_host_name_is_refused(world: World) -> None:
-    hosts = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]:8000", "[::1")
-    assert {world.client.get("/jobs", headers={"Host": host}).status_code for host in hosts} == {403}
+    hosts = (
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "",
+        "[::2]:8000",
+        "[::1",
+    )
+    assert {world.client.get("/jobs", headers={"Host": host}).status_code for host in hosts} == {
+        403
+    }
 
 
 def test_health_needs_no_token(world: World) -> None:
@@ -126,20 +144,27 @@ def test_health_needs_no_token(world: World) -> None:
 
 def test_a_submitted_job_is_in_the_journal_when_the_answer_comes(world: World) -> None:
     job_id = world.submit()
-    assert [event.job_id for event in world.journal.events() if event.type == "submitted"] == [job_id]
+    assert [event.job_id for event in world.journal.events() if event.type == "submitted"] == [
+        job_id
+    ]
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ({"spec": {"name": "a"}}, "global_batch_size"),
-        ({"spec": {"name": "a", "global_batch_size": 1, "command": "x", "gpu": 1}}, "did you mean 'gpus'"),
+        (
+            {"spec": {"name": "a", "global_batch_size": 1, "command": "x", "gpu": 1}},
+            "did you mean 'gpus'",
+        ),
         ({"spec": [1]}, "malformed"),
         ({"nothing": 1}, "malformed"),
         ({"spec": {}, "fault": {"kind": "flood", "rank": 0, "step": 1}}, "malformed"),
     ],
 )
-def test_nothing_is_stored_of_a_refused_job(world: World, body: dict[str, Any], message: str) -> None:
+def test_nothing_is_stored_of_a_refused_job(
+    world: World, body: dict[str, Any], message: str
+) -> None:
     before = list(world.journal.events())
     answer = world.client.post("/jobs", json=body)
     assert answer.status_code == 422
@@ -245,8 +270,13 @@ def test_a_live_job_with_an_unwatched_process_is_marked(world: World) -> None:
     folder = JobFolder(world.home, job_id).attempt(1)
     folder.path.mkdir(parents=True)
     folder.unwatched.write_text("'python -I a.py' has no guard\n'python -I b.py' has no guard\n")
-    shown = (world.client.get(f"/jobs/{job_id}").json()["job"], world.client.get("/jobs").json()["jobs"][0])
-    assert all(row["reason"].endswith("; unwatched: 'python -I a.py' has no guard") for row in shown)
+    shown = (
+        world.client.get(f"/jobs/{job_id}").json()["job"],
+        world.client.get("/jobs").json()["jobs"][0],
+    )
+    assert all(
+        row["reason"].endswith("; unwatched: 'python -I a.py' has no guard") for row in shown
+    )
 
 
 def test_a_job_is_shown_with_prediction_and_measurement_side_by_side(world: World) -> None:
@@ -266,7 +296,9 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
     world.turn_until("succeeded")
     explanation = world.client.get(f"/jobs/{job_id}/explanation").json()
     estimate = explanation["job"]["attempts"][-1]["estimate"]
-    totals = [moment["counted_bytes"] + moment["activation_bytes"] for moment in estimate["by_moment"]]
+    totals = [
+        moment["counted_bytes"] + moment["activation_bytes"] for moment in estimate["by_moment"]
+    ]
     assert max(totals) == estimate["allocated_bytes"]
     (lesson,) = explanation["lessons"]
     assert lesson[0].startswith("predicted: ")
@@ -316,11 +348,25 @@ def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Pat
         assert answer.status_code == 200, answer.text
     world.controller.turn(1.0)
     jobs = world.client.get("/jobs").json()["jobs"]
-    assert [(job["user"], job["team"]) for job in jobs] == [("ada", "vision"), ("bob", "others"), ("bob", "others")]
+    assert [(job["user"], job["team"]) for job in jobs] == [
+        ("ada", "vision"),
+        ("bob", "others"),
+        ("bob", "others"),
+    ]
     teams = {team["name"]: team for team in world.client.get("/teams").json()["teams"]}
     vision, others = teams["vision"], teams["others"]
-    assert (vision["share"], vision["held"], vision["borrowed"], vision["waiting"]) == (0.75, 1, 0, 0)
-    assert (others["share"], others["held"], others["borrowed"], others["waiting"]) == (0.25, 1, 1, 1)
+    assert (vision["share"], vision["held_devices"], vision["borrowed"], vision["waiting"]) == (
+        0.75,
+        1,
+        0,
+        0,
+    )
+    assert (others["share"], others["held_devices"], others["borrowed"], others["waiting"]) == (
+        0.25,
+        1,
+        1,
+        1,
+    )
     assert "others/bob" in drawn(queue_table(jobs))
     assert "vision" in drawn(teams_table([vision, others]))
     world.journal.close()
@@ -331,14 +377,20 @@ def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path:
     world = World(tmp_path, policy)
     guaranteed = job_spec() | {"guarantee": "requested"}
     specs = [guaranteed | {"user": "ada"}, guaranteed | {"user": "bob"}, job_spec()]
-    answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": spec} for spec in specs]}).json()
+    answer = world.client.post(
+        "/jobs/batch", json={"jobs": [{"spec": spec} for spec in specs]}
+    ).json()
     promised, refused = answer["promises"].values()
     assert [*answer["promises"]] == ["lm-1", "lm-2"]
     assert promise_words(promised).startswith("is promised at least the speed of 1 gpu, from ")
-    assert promise_words(refused).startswith("is refused: cannot be promised the speed of 1 device: 0 of the 0 devices")
+    assert promise_words(refused).startswith(
+        "is refused: cannot be promised the speed of 1 device: 0 of the 0 devices"
+    )
     job = world.client.get("/jobs/lm-1").json()["job"]
     assert "guarantee" in drawn(job_panel(job))
-    assert "It is promised at least" in drawn(explanation_panel(world.client.get("/jobs/lm-1/explanation").json()))
+    assert "It is promised at least" in drawn(
+        explanation_panel(world.client.get("/jobs/lm-1/explanation").json())
+    )
     assert "starts by" in drawn(queue_table([job | {"status": "queued"}]))
     assert world.client.get("/jobs/lm-3").json()["job"]["promise"] is None
     world.journal.close()
@@ -368,7 +420,10 @@ def test_a_cluster_that_is_not_shared_has_no_teams(world: World) -> None:
 def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) -> None:
     names = ("lm", "paper-author-compare", "a" * 40, "rvc")
     for name in names:
-        assert world.client.post("/jobs", json={"spec": job_spec() | {"name": name}}).status_code == 200
+        assert (
+            world.client.post("/jobs", json={"spec": job_spec() | {"name": name}}).status_code
+            == 200
+        )
     world.controller.turn(1.0)
     jobs = world.client.get("/jobs").json()["jobs"]
     ids = [job["id"] for job in jobs]
@@ -377,10 +432,14 @@ def test_the_queue_has_one_line_for_each_job_on_a_narrow_terminal(world: World) 
         assert [line.split()[0][:20] for line in lines] == ["JOB", *(job_id[:20] for job_id in ids)]
         assert [line.split()[1] for line in lines[1:]] == [job["status"] for job in jobs]
         assert max(map(len, lines)) <= width
-    attempts = drawn(attempts_table([world.client.get(f"/jobs/{ids[0]}").json()["job"]], 80), 80).splitlines()
+    attempts = drawn(
+        attempts_table([world.client.get(f"/jobs/{ids[0]}").json()["job"]], 80), 80
+    ).splitlines()
     assert [line.split()[0] for line in attempts] == ["ATTEMPT", f"{ids[0]}-1"]
     forecast = drawn(expected_table(world.client.get("/forecast").json()["jobs"]), 80).splitlines()
-    assert [line.split()[0][:20] for line in forecast if line[:1].strip()][1:5] == [job_id[:20] for job_id in ids]
+    assert [line.split()[0][:20] for line in forecast if line[:1].strip()][1:5] == [
+        job_id[:20] for job_id in ids
+    ]
 
 
 def drawn(table: Any, width: int = 160) -> str:
@@ -391,8 +450,8 @@ def drawn(table: Any, width: int = 160) -> str:
 
 def test_observations_of_another_home_are_stored_once(world: World) -> None:
     body = {"observations": observations_view([observation(), observation(number=2)])}
-    assert world.client.post("/observations", json=body).json() == {"kept": 2}
-    assert world.client.post("/observations", json=body).json() == {"kept": 0}
+    assert world.client.post("/observations", json=body).json() == {"count": 2}
+    assert world.client.post("/observations", json=body).json() == {"count": 0}
     observations = observations_from_view(world.client.get("/cluster").json()["observations"])
     assert observations == world.controller.state.observations
     bad = world.client.post("/observations", json={"observations": [{"job": 1}]})
@@ -427,8 +486,18 @@ def test_an_ended_job_cannot_be_cancelled(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [({"allow": "numeric"}, 409), ({}, 409), ({"allow": "anything"}, 422), ({"settings": {"name": 1}}, 422)],
-    ids=["a job that asks nothing", "a job that runs", "no such class", "a setting that is no text"],
+    [
+        ({"allow": "numeric"}, 409),
+        ({}, 409),
+        ({"allow": "anything"}, 422),
+        ({"settings": {"name": 1}}, 422),
+    ],
+    ids=[
+        "a job that asks nothing",
+        "a job that runs",
+        "no such class",
+        "a setting that is no text",
+    ],
 )
 def test_a_retry_that_cannot_be_is_one_error_and_changes_nothing(
     body: dict[str, object], status: int, world: World
@@ -440,16 +509,22 @@ def test_a_retry_that_cannot_be_is_one_error_and_changes_nothing(
     assert answer.json()["error"]
 
 
-def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them(world: World) -> None:
+def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them(
+    world: World,
+) -> None:
     world.submit()
     world.turn_until("running")
     node = world.client.get("/cluster").json()["nodes"][0]
     assert len(node["busy"]) == 1
-    node["free_bytes"] = [0 if index in node["busy"] else free for index, free in enumerate(node["free_bytes"])]
+    node["free_bytes"] = [
+        0 if index in node["busy"] else free for index, free in enumerate(node["free_bytes"])
+    ]
     assert set(node_from_view(node).free_bytes) == {node_from_view(node).device.memory}
 
 
-def test_a_drained_node_shows_its_remaining_jobs_and_a_restart_keeps_it_drained(world: World) -> None:
+def test_a_drained_node_shows_its_remaining_jobs_and_a_restart_keeps_it_drained(
+    world: World,
+) -> None:
     job_id = world.submit()
     world.turn_until("running")
     (node,) = world.client.get("/cluster").json()["nodes"]
@@ -476,7 +551,8 @@ def test_an_unknown_node_cannot_be_drained(world: World) -> None:
 
 
 BODIES = {"update": {"settings": {"priority": "1"}}}
-UNTOLD = {  # a new user and a new upload are no unknown ones; the Ray of this world is not the service's own
+# a new user and a new upload are no unknown ones; the Ray of this world is not the service's own
+UNTOLD = {
     *(("put", "/users/{name}"), ("put", "/uploads/{digest}"), ("delete", "/nodes/{node}")),
 }
 
@@ -486,7 +562,15 @@ def test_whatever_is_asked_about_an_unknown_thing_is_404(world: World) -> None:
     for path, operations in world.app.openapi()["paths"].items():
         for method in operations:
             address = re.sub(r"\{\w+\}", "nosuch", re.sub(r"\{(number|rank)\}", "99", path))
-            body = BODIES.get(path.rpartition("/")[2], {}) if method in ("post", "put", "patch") else None
+            body = (
+                BODIES.get(path.rpartition("/")[2], {})
+                if method in ("post", "put", "patch")
+                else None
+            )
             if "{" in path and (method, path) not in UNTOLD:
                 answer = world.client.request(method.upper(), address, json=body)
-                assert (answer.status_code, "error" in answer.json()) == (404, True), (method, path, answer.text)
+                assert (answer.status_code, "error" in answer.json()) == (404, True), (
+                    method,
+                    path,
+                    answer.text,
+                )

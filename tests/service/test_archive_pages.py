@@ -20,7 +20,10 @@ class Journal:
 
     def add(self, count: int) -> None:
         first = len(self.jobs)
-        self.jobs += [Job(id=f"a-{n}", spec=SPEC, order=n, submitted_at_s=0.0) for n in range(first, first + count)]
+        self.jobs += [
+            Job(id=f"a-{n}", spec=SPEC, order=n, submitted_at_s=0.0)
+            for n in range(first, first + count)
+        ]
 
     def ended(self, limit: int, before: str | None) -> list[Job]:
         newest = self.jobs[::-1]

@@ -16,10 +16,16 @@ import pytest
 
 from orchestrator.backends.journal import accounts
 from orchestrator.backends.simulated.traces import read_trace
-from orchestrator.service.server import gate
+from orchestrator.service.server.access import gate
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster, parse_jobs
-from orchestrator.training.checkpoint.folder import MANIFEST, damage, file_entry, latest_complete, write_manifest
+from orchestrator.training.checkpoint.folder import (
+    MANIFEST,
+    damage,
+    file_entry,
+    latest_complete,
+    write_manifest,
+)
 from tests.backends.test_traces import DEADLINES, ELASTICFLOW, PHILLY, PLANS
 from tests.service.worlds import World, job_spec
 
@@ -27,7 +33,22 @@ ROOT = Path(__file__).parents[2]
 COUNTS = [100, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])]
 CHARACTERS_MAX = 10_000  # of one error
 NASTY = (
-    *("", "null", "true", "-1", "0", "1e999", ".nan", "-.inf", "9" * 400, "0x10", "1_000", "١٢", "1.5GB", "½GiB"),
+    *(
+        "",
+        "null",
+        "true",
+        "-1",
+        "0",
+        "1e999",
+        ".nan",
+        "-.inf",
+        "9" * 400,
+        "0x10",
+        "1_000",
+        "١٢",
+        "1.5GB",
+        "½GiB",
+    ),
     *(
         "[]",
         "{}",
@@ -42,9 +63,39 @@ NASTY = (
         "\ud83d\ude00",
         "\ufeff",
     ),
-    *("&a [*a, *a]", "*gone", "<<: *gone", "!!python/object/apply:os.system [id]", "!!binary aGk=", "? a", "- - -"),
-    *("../../etc/passwd", "/etc/passwd", "~root", "$(id)", "`id`", "'; DROP TABLE jobs; --", "%s%n{0}", "{name}"),
-    *("2026-99-99T99:99", "25:61", "01:00-01:00", "1h", "-5min", '"', "'", "#", ": :", ",,,", "%YAML 9.9", "---\n---"),
+    *(
+        "&a [*a, *a]",
+        "*gone",
+        "<<: *gone",
+        "!!python/object/apply:os.system [id]",
+        "!!binary aGk=",
+        "? a",
+        "- - -",
+    ),
+    *(
+        "../../etc/passwd",
+        "/etc/passwd",
+        "~root",
+        "$(id)",
+        "`id`",
+        "'; DROP TABLE jobs; --",
+        "%s%n{0}",
+        "{name}",
+    ),
+    *(
+        "2026-99-99T99:99",
+        "25:61",
+        "01:00-01:00",
+        "1h",
+        "-5min",
+        '"',
+        "'",
+        "#",
+        ": :",
+        ",,,",
+        "%YAML 9.9",
+        "---\n---",
+    ),
 )
 CSV_FILES = (PHILLY, DEADLINES, PLANS, ELASTICFLOW)
 
@@ -69,7 +120,11 @@ def mutate(draw: random.Random, text: str) -> str:
             case 2:
                 text = text[:end] + text[cut:end] * draw.choice((1, 50)) + text[end:]
             case 3:
-                text = text[:cut] + chr(draw.choice((0, 9, 10, 13, 27, 34, 39, 44, 58, 123, 0x85, 0x2028))) + text[cut:]
+                text = (
+                    text[:cut]
+                    + chr(draw.choice((0, 9, 10, 13, 27, 34, 39, 44, 58, 123, 0x85, 0x2028)))
+                    + text[cut:]
+                )
             case 4:  # the value of a line
                 lines = text.split("\n")
                 number = draw.randrange(len(lines))
@@ -84,7 +139,9 @@ def mutate(draw: random.Random, text: str) -> str:
     return text
 
 
-def refuse_mutations(count: int, texts: list[str], read: Callable[[str], object]) -> Iterator[tuple[int, str]]:
+def refuse_mutations(
+    count: int, texts: list[str], read: Callable[[str], object]
+) -> Iterator[tuple[int, str]]:
     """Changed texts that are refused, each with one clear SpecError; fails on any other exception."""
     number = refused = 0
     while refused < count:
@@ -108,13 +165,24 @@ def refuse_mutations(count: int, texts: list[str], read: Callable[[str], object]
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_malformed_job_file_is_one_clear_error(count: int) -> None:
     texts = files("jobs/*/*.yaml")
-    assert sum(1 for _ in refuse_mutations(count, texts, lambda text: parse_jobs(text, "job.yaml"))) == count
+    assert (
+        sum(1 for _ in refuse_mutations(count, texts, lambda text: parse_jobs(text, "job.yaml")))
+        == count
+    )
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_malformed_cluster_file_is_one_clear_error(count: int) -> None:
     texts = files("clusters/*.yaml")
-    assert sum(1 for _ in refuse_mutations(count, texts, lambda text: parse_cluster(text, "cluster.yaml"))) == count
+    assert (
+        sum(
+            1
+            for _ in refuse_mutations(
+                count, texts, lambda text: parse_cluster(text, "cluster.yaml")
+            )
+        )
+        == count
+    )
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -129,7 +197,9 @@ def test_a_malformed_trace_is_one_clear_error(count: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse(count: int, tmp_path: Path) -> None:
+def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse(
+    count: int, tmp_path: Path
+) -> None:
     """Half of them carry a right checksum, as a forger's would; the older checkpoint is then the newest whole one."""
     for step in (1, 2):
         folder = tmp_path / f"step-{step:08d}"
@@ -153,7 +223,9 @@ def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse
         except Exception as error:
             raise AssertionError(f"input {number} raised {error!r}:\n{text[:3000]}") from error
         refused += bool(problems)
-        assert newest_complete == (newest if not damage(newest, read=False) else tmp_path / "step-00000001"), number
+        assert newest_complete == (
+            newest if not damage(newest, read=False) else tmp_path / "step-00000001"
+        ), number
         assert all(len(problem) < CHARACTERS_MAX for problem in problems), number
     assert refused > 0.8 * count
 
@@ -186,7 +258,11 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
             answer.status_code,
             answer.text[:500],
         )
-        now = len(list(world.journal.events())) if answer.status_code == 200 or number % 50 == 0 else events
+        now = (
+            len(list(world.journal.events()))
+            if answer.status_code == 200 or number % 50 == 0
+            else events
+        )
         if answer.status_code == 200:
             events = now
         else:

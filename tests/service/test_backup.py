@@ -53,7 +53,9 @@ def busy(world: World) -> list[str]:
     return ids
 
 
-def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(world: World, tmp_path: Path) -> None:
+def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(
+    world: World, tmp_path: Path
+) -> None:
     busy(world)
     client = world.by(Role.OPERATOR)
     token = client.headers["authorization"].removeprefix("Bearer ")
@@ -63,9 +65,17 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(world: World
     restored = restore(archive, home)
     assert read_state(str(home / JOURNAL)) == state
     assert (home / "cluster.yaml").read_text() == "name: kept\n"
-    assert home.stat().st_mode & 0o077 == archive.stat().st_mode & 0o077 == (home / JOURNAL).stat().st_mode & 0o077 == 0
+    assert (
+        home.stat().st_mode & 0o077
+        == archive.stat().st_mode & 0o077
+        == (home / JOURNAL).stat().st_mode & 0o077
+        == 0
+    )
     running = [job.last.name for job in state.jobs.values() if job.status == "running" and job.last]
-    assert (restored.lost, restored.queued) == (running, sum(job.status == "queued" for job in state.jobs.values()))
+    assert (restored.lost, restored.queued) == (
+        running,
+        sum(job.status == "queued" for job in state.jobs.values()),
+    )
     assert restored.lost
     for name in restored.lost:
         job_id, _, number = name.rpartition("-")
@@ -93,7 +103,9 @@ def test_no_token_is_in_an_archive(world: World, tmp_path: Path) -> None:
     assert b"home-token-4711" not in content
 
 
-def test_a_backup_while_jobs_are_submitted_is_one_moment_of_the_journal(world: World, tmp_path: Path) -> None:
+def test_a_backup_while_jobs_are_submitted_is_one_moment_of_the_journal(
+    world: World, tmp_path: Path
+) -> None:
     done, errors = threading.Event(), list[BaseException]()
 
     def submit() -> None:
@@ -122,7 +134,9 @@ def test_a_backup_while_jobs_are_submitted_is_one_moment_of_the_journal(world: W
     assert not errors
 
 
-def test_a_home_that_is_not_empty_and_a_file_that_exists_are_left_alone(world: World, tmp_path: Path) -> None:
+def test_a_home_that_is_not_empty_and_a_file_that_exists_are_left_alone(
+    world: World, tmp_path: Path
+) -> None:
     back_up(world.home, tmp_path / "a.orc")
     content = (tmp_path / "a.orc").read_bytes()
     with pytest.raises(SpecError, match="the file exists"):
@@ -132,7 +146,9 @@ def test_a_home_that_is_not_empty_and_a_file_that_exists_are_left_alone(world: W
         restore(tmp_path / "a.orc", world.home)
     (tmp_path / "empty").mkdir()
     restore(tmp_path / "a.orc", tmp_path / "empty")
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".orc-")], "something was left behind"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".orc-")], (
+        "something was left behind"
+    )
 
 
 def test_a_journal_in_postgresql_is_refused_with_what_backs_it_up(tmp_path: Path) -> None:
@@ -176,8 +192,12 @@ def _no_digest(manifest: dict[str, Any], _: dict[str, bytes]) -> None:
     del manifest["files"][JOURNAL]["sha256"]
 
 
-@pytest.mark.parametrize("change", [_newer, _newer_format, _flipped, _longer, _missing, _elsewhere, _no_digest])
-def test_nothing_is_made_of_an_archive_that_is_changed_or_newer(world: World, tmp_path: Path, change: Change) -> None:
+@pytest.mark.parametrize(
+    "change", [_newer, _newer_format, _flipped, _longer, _missing, _elsewhere, _no_digest]
+)
+def test_nothing_is_made_of_an_archive_that_is_changed_or_newer(
+    world: World, tmp_path: Path, change: Change
+) -> None:
     back_up(world.home, tmp_path / "a.orc")
     with zipfile.ZipFile(tmp_path / "a.orc") as packed:
         files = {name: packed.read(name) for name in packed.namelist()}
@@ -249,18 +269,29 @@ def _user(accounts: Accounts) -> str:
 
 def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield archives that are cut off, empty, another file, and have bytes that were changed at many places."""
-    yield from (("empty", b""), ("another file", b"no archive" * 999), ("SQLite", b"SQLite format 3\0" + b"x" * 999))
-    yield from ((f"cut off at {end}", whole[:end]) for end in range(1, len(whole), len(whole) // 40))
+    yield from (
+        ("empty", b""),
+        ("another file", b"no archive" * 999),
+        ("SQLite", b"SQLite format 3\0" + b"x" * 999),
+    )
+    yield from (
+        (f"cut off at {end}", whole[:end]) for end in range(1, len(whole), len(whole) // 40)
+    )
     yield from ((f"begins at {begin}", whole[begin:]) for begin in (1, 30, 100, len(whole) // 2))
     headers = [*range(64), *range(len(whole) - 240, len(whole))]
     for offset in (*headers, *range(64, len(whole) - 240, len(whole) // 150)):
         bits = 0xFF if offset % 2 else 0x01
-        yield f"byte {offset} ^ {bits}", whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :]
+        yield (
+            f"byte {offset} ^ {bits}",
+            whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :],
+        )
     zeros = len(whole) // 3
     yield "zeros amid", whole[:zeros] + b"\0" * 512 + whole[zeros + 512 :]
 
 
-def test_a_damaged_archive_is_one_error_or_restores_the_whole_and_nothing_is_left(world: World, tmp_path: Path) -> None:
+def test_a_damaged_archive_is_one_error_or_restores_the_whole_and_nothing_is_left(
+    world: World, tmp_path: Path
+) -> None:
     """Changed bytes may matter to nobody, such as a time in a header: what is restored is then the whole."""
     busy(world)
     archive = tmp_path / "a.orc"

@@ -20,7 +20,12 @@ from tests.scheduling.world import CLUSTERS, MortalBackend, script, settled
 
 JUMPS_S = (-3600.0, 0.0, 3600.0)
 JOBS, TURNS, TURN_S = 12, 2000, 60.0
-WORLD = {FailureKind.NODE_LOST: 0.1, FailureKind.PREEMPTED: 0.15, FailureKind.HUNG: 0.1, FailureKind.STARTUP: 0.1}
+WORLD = {
+    FailureKind.NODE_LOST: 0.1,
+    FailureKind.PREEMPTED: 0.15,
+    FailureKind.HUNG: 0.1,
+    FailureKind.STARTUP: 0.1,
+}
 
 
 class JumpingWorld(MortalBackend):
@@ -40,16 +45,22 @@ class JumpingWorld(MortalBackend):
         super().launch(action)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        return [replace(event, at_s=event.at_s + self.offset_s) for event in super().events(timeout_s)]
+        return [
+            replace(event, at_s=event.at_s + self.offset_s) for event in super().events(timeout_s)
+        ]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(tmp_path: Path, seed: int) -> None:
+def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(
+    tmp_path: Path, seed: int
+) -> None:
     drawn, world = random.Random(seed), JumpingWorld(seed)
     retries = {"node": 64, "startup": 64, "hang": 64, "preemption": 64}
     with closing(Journal(f"sqlite:///{tmp_path}/journal.db")) as journal:
         controller = Controller(journal, world, world.clock)
-        submitted = [controller.submit(script(f"job{number}", retries=retries)) for number in range(JOBS)]
+        submitted = [
+            controller.submit(script(f"job{number}", retries=retries)) for number in range(JOBS)
+        ]
         for _ in range(TURNS):
             if settled(controller.state):
                 break
@@ -69,5 +80,11 @@ def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(tmp_p
         assert [job.status for job in jobs] == [JobStatus.SUCCEEDED] * JOBS
         assert len(world.launched) == len(set(world.launched))
         for kind in (Finished, Released):
-            ends = [(event.job_id, event.number) for event in journal.events() if isinstance(event, kind)]
-            assert sorted(ends) == sorted((job.id, attempt.number) for job in jobs for attempt in job.attempts)
+            ends = [
+                (event.job_id, event.number)
+                for event in journal.events()
+                if isinstance(event, kind)
+            ]
+            assert sorted(ends) == sorted(
+                (job.id, attempt.number) for job in jobs for attempt in job.attempts
+            )

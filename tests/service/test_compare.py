@@ -22,13 +22,13 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.cli import main
 from orchestrator.scheduling.reports.comparison_rows import Curve
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.commands.compare import STEPS, choose_strategies, comparison_jobs
 from orchestrator.service.pages.compare import comparisons
-from orchestrator.service.server.api import create_app
-from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.server.routes.api import create_app
 from orchestrator.service.terminal.comparing import PICTURES, draw_picture
 from orchestrator.service.terminal.comparison_files import WRITERS, with_error
 from orchestrator.service.terminal.comparison_tables import comparison_panel
@@ -90,19 +90,28 @@ def pick(spec: JobSpec, strategies: str) -> list[dict[str, object]]:
 def test_a_stage_is_the_fastest_plan_of_it_and_one_without_a_plan_stays_a_pin() -> None:
     strategies = pick(decoder_spec(gpus=2), "zero=0..3")
     assert [pins["zero_stage"] for pins in strategies] == [0, 1, 2, 3]
-    assert all({"engine", "dp", "micro_batch_size", "activation_checkpointing"} <= set(pins) for pins in strategies)
+    assert all(
+        {"engine", "dp", "micro_batch_size", "activation_checkpointing"} <= set(pins)
+        for pins in strategies
+    )
     assert pick(decoder_spec(gpus=1), "zero=0,3")[1] == {"zero_stage": 3}
 
 
 def test_all_ways_differ_in_more_than_the_cut_of_their_batch() -> None:
     cut = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
-    strategies = [{key: value for key, value in pins.items() if key not in cut} for pins in pick(decoder_spec(), "all")]
+    strategies = [
+        {key: value for key, value in pins.items() if key not in cut}
+        for pins in pick(decoder_spec(), "all")
+    ]
     assert len(strategies) > 5
     assert all(pins not in strategies[:number] for number, pins in enumerate(strategies))
 
 
 def test_the_frontier_is_compared_plan_by_plan_and_pins_narrow_it() -> None:
-    every, narrow = (pick(decoder_spec(), "frontier"), pick(decoder_spec(plan={"dp": 1, "tp": 1}), "frontier"))
+    every, narrow = (
+        pick(decoder_spec(), "frontier"),
+        pick(decoder_spec(plan={"dp": 1, "tp": 1}), "frontier"),
+    )
     assert len(every) > len(narrow) > 0
     assert all((pins["dp"], pins["tp"]) == (1, 1) for pins in narrow)
 
@@ -123,28 +132,43 @@ def test_what_names_no_strategies_is_refused(strategies: str, message: str, tmp_
         pick(decoder_spec(), strategies)
 
 
-def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_the_original() -> None:
+def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_the_original() -> (
+    None
+):
     spec = decoder_spec(degrade={"allow": "numeric"}, deadline="08:00 UTC")
     jobs = comparison_jobs(spec, choose_strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None)
     assert [job.training.max_steps for job in jobs] == [STEPS, STEPS]
     assert all(job.degrade.keeps_plan and job.deadline is None for job in jobs)
     assert {job.family_name for job in jobs} == {spec.family_name}
-    assert {(job.training.seed, job.global_batch_size, job.data) for job in jobs} == {(0, 8, spec.data)}
-    assert [(job.member.number, job.member.of, job.member.max_concurrent) for job in jobs if job.member] == [
+    assert {(job.training.seed, job.global_batch_size, job.data) for job in jobs} == {
+        (0, 8, spec.data)
+    }
+    assert [
+        (job.member.number, job.member.of, job.member.max_concurrent) for job in jobs if job.member
+    ] == [
         (0, 2, 1),
         (1, 2, 1),
     ]
 
 
-def test_strategies_have_one_micro_batch_the_largest_with_which_all_fit_unless_each_shall_have_its_best() -> None:
+def test_strategies_have_one_micro_batch_the_largest_with_which_all_fit_unless_each_shall_have_its_best() -> (
+    None
+):
     spec, nodes = decoder_spec(gpus=2), idle_nodes(CLUSTER)
-    common = [dict(pins)["micro_batch_size"] for pins in choose_strategies(spec, "zero=0..3", nodes, ())]
-    best = [dict(pins)["micro_batch_size"] for pins in choose_strategies(spec, "zero=0..3", nodes, (), Micro.BEST)]
+    common = [
+        dict(pins)["micro_batch_size"] for pins in choose_strategies(spec, "zero=0..3", nodes, ())
+    ]
+    best = [
+        dict(pins)["micro_batch_size"]
+        for pins in choose_strategies(spec, "zero=0..3", nodes, (), Micro.BEST)
+    ]
     assert len(set(common)) == 1
     assert len(set(best)) > 1
     pinned = [
         dict(pins)["micro_batch_size"]
-        for pins in choose_strategies(decoder_spec(gpus=2, plan={"micro_batch": 1}), "zero=0..3", nodes, ())
+        for pins in choose_strategies(
+            decoder_spec(gpus=2, plan={"micro_batch": 1}), "zero=0..3", nodes, ()
+        )
     ]
     assert set(pinned) == {1}
 
@@ -162,22 +186,32 @@ def test_repeats_take_turns_with_other_seeds_and_there_are_not_too_many() -> Non
 
 def compared_view() -> ComparisonView:
     """Two strategies, three times each, and one that ran out of memory."""
-    burst = measured_job(3, replace(ON_TWO, zero_stage=ZeroStage.PARAMETERS), 0.3, FailureKind.DEVICE_OOM)
+    burst = measured_job(
+        3, replace(ON_TWO, zero_stage=ZeroStage.PARAMETERS), 0.3, FailureKind.DEVICE_OOM
+    )
     jobs = (*repeated(1, ON_ONE, 0.500, 0.504, 0.508), *repeated(2, ON_TWO, 0.2, 0.5, 0.9), burst)
-    curves = {job.id: Curve(losses={1: 3.0, 2: 2 + job.order / 100}, tokens=(512,)) for job in jobs[:6]}
+    curves = {
+        job.id: Curve(losses={1: 3.0, 2: 2 + job.order / 100}, tokens=(512,)) for job in jobs[:6]
+    }
     return comparison_view(of(*jobs, curves=curves), None)
 
 
 def test_a_csv_has_raw_numbers_with_their_units_in_the_names() -> None:
     first, _, burst = csv.DictReader(WRITERS[".csv"](compared_view()).splitlines())
-    assert [first[name] for name in ("micro_batch", "accumulation", "global_batch", "precision")] == [
+    assert [
+        first[name] for name in ("micro_batch", "accumulation", "global_batch", "precision")
+    ] == [
         "8",
         "1",
         "8",
         "fp32",
     ]
     assert float(first["step_low_s"]) < float(first["step_s"]) < float(first["step_high_s"])
-    assert (first["device"], first["first_seed"], first["last_seed"]) == ("virtual-256mib", "0", "0")
+    assert (first["device"], first["first_seed"], first["last_seed"]) == (
+        "virtual-256mib",
+        "0",
+        "0",
+    )
     text = ("strategy", "plan", "outcome", "device", "precision")
     assert all(float(cell) >= 0 for name, cell in first.items() if name not in text and cell)
     assert (burst["outcome"], burst["step_low_s"]) == ("out of memory", "")
@@ -191,7 +225,9 @@ def test_a_table_for_a_paper_fits_its_page_in_units_for_people() -> None:
     assert r"& Batch & Step & Peak & Tokens/s & MFU & Loss & Device-s \\" in rows[0]
     assert rows[1].split("&")[2:4] == [" (s) ", " (MiB) "]
     assert r"plain on 1 & 8$\times$1 & 0.504 $\pm$ 0.010 & 90.0 &" in rows[2]
-    assert r"& 0.448 [0.0682, 2.95] &" in rows[3], "too wide an interval is a range, and not below zero"
+    assert r"& 0.448 [0.0682, 2.95] &" in rows[3], (
+        "too wide an interval is a range, and not below zero"
+    )
     assert r"& out of memory & -- & -- & -- & -- &" in rows[4]
     caption = "\n".join(line for line in lines if line.startswith("%"))
     for fact in (
@@ -219,33 +255,58 @@ def test_a_table_for_a_paper_fits_its_page_in_units_for_people() -> None:
         (2.0, 0.0, "2.000 ± 0"),
     ],
 )
-def test_a_number_has_the_digits_that_its_error_allows(value: float, error: float, text: str) -> None:
+def test_a_number_has_the_digits_that_its_error_allows(
+    value: float, error: float, text: str
+) -> None:
     assert with_error(value, error) == text
 
 
 def test_every_table_fits_eighty_columns_and_no_cell_is_cut() -> None:
     view = compared_view()
     for row in view["rows"]:
-        row |= {"strategy": f"{row['strategy']} + checkpointing + optimizer on host", "tokens_per_s": 123_456_789.0}
-        row |= {"reserved_bytes": 2**40 - 1, "host_bytes": 2**40 - 1, "restarts": 3, "money": 1234.5}
+        row |= {
+            "strategy": f"{row['strategy']} + checkpointing + optimizer on host",
+            "tokens_per_s": 123_456_789.0,
+        }
+        row |= {
+            "reserved_bytes": 2**40 - 1,
+            "host_bytes": 2**40 - 1,
+            "restarts": 3,
+            "money": 1234.5,
+        }
     text = StringIO()
     Console(file=text, width=80).print(comparison_panel(view))
     assert max(map(len, text.getvalue().splitlines())) <= 80
     assert "…" not in text.getvalue()
-    columns = ("MICRO", "STEP", "95 % OF STEP", "TOKENS/S", "MFU", "END", "RESERVED", "HOST", "LOSS", "COST")
+    columns = (
+        "MICRO",
+        "STEP",
+        "95 % OF STEP",
+        "TOKENS/S",
+        "MFU",
+        "END",
+        "RESERVED",
+        "HOST",
+        "LOSS",
+        "COST",
+    )
     assert all(column in text.getvalue() for column in columns)
     assert text.getvalue().count("8x1") >= 1
 
 
 @pytest.mark.parametrize("suffix", PICTURES)
-def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(suffix: str, tmp_path: Path) -> None:
+def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(
+    suffix: str, tmp_path: Path
+) -> None:
     view = compared_view()
     assert view["picture"] is not None
     picture = replace(picture_from_view(view["picture"]), capacity_bytes=80 * 2**30)
     drawn = figure("Strategies", picture, "")
     assert drawn.axes[0].get_ylim()[1] < 2 * max(point.needed_bytes for point in picture.points)
     texts = [text.get_text() for text in drawn.legends[0].get_texts()]
-    assert [f"{number} {row['strategy']}" for number, row in enumerate(view["rows"], 1)] == texts[:3]
+    assert [f"{number} {row['strategy']}" for number, row in enumerate(view["rows"], 1)] == texts[
+        :3
+    ]
     assert len(drawn.axes[0].containers) == 2, "an error bar for each strategy with repeats"
     draw_picture(view, tmp_path / f"picture{suffix}")
     written = (tmp_path / f"picture{suffix}").read_bytes()
@@ -255,7 +316,10 @@ def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(suffix:
 
 def test_the_list_of_comparisons_counts_strategies_and_not_their_repeats() -> None:
     specs = comparison_jobs(decoder_spec(), [(("dp", 1),), (("dp", 2),)], None, 3)
-    jobs = [replace(job(spec, f"lm-{order}", order), array="lm-1") for order, spec in enumerate(specs, 1)]
+    jobs = [
+        replace(job(spec, f"lm-{order}", order), array="lm-1")
+        for order, spec in enumerate(specs, 1)
+    ]
     assert [row["strategies"] for row in comparisons(jobs)] == [2]
     assert [spec.member.repeat for spec in specs if spec.member is not None] == [1, 1, 2, 2, 3, 3]
 
@@ -289,7 +353,11 @@ def home(tmp_path: Path) -> Iterator[Path]:
     loop = threading.Thread(target=controller.run, args=(stop,))
     variables = {name: text for name, text in os.environ.items() if name != "ORC_SERVER"}
     variables |= {"ORC_HOME": str(home), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-    with serve_http(create_app(service)) as port, contextlib.chdir(tmp_path), mock.patch.dict(os.environ, variables):
+    with (
+        serve_http(create_app(service)) as port,
+        contextlib.chdir(tmp_path),
+        mock.patch.dict(os.environ, variables),
+    ):
         write_service_file(home, port)
         loop.start()
         try:
@@ -306,14 +374,30 @@ def home(tmp_path: Path) -> Iterator[Path]:
 def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_one_answer(
     home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    command = ("compare", "job.yaml", "--strategies", "strategies.yaml", "--steps", "6", "--picture", "a.svg", "--json")
+    command = (
+        "compare",
+        "job.yaml",
+        "--strategies",
+        "strategies.yaml",
+        "--steps",
+        "6",
+        "--picture",
+        "a.svg",
+        "--json",
+    )
     with pytest.raises(SystemExit) as ended:
         main(command)
     assert not ended.value.code
     comparison = json.loads(capsys.readouterr().out)
     trained, burst, absent = comparison["rows"]
-    assert [row["outcome"] for row in comparison["rows"]] == ["finished", "out of memory", "no such plan"]
-    assert (trained["ooms"], burst["ooms"], burst["restarts"]) == (0, 1, 0), "a plan that ran out is not changed"
+    assert [row["outcome"] for row in comparison["rows"]] == [
+        "finished",
+        "out of memory",
+        "no such plan",
+    ]
+    assert (trained["ooms"], burst["ooms"], burst["restarts"]) == (0, 1, 0), (
+        "a plan that ran out is not changed"
+    )
     assert "degrade.allow is none" in burst["reason"]
     assert "a pipeline reduces gradients once a step" in absent["reason"]
     assert trained["peak_bytes"] > trained["predicted_peak_bytes"]
@@ -325,7 +409,9 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
     )
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     with contextlib.closing(Client(home)) as client:
-        assert client.comparison(burst["job_id"]) == {**comparison, "name": trained["job_id"]}, "it is shown again"
+        assert client.comparison(burst["job_id"]) == {**comparison, "name": trained["job_id"]}, (
+            "it is shown again"
+        )
         assert client.cluster()["observations"], "what was measured calibrates"
     with pytest.raises(SystemExit):
         main(("compare", burst["job_id"]))
@@ -335,10 +421,23 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
 
 
 @pytest.mark.usefixtures("home")
-def test_a_comparison_of_which_no_strategy_finished_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_of_which_no_strategy_finished_exits_with_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("strategies.yaml").write_text(STRATEGIES.splitlines()[-1])
     with pytest.raises(SystemExit) as ended:
-        main(("compare", "job.yaml", "--strategies", "strategies.yaml", "--table", "a.csv", "--table", "a.tex"))
+        main(
+            (
+                "compare",
+                "job.yaml",
+                "--strategies",
+                "strategies.yaml",
+                "--table",
+                "a.csv",
+                "--table",
+                "a.tex",
+            )
+        )
     assert ended.value.code == 1
     assert "No strategy finished." in capsys.readouterr().out
     assert [Path(name).exists() for name in ("a.csv", "a.tex")] == [True, True]
@@ -348,6 +447,8 @@ def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:
     with contextlib.closing(Client(home)) as client:
         spec = decoder_spec(data={"text": ["corpus.txt"]}, gpus={"min": 2, "max": 2}, name="lone")
         job_id = client.submit(spec.model_dump(mode="json"))
-        with pytest.raises(ServiceError, match=r"belongs to no comparison. `orc compare FILE` makes one"):
+        with pytest.raises(
+            ServiceError, match=r"belongs to no comparison. `orc compare FILE` makes one"
+        ):
             client.comparison(job_id)
         client.cancel([job_id], whole_arrays=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.server.endpoint import load_endpoint
+from orchestrator.service.client.endpoint import load_endpoint
 from tests.service.test_reach import Reached, reached
 
 __all__ = ["reached"]  # a fixture
@@ -51,11 +51,15 @@ def comparison(reached: Reached) -> Any:
 
 
 def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, comparison: Any) -> None:
-    assert [(row["outcome"], row["loss"] is not None) for row in comparison["rows"]] == [("finished", True)] * 2
+    assert [(row["outcome"], row["loss"] is not None) for row in comparison["rows"]] == [
+        ("finished", True)
+    ] * 2
     assert comparison["complete"]
     here = reached.here.orc("compare", comparison["rows"][1]["job_id"])
     assert {**here, "mlflow": ""} == {**comparison, "mlflow": ""}
-    assert comparison["mlflow"].startswith(f"{reached.url}/mlflow/#/compare-runs?"), "each has its own way to MLflow"
+    assert comparison["mlflow"].startswith(f"{reached.url}/mlflow/#/compare-runs?"), (
+        "each has its own way to MLflow"
+    )
     assert here["mlflow"].partition("#")[2] == comparison["mlflow"].partition("#")[2]
 
 
@@ -71,18 +75,26 @@ def test_mlflows_client_reads_elsewhere_with_a_token_and_the_services_certificat
         "MLFLOW_TRACKING_SERVER_CERT_PATH": endpoint.certificate,
     }
     ended = subprocess.run(
-        [sys.executable, "-c", READS], env={**os.environ, **variables}, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", READS],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert {row["job_id"] for row in comparison["rows"]} <= set(ended.stdout.split()), ended.stderr
 
 
-def test_mlflows_own_page_compares_the_runs_of_a_comparison(reached: Reached, comparison: Any) -> None:
+def test_mlflows_own_page_compares_the_runs_of_a_comparison(
+    reached: Reached, comparison: Any
+) -> None:
     if CHROMIUM is None:
         pytest.skip("chromium is missing (Debian: chromium)")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         tab = browser.new_page(viewport={"width": 1400, "height": 1000})
         tab.set_default_timeout(SHOWN_MS)
         tab.goto(reached.here.orc("compare", comparison["rows"][0]["job_id"])["mlflow"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.server.client import service_file
+from orchestrator.service.client.client import service_file
 from tests.service.test_compare_elsewhere import JOB, STRATEGIES
 from tests.service.test_reach import Machine
 
@@ -40,13 +40,22 @@ def eventually(law: Callable[[], Any], what: str, patience_s: float = PATIENCE_S
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole_table(here: Machine) -> None:
+def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole_table(
+    here: Machine,
+) -> None:
     from mlflow import MlflowClient
 
     (here.folder / "corpus.txt").write_text("the quick brown fox " * 2000)
     (here.folder / "job.yaml").write_text(JOB)
     (here.folder / "strategies.yaml").write_text(STRATEGIES)
-    options = ("--strategies", str(here.folder / "strategies.yaml"), "--steps", "4", "--timeout", "1")
+    options = (
+        "--strategies",
+        str(here.folder / "strategies.yaml"),
+        "--steps",
+        "4",
+        "--timeout",
+        "1",
+    )
     here.orc("compare", str(here.folder / "job.yaml"), *options, code=1)
 
     def list_succeeded() -> list[str]:
@@ -68,7 +77,11 @@ def test_a_service_that_was_killed_amid_a_comparison_ends_its_run_with_the_whole
     note = run.data.tags["mlflow.note.content"]
     assert "Compare the strategies" in note
     assert note.count("| finished |") == 2
-    rows = json.loads(Path(client.download_artifacts(run.info.run_id, "comparison.json", str(here.folder))).read_text())
+    rows = json.loads(
+        Path(
+            client.download_artifacts(run.info.run_id, "comparison.json", str(here.folder))
+        ).read_text()
+    )
     assert [row["outcome"] for row in rows] == ["finished", "finished"]
     assert rows[0]["job_id"] == first
     assert all(row["loss"] is not None for row in rows)

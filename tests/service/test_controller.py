@@ -24,7 +24,15 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.errors import ServiceError, SpecError, UncertainError
 from orchestrator.specs.events import Event, NodesSeen, RequestKey, Submitted
 from orchestrator.specs.job_record import Job, JobStatus
-from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, MortalBackend, script, settled, too_large
+from tests.scheduling.world import (
+    CALM,
+    CLUSTERS,
+    MemoryJournal,
+    MortalBackend,
+    script,
+    settled,
+    too_large,
+)
 
 
 @pytest.fixture
@@ -80,15 +88,23 @@ def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) 
     controller = Controller(journal, Spy(), lambda: 5.0)
     assert controller.submit(script("lm")) == "lm-1"
     assert controller.submit(script("lm")) == "lm-2"
-    assert [(event.job_id, event.at_s) for event in journal.events() if isinstance(event, Submitted)] == [
+    assert [
+        (event.job_id, event.at_s) for event in journal.events() if isinstance(event, Submitted)
+    ] == [
         ("lm-1", 5.0),
         ("lm-2", 5.0),
     ]
 
 
 @pytest.mark.parametrize("again", ["at once", "after it ended", "after a restart"])
-def test_a_submission_that_is_sent_again_under_its_key_is_the_same_jobs(again: str, tmp_path: Path) -> None:
-    url, key, backend = f"sqlite:///{tmp_path}/journal.db", RequestKey(name="ada/k1", digest="d1"), Spy()
+def test_a_submission_that_is_sent_again_under_its_key_is_the_same_jobs(
+    again: str, tmp_path: Path
+) -> None:
+    url, key, backend = (
+        f"sqlite:///{tmp_path}/journal.db",
+        RequestKey(name="ada/k1", digest="d1"),
+        Spy(),
+    )
     jobs = [(script("lm"), None), (script("other"), None)]
     with closing(Journal(url)) as journal:
         controller = Controller(journal, backend, backend.now)
@@ -121,7 +137,8 @@ def test_a_submission_that_is_sent_twice_at_once_is_one_job() -> None:
     first.start()
     assert journal.reached.wait(60)
     both = [
-        threading.Thread(target=lambda: answers.append(controller.submit(script("lm"), None, key))) for _ in range(2)
+        threading.Thread(target=lambda: answers.append(controller.submit(script("lm"), None, key)))
+        for _ in range(2)
     ]
     for thread in both:
         thread.start()
@@ -134,7 +151,9 @@ def test_a_submission_that_is_sent_twice_at_once_is_one_job() -> None:
     assert controller.state.submitted == 2
 
 
-def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_more(tmp_path: Path) -> None:
+def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_more(
+    tmp_path: Path,
+) -> None:
     """A commit that came true without an answer: decisions without it would give its id a second time."""
 
     class Silent(Journal):
@@ -145,7 +164,11 @@ def test_a_service_that_does_not_know_whether_its_commit_was_kept_decides_no_mor
             if self.is_silent:
                 raise UncertainError("the server closed the connection")
 
-    url, key, backend = f"sqlite:///{tmp_path}/journal.db", RequestKey(name="ada/k1", digest="d1"), Spy()
+    url, key, backend = (
+        f"sqlite:///{tmp_path}/journal.db",
+        RequestKey(name="ada/k1", digest="d1"),
+        Spy(),
+    )
     with closing(Silent(url)) as journal:
         controller = Controller(journal, backend, backend.now)
         controller.turn(1.0)
@@ -199,7 +222,9 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
 def test_a_job_that_never_started_costs_one_record(journal: Journal) -> None:
     controller = Controller(journal, Spy(), lambda: 5.0)
     controller.cancel([controller.submit(script("lm"))])
-    assert [record.job.status for _, record in journal.outbox.pending("mlflow", 10)] == [JobStatus.CANCELLED]
+    assert [record.job.status for _, record in journal.outbox.pending("mlflow", 10)] == [
+        JobStatus.CANCELLED
+    ]
 
 
 @pytest.mark.parametrize("many", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
@@ -293,7 +318,11 @@ def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal)
     backend.asked.clear()
     controller = Controller(journal, backend, backend.now)
     assert controller.state == before
-    assert backend.asked == [f"adopt {stopped}-1 stopping", f"stop {stopped}-1", f"adopt {running}-1 running"]
+    assert backend.asked == [
+        f"adopt {stopped}-1 stopping",
+        f"stop {stopped}-1",
+        f"adopt {running}-1 running",
+    ]
     turn_until(controller, lambda: settled(controller.state))
     assert [controller.job(job_id).status for job_id in (stopped, running)] == [
         JobStatus.CANCELLED,
@@ -343,7 +372,9 @@ def test_an_attempt_that_cannot_be_adopted_is_not_started_twice(journal: Journal
     backend = Amnesiac()
     controller = Controller(journal, backend, backend.now)
     job_id = controller.submit(script("lm", training={"max_steps": 10_000}))
-    turn_until(controller, lambda: any(process.started_at_s for process in backend.processes.values()))
+    turn_until(
+        controller, lambda: any(process.started_at_s for process in backend.processes.values())
+    )
     backend.close()
     backend.refusals = 1
     controller = Controller(journal, backend, backend.now)
@@ -355,7 +386,9 @@ def test_an_attempt_that_cannot_be_adopted_is_not_started_twice(journal: Journal
     assert controller.job(job_id).status is JobStatus.SUCCEEDED
 
 
-def test_a_backend_that_fails_to_return_events_is_polled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_fails_to_return_events_is_polled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(controller_module, "DEAF_S", 0.0)
     backend = Spy()
     backend.refusals = 1
@@ -389,7 +422,11 @@ def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal:
     try:
         answers: list[str] = []
         clients = [
-            threading.Thread(target=lambda: answers.extend(controller.submit(script("lm", gpus=1)) for _ in range(5)))
+            threading.Thread(
+                target=lambda: answers.extend(
+                    controller.submit(script("lm", gpus=1)) for _ in range(5)
+                )
+            )
             for _ in range(4)
         ]
         for client in clients:
@@ -407,7 +444,9 @@ def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal:
     assert backend.threads == {loop.ident}, "only the loop talks to the backend"
 
 
-def test_a_submission_to_a_hanging_journal_fails_and_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_to_a_hanging_journal_fails_and_stores_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Stuck(MemoryJournal):
         reached, let_go = threading.Event(), threading.Event()
 
@@ -444,7 +483,10 @@ def test_submissions_during_a_commit_share_the_next_transaction() -> None:
     journal = Gate()
     controller = Controller(journal, Spy(), lambda: 1.0)
     answers: list[str] = []
-    clients = [threading.Thread(target=lambda: answers.append(controller.submit(script("lm")))) for _ in range(9)]
+    clients = [
+        threading.Thread(target=lambda: answers.append(controller.submit(script("lm"))))
+        for _ in range(9)
+    ]
     clients[0].start()
     assert journal.reached.wait(60)
     for client in clients[1:]:
@@ -493,10 +535,14 @@ def test_no_action_is_taken_before_the_commit_of_its_whole_group(journal: Journa
     turn_until(controller, lambda: not controller.state.jobs)
     decisions = [decided or "" for _, decided in journal.history()]
     for order, count in launches:
-        assert any(f"launch lm-{order}-1 " in decision for decision in decisions[:count]), "launched before it was kept"
+        assert any(f"launch lm-{order}-1 " in decision for decision in decisions[:count]), (
+            "launched before it was kept"
+        )
 
 
-def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(journal: Journal) -> None:
+def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(
+    journal: Journal,
+) -> None:
     """Otherwise attempts would run that no state has."""
     backend = Spy()
     controller = Controller(journal, backend, backend.now)
@@ -507,7 +553,9 @@ def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(jo
         def step(self, event: Event) -> tuple[Action, ...]:
             return tuple(action for action in super().step(event) if not isinstance(action, Launch))
 
-    with pytest.raises(ServiceError, match=r"(?s)submitted job=lm-1.*launch lm-1-1 on local:0.*SIGTERM"):
+    with pytest.raises(
+        ServiceError, match=r"(?s)submitted job=lm-1.*launch lm-1-1 on local:0.*SIGTERM"
+    ):
         Controller(journal, backend, backend.now, Idle)
     stop = threading.Event()
     stop.set()
@@ -521,10 +569,14 @@ def test_followers_wait_exactly_until_the_next_change() -> None:
     assert controller.wait_for_change(0, 0.0) == 0
     controller.submit(script("lm"))
     assert controller.wait_for_change(0, 60.0) == 1
-    assert controller.wait_for_change(99, 60.0) == 1, "a version of an earlier service is an old one"
+    assert controller.wait_for_change(99, 60.0) == 1, (
+        "a version of an earlier service is an old one"
+    )
 
 
-def test_the_log_says_each_event_and_action_once_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_each_event_and_action_once_and_no_secret(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     journal, backend = MemoryJournal(), Spy()
     controller = Controller(journal, backend, backend.now)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.server.cluster_file import cluster_text
-from orchestrator.service.server.detection import node_name
+from orchestrator.service.intake.cluster_file import cluster_text
+from orchestrator.service.intake.detection import node_name
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.devices import DEVICES, NVML_NAMES
 from orchestrator.specs.parse import parse_cluster
@@ -27,8 +27,8 @@ from tests.service.test_reach import JOB, Machine
 CLUSTERS = sorted((Path(__file__).parents[2] / "clusters").glob("*.yaml"))
 FIND = """
 import json
-from orchestrator.service.server.cluster_file import cluster_text
-from orchestrator.service.server.detection import detect_machine
+from orchestrator.service.intake.cluster_file import cluster_text
+from orchestrator.service.intake.detection import detect_machine
 from orchestrator.specs.errors import SpecError
 try:
     found = detect_machine("a")
@@ -54,7 +54,12 @@ def find(nvml_library: Path, tmp_path: Path) -> Find:  # noqa: F811
         env = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         env |= {"LD_LIBRARY_PATH": str(nvml_library), "NVIDIA_FAKE_STATE": str(state), **variables}
         ended = subprocess.run(
-            [sys.executable, "-c", FIND], env=env, capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", FIND],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         return json.loads(ended.stdout)
 
@@ -80,14 +85,18 @@ def test_an_unknown_card_is_described_by_its_bytes_and_clocks(find: Find) -> Non
     device = found_cluster(answer).nodes[0].device
     assert device.name == "h100l"
     assert device.memory == (97871 - 551) * 2**20
-    assert device.memory_bandwidth == 2 * 2619 * 10**6 * 6016 // 8  # 3.9 TB/s, as its data sheet says
+    assert (
+        device.memory_bandwidth == 2 * 2619 * 10**6 * 6016 // 8
+    )  # 3.9 TB/s, as its data sheet says
     assert device.fp32_tflops == 60.3  # 60 on the data sheet
     assert device.bf16_tflops == pytest.approx(835, rel=0.1)  # dense, on the data sheet
     assert device.link_bandwidth == device.host_bandwidth == 55e9
     assert "Look at its data sheet" in " ".join(answer["notes"])
 
 
-def test_an_unknown_card_of_which_nvml_says_little_is_an_error_that_says_what_to_write(find: Find) -> None:
+def test_an_unknown_card_of_which_nvml_says_little_is_an_error_that_says_what_to_write(
+    find: Find,
+) -> None:
     error = find("8000 0 0 - name=NVIDIA_Secret")["error"]
     assert "Secret, 7.81 GiB" in error
     assert "--cluster" in error
@@ -97,7 +106,9 @@ def test_links_that_are_slower_than_the_catalogues_are_said(find: Find) -> None:
     half = H100.replace("links=18", "links=9")
     device = found_cluster(find(half, half)).nodes[0].device
     assert (device.name, device.link_bandwidth) == ("h100-80gb-links-239gb", 9 * 26562 * 10**6)
-    assert found_cluster(find(half)).nodes[0].device.name == "h100-80gb", "one device has nobody to talk to"
+    assert found_cluster(find(half)).nodes[0].device.name == "h100-80gb", (
+        "one device has nobody to talk to"
+    )
 
 
 def test_a_part_of_a_cards_memory_is_not_the_whole(find: Find) -> None:
@@ -120,7 +131,10 @@ def test_memory_that_others_hold_and_cards_that_are_lost_are_told(find: Find) ->
     shared_card = H100.replace("0 0 -", "2048 0 41:2048", 1)
     answer = find(H100, shared_card, "81559 0 1 -")
     assert found_cluster(answer).nodes[0].devices == 3
-    assert answer["notes"][1] == "Device 1: 2.00 GiB of 79.65 GiB are held by others (pid 41). Jobs get the rest."
+    assert (
+        answer["notes"][1]
+        == "Device 1: 2.00 GiB of 79.65 GiB are held by others (pid 41). Jobs get the rest."
+    )
     assert answer["notes"][2].startswith("Device 2 cannot be read (GPU is lost)")
     assert "no device can be read" in find("81559 0 1 -")["error"]
 
@@ -183,7 +197,15 @@ def test_up_without_a_file_runs_jobs_on_the_cards_that_were_found(
     job.write_text(JOB.format(python=sys.executable))
     try:
         shown = subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", "cluster", "show", "--home", str(tmp_path / "home")],
+            [
+                sys.executable,
+                "-m",
+                "orchestrator.cli",
+                "cluster",
+                "show",
+                "--home",
+                str(tmp_path / "home"),
+            ],
             capture_output=True,
             text=True,
             check=True,

@@ -24,7 +24,10 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 BUG = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\n    x = f()\nRuntimeError: odd\nbye\n'
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/what-happens.md"
-ENDS = [row.split(" | ")[:2] for row in re.findall(r"^\| (.* \| (?:`[a-z_]+`|none) \|.*)", GUIDE.read_text(), re.M)]
+ENDS = [
+    row.split(" | ")[:2]
+    for row in re.findall(r"^\| (.* \| (?:`[a-z_]+`|none) \|.*)", GUIDE.read_text(), re.M)
+]
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -63,18 +66,32 @@ def test_names_the_first_cause_with_its_place(
 
 def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path) -> None:
     advice = {}
-    for text in ("KeyError: 'labels'", "RuntimeError: odd", WATCHDOG, OOM, "No CUDA GPUs are available"):
+    for text in (
+        "KeyError: 'labels'",
+        "RuntimeError: odd",
+        WATCHDOG,
+        OOM,
+        "No CUDA GPUs are available",
+    ):
         diagnosis = diagnose([write(tmp_path / "log", text)], None, 0)
         advice[diagnosis.kind] = diagnosis.you_can
     assert {kind for kind, text in advice.items() if "mend the program" in text} == {"user_error"}
     assert len(advice) == len(set(advice.values())) == 5
 
 
-def test_advice_for_a_run_elsewhere_names_what_anybody_can_do_without_the_service(tmp_path: Path) -> None:
+def test_advice_for_a_run_elsewhere_names_what_anybody_can_do_without_the_service(
+    tmp_path: Path,
+) -> None:
     advice = diagnose([write(tmp_path / "log", OOM)], None, 0).you_can
     for way in ("accumulation", "gradient checkpointing", "8-bit optimizer", "LoRA", "orc init"):
         assert way in advice
-    for text in ("KeyError: 'labels'", "RuntimeError: odd", WATCHDOG, OOM, "No space left on device"):
+    for text in (
+        "KeyError: 'labels'",
+        "RuntimeError: odd",
+        WATCHDOG,
+        OOM,
+        "No space left on device",
+    ):
         advice = diagnose([write(tmp_path / "log", text)], None, 0).you_can
         assert not re.search(r"orc retry|submit|degrade|hang_timeout", advice), advice
 
@@ -95,7 +112,13 @@ def test_a_name_that_leads_to_no_log_is_one_error(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     os.mkfifo(tmp_path / "pipe")
-    for path in (loop, tmp_path / "pipe", tmp_path / ("x" * 5000), Path("~nobody-of-that-name/log"), Path("/dev/zero")):
+    for path in (
+        loop,
+        tmp_path / "pipe",
+        tmp_path / ("x" * 5000),
+        Path("~nobody-of-that-name/log"),
+        Path("/dev/zero"),
+    ):
         with pytest.raises(SpecError, match="LOG"):
             diagnose([path], None, 0)
 
@@ -131,7 +154,10 @@ def test_lines_that_are_passed_over_change_no_diagnosis(
     parts = [draw.choice(REPORTED)["text"] for _ in range(draw.randint(1, 4))]
     for place in range(len(parts), -1, -1):
         fillers = ("step 1\n", "\r", "\r\n", "", "Requested : 2.00 GiB\n", "    source = 1\n")
-        parts.insert(place, "\n" + draw.choice(fillers) * draw.choice((1, 3, CALM_LINES, CALM_LINES + 5, 2000)))
+        parts.insert(
+            place,
+            "\n" + draw.choice(fillers) * draw.choice((1, 3, CALM_LINES, CALM_LINES + 5, 2000)),
+        )
     path = write(tmp_path / "log", "".join(map(str, parts)))
     scan = LogScan(log=path.name)
     for offset, line in left_files.log_lines(path):
@@ -169,7 +195,9 @@ step 2
 [rank1]:     z = source
 [rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB
 """
-TOO_LATE = "RuntimeError: CUDA error: out of memory\n" + "step\n" * 5 + "    return tensor.pin_memory()\n"
+TOO_LATE = (
+    "RuntimeError: CUDA error: out of memory\n" + "step\n" * 5 + "    return tensor.pin_memory()\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -217,13 +245,19 @@ def test_a_case_is_judged_as_the_log_that_it_shortens(reported: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("end", "kind"), ENDS, ids=[end[:40] for end, _ in ENDS])
-def test_an_end_that_the_guide_shows_has_the_kind_that_it_says(tmp_path: Path, end: str, kind: str) -> None:
+def test_an_end_that_the_guide_shows_has_the_kind_that_it_says(
+    tmp_path: Path, end: str, kind: str
+) -> None:
     assert len(ENDS) >= 20
     line = "" if end.startswith("exit code") else end.split("`")[1]
     raised = re.match(r"[\w.]*[A-Z]\w+: ", line)
     text = (
-        f'Traceback (most recent call last):\n  File "train.py", line 3, in main\n{line}\n' if raised else f"{line}\n"
+        f'Traceback (most recent call last):\n  File "train.py", line 3, in main\n{line}\n'
+        if raised
+        else f"{line}\n"
     )
     stated = re.search(r"exit code (-?\d+)", end)
-    diagnosis = diagnose([write(tmp_path / "log", text)], int(stated[1]) if stated else 1, int("oom_kill" in end))
+    diagnosis = diagnose(
+        [write(tmp_path / "log", text)], int(stated[1]) if stated else 1, int("oom_kill" in end)
+    )
     assert diagnosis.kind == (None if kind == "none" else kind.strip("`"))

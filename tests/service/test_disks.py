@@ -20,9 +20,9 @@ import httpx
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.client import Client, process_is_alive, service_file
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import journal_url, start, stop
+from orchestrator.service.client.client import Client, process_is_alive, service_file
+from orchestrator.service.client.lifecycle import journal_url, start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished
 from tests.backends.ray_jobs import until
@@ -92,7 +92,12 @@ class Night:
     def trains(self) -> bool:
         """Return whether the process of the first job runs."""
         attempt = self.home / "jobs" / self.running / "attempts" / "1"
-        return subprocess.run(["pgrep", "--full", f"guard.py {attempt}"], capture_output=True).returncode == 0
+        return (
+            subprocess.run(
+                ["pgrep", "--full", f"guard.py {attempt}"], capture_output=True
+            ).returncode
+            == 0
+        )
 
     def submit(self) -> str:
         with closing(Client(self.home)) as client:
@@ -115,13 +120,21 @@ class Night:
     def ends_well(self, *job_ids: str, attempts_max: int = 1) -> None:
         """Every job ends well and is kept once, and the service has gone on."""
         for job_id in (self.running, *job_ids):
-            until(lambda job_id=job_id: self.job(job_id)["status"] == "succeeded", f"the end of {job_id}", BACK_S)
+            until(
+                lambda job_id=job_id: self.job(job_id)["status"] == "succeeded",
+                f"the end of {job_id}",
+                BACK_S,
+            )
         until(lambda: not self.problems(), "all is well")
         assert process_is_alive(self.pid)
         assert len(self.job(self.running)["attempts"]) <= attempts_max
         stop(self.home, force=True)
         with closing(Journal(journal_url(self.home))) as journal:
-            ends = [(event.job_id, event.number) for event in journal.events() if isinstance(event, Finished)]
+            ends = [
+                (event.job_id, event.number)
+                for event in journal.events()
+                if isinstance(event, Finished)
+            ]
         assert len(ends) == len(set(ends))
         assert set(job_ids) <= {job_id for job_id, _ in ends}
 
@@ -134,14 +147,18 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.skipif(why_not("mount") is not None, reason=str(why_not("mount")))
-def test_a_full_home_is_told_and_what_ended_meanwhile_is_kept_once_there_is_room(tmp_path: Path) -> None:
+def test_a_full_home_is_told_and_what_ended_meanwhile_is_kept_once_there_is_room(
+    tmp_path: Path,
+) -> None:
     home = tmp_path / "home"
     with mount(home, "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs"):
         night = Night(home, tmp_path / "go")
         used = run("df", "--block-size=1", "--output=used", str(home)).split()[-1]
         run("mount", "-o", f"remount,size={used}", str(home))
         until(night.problems, "the service says so", SAID_S)
-        assert any(word in night.problems()[-1] for word in ("No space left on device", "disk is full"))
+        assert any(
+            word in night.problems()[-1] for word in ("No space left on device", "disk is full")
+        )
         taken: list[str] = []
         with pytest.raises(ServiceError, match="cannot be written: database or disk is full"):  # noqa: PT012
             for _ in range(FULL_MAX):
@@ -161,7 +178,9 @@ def test_a_full_home_is_told_and_what_ended_meanwhile_is_kept_once_there_is_room
 
 @pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.skipif(why_not("mkfs.ext4", "fsfreeze") is not None, reason=str(why_not("mkfs.ext4", "fsfreeze")))
+@pytest.mark.skipif(
+    why_not("mkfs.ext4", "fsfreeze") is not None, reason=str(why_not("mkfs.ext4", "fsfreeze"))
+)
 def test_a_disk_that_stands_still_is_told_and_everything_goes_on_with_it(tmp_path: Path) -> None:
     image, home = tmp_path / "image", tmp_path / "home"
     run("truncate", "-s", SIZE, str(image))
@@ -180,8 +199,12 @@ def test_a_disk_that_stands_still_is_told_and_everything_goes_on_with_it(tmp_pat
 
 @pytest.mark.long
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.skipif(why_not("mkfs.ext4", "e2fsck") is not None, reason=str(why_not("mkfs.ext4", "e2fsck")))
-def test_a_home_that_became_read_only_is_told_and_a_repair_is_all_that_it_takes(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    why_not("mkfs.ext4", "e2fsck") is not None, reason=str(why_not("mkfs.ext4", "e2fsck"))
+)
+def test_a_home_that_became_read_only_is_told_and_a_repair_is_all_that_it_takes(
+    tmp_path: Path,
+) -> None:
     """Remount as ext4 does after a disk error: writes work again only after an unmount and a check."""
     image, home = tmp_path / "image", tmp_path / "home"
     run("truncate", "-s", SIZE, str(image))
@@ -202,7 +225,10 @@ def test_a_home_that_became_read_only_is_told_and_a_repair_is_all_that_it_takes(
         assert process_is_alive(night.pid)
         stop(home, force=True)
         assert "Traceback" not in (home / "service.log").read_text()
-        until(lambda: subprocess.run(["umount", str(home)], capture_output=True).returncode == 0, "nobody uses it")
+        until(
+            lambda: subprocess.run(["umount", str(home)], capture_output=True).returncode == 0,
+            "nobody uses it",
+        )
         subprocess.run(["e2fsck", "-f", "-y", str(image)], capture_output=True, timeout=60)
         run("mount", "-o", "loop", str(image), str(home))
         night.go.touch()

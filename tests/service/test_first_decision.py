@@ -17,7 +17,14 @@ from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
-from orchestrator.specs.job.model import BATCH_MAX, HEADS_MAX, LAYERS_MAX, LENGTH_MAX, TABLE_MAX, WIDTH_MAX
+from orchestrator.specs.job.model import (
+    BATCH_MAX,
+    HEADS_MAX,
+    LAYERS_MAX,
+    LENGTH_MAX,
+    TABLE_MAX,
+    WIDTH_MAX,
+)
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import job_from_data
@@ -30,10 +37,23 @@ def state(nodes: int, devices: int = 8) -> State:
 
 
 def decoder(**changes: Any) -> JobSpec:
-    sizes = {"vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126}
+    sizes = {
+        "vocab_size": 128256,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+    }
     sizes |= {"num_attention_heads": 128, "num_key_value_heads": 8} | changes.pop("decoder", {})
-    data = {"name": "a", "global_batch_size": 2048, "precision": "bf16", "gpus": {"min": 1, "max": 4096}}
-    data |= {"model": {"decoder": sizes}, "data": {"text": ["x"], "sequence_length": 8192}} | changes
+    data = {
+        "name": "a",
+        "global_batch_size": 2048,
+        "precision": "bf16",
+        "gpus": {"min": 1, "max": 4096},
+    }
+    data |= {
+        "model": {"decoder": sizes},
+        "data": {"text": ["x"], "sequence_length": 8192},
+    } | changes
     return job_from_data(data, "job")
 
 
@@ -58,9 +78,15 @@ LOOKED_MAX = 4 * PLANS_MAX  # of one decision: its own search, and those that sa
 DIVISIBLE = (1, 720, 720720, 8648640, BATCH_MAX, 2**23 + 1)
 
 
-def look(totals: list[Work], batch: int, layers: int, heads: int, width: int, nodes: int, gpus: int) -> int:
+def look(
+    totals: list[Work], batch: int, layers: int, heads: int, width: int, nodes: int, gpus: int
+) -> int:
     """Decide on one job; return how many plans all searches of the decision looked at."""
-    sizes = {"hidden_size": max(width, 2 * heads), "intermediate_size": WIDTH_MAX, "num_hidden_layers": layers}
+    sizes = {
+        "hidden_size": max(width, 2 * heads),
+        "intermediate_size": WIDTH_MAX,
+        "num_hidden_layers": layers,
+    }
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": TABLE_MAX}
     data = {"text": ["x"], "sequence_length": LENGTH_MAX}
     spec = decoder(decoder=sizes, global_batch_size=batch, gpus={"min": 1, "max": gpus}, data=data)
@@ -79,7 +105,10 @@ def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: l
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     batch=st.sampled_from(DIVISIBLE) | st.integers(1, BATCH_MAX),
     layers=st.sampled_from((1, 720, 840, LAYERS_MAX)),
@@ -88,13 +117,19 @@ def test_the_largest_jobs_make_no_decision_look_at_more_than_its_limit(totals: l
     nodes=st.sampled_from((1, 64, 8192)),
     gpus=st.sampled_from((1, 720, 2**22)),
 )
-def test_no_bounded_job_makes_a_decision_look_at_more_than_its_limit(totals: list[Work], **drawn: int) -> None:
+def test_no_bounded_job_makes_a_decision_look_at_more_than_its_limit(
+    totals: list[Work], **drawn: int
+) -> None:
     assert look(totals, **drawn) <= LOOKED_MAX  # 0 where the first family of plans has too many
 
 
 def test_a_job_with_too_many_plans_is_refused_with_the_number_and_what_to_pin() -> None:
     large = decoder(global_batch_size=720720)
-    pinned = decoder(global_batch_size=720720, plan={"tp": 8, "pp": 1, "micro_batch": 1}, gpus={"min": 8, "max": 64})
+    pinned = decoder(
+        global_batch_size=720720,
+        plan={"tp": 8, "pp": 1, "micro_batch": 1},
+        gpus={"min": 8, "max": 64},
+    )
     with closing(FirstDecisions()) as first:
         with pytest.raises(SpecError, match=rf"more than {PLANS_MAX:,}") as refused:
             first.check(state(512), large)
@@ -104,10 +139,14 @@ def test_a_job_with_too_many_plans_is_refused_with_the_number_and_what_to_pin() 
 
 def test_a_decision_that_takes_too_long_ends_a_child_and_nothing_else() -> None:
     large = decoder(decoder={"num_hidden_layers": 720}, global_batch_size=5040)
-    with closing(FirstDecisions(cpu_s=1.0)) as first:  # the large job takes 3.4 s, the small one 0.2 s
+    with closing(
+        FirstDecisions(cpu_s=1.0)
+    ) as first:  # the large job takes 3.4 s, the small one 0.2 s
         with pytest.raises(SpecError, match="exceeds the limits of a decision"):
             first.check(state(64), large)
-        first.check(state(1), decoder(gpus=1, plan={"micro_batch": 1, "zero_stage": 0}))  # in a child of its own
+        first.check(
+            state(1), decoder(gpus=1, plan={"micro_batch": 1, "zero_stage": 0})
+        )  # in a child of its own
 
 
 def test_before_any_node_is_seen_the_declared_ones_count() -> None:
@@ -125,7 +164,9 @@ def test_a_child_that_never_answers_is_ended() -> None:
 def test_a_published_configuration_with_absurd_numbers_is_refused_at_once() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 99}
     hf = {"model_type": "llama", "num_hidden_layers": 2**53 - 111, **sizes}
-    *_, last = Scheduler(state(1)).step(Submitted(job_id="a-1", order=1, spec=decoder(model={"hf": hf}), at_s=0.0))
+    *_, last = Scheduler(state(1)).step(
+        Submitted(job_id="a-1", order=1, spec=decoder(model={"hf": hf}), at_s=0.0)
+    )
     job = last.job
     assert job.status is JobStatus.REFUSED
     assert "too many layers" in job.reason
@@ -135,9 +176,13 @@ def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FirstDecisions()) as first:
         specs: list[JobSpec] = []
         ask = first._reply_to
-        monkeypatch.setattr(first, "_reply_to", lambda state, spec: specs.append(spec) or ask(state, spec))
+        monkeypatch.setattr(
+            first, "_reply_to", lambda state, spec: specs.append(spec) or ask(state, spec)
+        )
         for rate in (1e-3, 1e-4):  # what no plan depends on is no other shape
-            first.check(state(1), decoder(gpus=1, training={"learning_rate": rate}, name=f"lr{rate:g}"))
+            first.check(
+                state(1), decoder(gpus=1, training={"learning_rate": rate}, name=f"lr{rate:g}")
+            )
         assert len(specs) == 1
         first.check(state(1), decoder(gpus=2))
         first.check(state(2), decoder(gpus=2))  # other devices: other plans
@@ -147,7 +192,13 @@ def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_that_comes_after_another_is_tried_as_if_that_were_over() -> None:
     """The child knows no other jobs."""
     after = job_from_data(
-        {"name": "after", "global_batch_size": 8, "command": "python train.py", "depends_on": ["before-1"]}, "job"
+        {
+            "name": "after",
+            "global_batch_size": 8,
+            "command": "python train.py",
+            "depends_on": ["before-1"],
+        },
+        "job",
     )
     with closing(FirstDecisions()) as first:
         first.check(state(1), after)

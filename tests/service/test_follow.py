@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.service.server.client import Client
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.terminal import follow
 from orchestrator.service.terminal.follow import follow as follow_job
 from orchestrator.specs.attempt import Heartbeat
@@ -59,7 +59,9 @@ def world(idle_world: World) -> World:
     idle_world.turn_until("running")
     folder = JobFolder(idle_world.home, "lm-1").attempt(1)
     folder.path.mkdir(parents=True)
-    beat = Heartbeat(rank=0, step=25, steps_done=25, phase="training", peak_bytes=2**20, step_s=2.0, at_s=1.0)
+    beat = Heartbeat(
+        rank=0, step=25, steps_done=25, phase="training", peak_bytes=2**20, step_s=2.0, at_s=1.0
+    )
     write_json(folder.heartbeat(0), beat)
     return idle_world
 
@@ -89,7 +91,9 @@ def test_a_terminal_shows_a_bar_of_the_steps_and_the_time_that_is_left(world: Wo
     assert "lm-1: cancelled" in text
 
 
-def test_a_file_has_a_plain_line_with_the_time_that_is_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_has_a_plain_line_with_the_time_that_is_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
     text = shown(world, "left", is_terminal=False)
     assert f"lm-1: {LEFT} left · step 25/100" in text
@@ -129,8 +133,14 @@ def test_a_rehearsal_ends_with_its_verdict_where_the_job_asks(
 
 def test_a_run_says_once_that_its_job_waits_for_an_answer_and_goes_on(idle_world: World) -> None:
     with closing(Client(idle_world.home)) as client:
-        client.submit(parse_job(ASKING, "job.yaml").model_dump(mode="json"), dataclasses.asdict(FAULT))
+        client.submit(
+            parse_job(ASKING, "job.yaml").model_dump(mode="json"), dataclasses.asdict(FAULT)
+        )
     turn_until_it_asks(idle_world)
-    text = shown(idle_world, "lm-1: waits for your answer; Ctrl-C leaves the job in the queue", is_terminal=False)
+    text = shown(
+        idle_world,
+        "lm-1: waits for your answer; Ctrl-C leaves the job in the queue",
+        is_terminal=False,
+    )
     assert text.count("waits for your answer") == 1
     assert "did not recover" not in text

@@ -24,9 +24,12 @@ FOLLOWS = {"gpus", "optimizer", "global_batch_size"}  # from the layout and the 
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer"), [(DECODER, Optimizer.ADAMW), (DECODER, Optimizer.SGD), (MIXTURE, Optimizer.ADAMW)]
+    ("model", "optimizer"),
+    [(DECODER, Optimizer.ADAMW), (DECODER, Optimizer.SGD), (MIXTURE, Optimizer.ADAMW)],
 )
-def test_every_offered_plan_can_be_given_by_its_settings(model: dict[str, Any], optimizer: Optimizer) -> None:
+def test_every_offered_plan_can_be_given_by_its_settings(
+    model: dict[str, Any], optimizer: Optimizer
+) -> None:
     spec = job(model, training={"optimizer": optimizer})
     offered = list(plans(spec, machine(nvme_folder="/nvme")))
     assert len(offered) > 1000
@@ -38,9 +41,14 @@ def test_every_offered_plan_can_be_given_by_its_settings(model: dict[str, Any], 
 
 @pytest.mark.parametrize(
     ("model", "ep", "message"),
-    [(DECODER, 2, "no experts of this model are known"), (MIXTURE, 4, "4 does not divide its 6 experts")],
+    [
+        (DECODER, 2, "no experts of this model are known"),
+        (MIXTURE, 4, "4 does not divide its 6 experts"),
+    ],
 )
-def test_a_given_plan_spreads_only_experts_that_ranks_can_share(model: dict[str, Any], ep: int, message: str) -> None:
+def test_a_given_plan_spreads_only_experts_that_ranks_can_share(
+    model: dict[str, Any], ep: int, message: str
+) -> None:
     pins = (("dp", "4"), ("zero_stage", "3"), ("ep", str(ep)))
     with pytest.raises(SpecError, match=message):
         estimate_plan(job(model), pins, [node(devices=4)])
@@ -50,13 +58,17 @@ def test_a_given_plan_spreads_only_experts_that_ranks_can_share(model: dict[str,
 def test_the_engine_is_derived_if_only_one_can_run_a_plan(model: dict[str, Any]) -> None:
     spec, engines = job(model), dict[Plan, list[Engine]]()
     for plan in plans(spec, machine(nvme_folder="/nvme")):
-        pins = {name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}}
+        pins = {
+            name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}
+        }
         engines.setdefault(parse_plan(spec, tuple(pins.items())), []).append(plan.engine)
     for engine, able in engines.items():
         assert engine.engine in able
 
 
-def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_proposes_to_compare() -> None:
+def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_proposes_to_compare() -> (
+    None
+):
     forecast = plan_job(job(gpus={"min": 2, "max": 2}), [node(devices=2)])
     assert forecast["chosen"] is not None
     taken = forecast["frontier"][forecast["chosen"]]
@@ -65,12 +77,16 @@ def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_pr
         for point in forecast["frontier"]
         if point["rejected"] is None and point["step_s"] <= 1.16 * taken["step_s"]
     ]
-    kinds = {tuple(point["settings"][name] for name in ("engine", "dp", "tp", "pp", "zero_stage")) for point in near}
+    kinds = {
+        tuple(point["settings"][name] for name in ("engine", "dp", "tp", "pp", "zero_stage"))
+        for point in near
+    }
     assert len(kinds) > 1
     assert forecast["unsure"] is not None
     assert "orc compare" in forecast["unsure"]
     alone = plan_job(
-        job(gpus={"min": 2, "max": 2}, plan={"dp": 2, "zero_stage": 3, "engine": "torch"}), [node(devices=2)]
+        job(gpus={"min": 2, "max": 2}, plan={"dp": 2, "zero_stage": 3, "engine": "torch"}),
+        [node(devices=2)],
     )
     assert alone["chosen"] is not None
     assert alone["unsure"] is None
@@ -79,7 +95,8 @@ def test_a_forecast_says_where_plans_of_another_kind_are_too_near_to_tell_and_pr
 def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:
     spec, nodes = decoder_spec(), [node()]
     taken = [
-        observation(number=number, at_s=float(number), step_ratio=ratio) for number, ratio in enumerate((1.4, 1.5))
+        observation(number=number, at_s=float(number), step_ratio=ratio)
+        for number, ratio in enumerate((1.4, 1.5))
     ]
     plain, learned = plan_job(spec, nodes), plan_job(spec, nodes, taken)
     factors = {Engine.TORCH.value: 1.45, Engine.DEEPSPEED.value: 1.0}
@@ -106,7 +123,10 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
     kind = [observation(number=number, at_s=float(number)) for number in range(2, 9)]
     refuted = plan_job(spec, nodes, [failed, *kind])
     assert refuted["frontier"][0]["fit_probability"] == 0.0
-    assert refuted["frontier"][0]["rejected"] == "ran out of memory before, in another job of this family"
+    assert (
+        refuted["frontier"][0]["rejected"]
+        == "ran out of memory before, in another job of this family"
+    )
     assert refuted["chosen"] != 0
 
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.pages.form import OF_KEY, WRITTEN, Key, field_values, sections, write_job_file
+from orchestrator.service.pages.form import (
+    OF_KEY,
+    WRITTEN,
+    Key,
+    field_values,
+    sections,
+    write_job_file,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.written import as_yaml, as_yaml_line
@@ -29,7 +36,9 @@ training: {max_steps: 3}
 def _posted(text: str, **changes: str) -> dict[str, str]:
     """Return the fields that a browser sends from the page of that text, after a user changed these."""
     return (
-        {"text": text, WRITTEN: text} | field_values(text) | {OF_KEY + name: typed for name, typed in changes.items()}
+        {"text": text, WRITTEN: text}
+        | field_values(text)
+        | {OF_KEY + name: typed for name, typed in changes.items()}
     )
 
 
@@ -61,7 +70,12 @@ def test_a_command_of_several_lines_is_no_change_and_is_shown_in_one() -> None:
 def test_every_key_of_the_schema_has_a_field() -> None:
     names = {key.name.removeprefix(OF_KEY) for section in sections() for key in section.keys}
     assert {name.split(".")[0] for name in names} == set(job_json_schema()["properties"])
-    assert {"training.optimizer", "model.decoder.hidden_size", "sweep.early_terminate.type", "knobs.devices"} <= names
+    assert {
+        "training.optimizer",
+        "model.decoder.hidden_size",
+        "sweep.early_terminate.type",
+        "knobs.devices",
+    } <= names
 
 
 def _key(name: str) -> Key:
@@ -109,7 +123,9 @@ def test_a_field_and_an_edited_text_both_count() -> None:
 
 
 def test_fields_alone_write_a_file() -> None:
-    assert read_document(write_job_file({"text": "", WRITTEN: "", f"{OF_KEY}name": "lm"}), "").data == {"name": "lm"}
+    assert read_document(
+        write_job_file({"text": "", WRITTEN: "", f"{OF_KEY}name": "lm"}), ""
+    ).data == {"name": "lm"}
 
 
 def test_a_text_without_fields_is_taken_as_it_is() -> None:
@@ -126,11 +142,30 @@ def test_a_field_inside_a_value_that_is_no_mapping_is_refused() -> None:
         write_job_file(_posted(TEXT.replace("{max_steps: 3}", "fast"), **{"training.seed": "1"}))
 
 
-TRAPS = ("1e-3", "1_0", "0x1f", "yes", "null", "~", "08:00", "a: b", "# c", "", "=", "<<", "\x85", "a\nb\n")
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+TRAPS = (
+    "1e-3",
+    "1_0",
+    "0x1f",
+    "yes",
+    "null",
+    "~",
+    "08:00",
+    "a: b",
+    "# c",
+    "",
+    "=",
+    "<<",
+    "\x85",
+    "a\nb\n",
+)
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+)
 WORDS = st.text(max_size=20) | st.sampled_from(TRAPS)
 PLAIN = st.recursive(
-    SCALARS | WORDS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=8
+    SCALARS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
 )
 
 

@@ -51,11 +51,51 @@ BASES: tuple[dict[str, Any], ...] = (
     },
 )
 LONE, NUL, LONG = "\ud800", "a\0b", "x" * 200_000
-NEVER: tuple[Any, ...] = (float("inf"), float("-inf"), float("nan"), 2**53 + 1, 10**400, LONE, NUL, LONG, {LONE: 1})
+NEVER: tuple[Any, ...] = (
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    2**53 + 1,
+    10**400,
+    LONE,
+    NUL,
+    LONG,
+    {LONE: 1},
+)
 ODD: tuple[Any, ...] = (
     *NEVER,
-    *(-1, 0, 1, 2**31, 2**53, 1e300, -1e300, 1e-320, True, None, "", " ", "0", "1e400", "9" * 400, "-5GiB", "5GiB"),
-    *("~nobody/x", "/" * 5000, "a" * 300, "../..", "{lr}", "\x1b[31m", "\u202e", [], {}, [[]], {"a": {"b": None}}),
+    *(
+        -1,
+        0,
+        1,
+        2**31,
+        2**53,
+        1e300,
+        -1e300,
+        1e-320,
+        True,
+        None,
+        "",
+        " ",
+        "0",
+        "1e400",
+        "9" * 400,
+        "-5GiB",
+        "5GiB",
+    ),
+    *(
+        "~nobody/x",
+        "/" * 5000,
+        "a" * 300,
+        "../..",
+        "{lr}",
+        "\x1b[31m",
+        "\u202e",
+        [],
+        {},
+        [[]],
+        {"a": {"b": None}},
+    ),
 )
 
 
@@ -102,11 +142,15 @@ def broken_by(world: World, client: TestClient, seed: int, count: int) -> list[o
         answer = client.post("/jobs", content=body, headers=headers)
         is_taken = answer.status_code == 200
         taken += is_taken
-        is_named = answer.status_code in (422, 409) and any(key in answer.json()["error"] for key in (*path, "job"))
+        is_named = answer.status_code in (422, 409) and any(
+            key in answer.json()["error"] for key in (*path, "job")
+        )
         if not (is_taken and value not in NEVER) and not is_named:
             broken.append((path, repr(value)[:80], answer.status_code, answer.text[:300]))
         if number % BATCHED == 0:
-            audited += sum(row.action.startswith("POST /jobs") for _, row in world.accounts.audit(BATCHED))
+            audited += sum(
+                row.action.startswith("POST /jobs") for _, row in world.accounts.audit(BATCHED)
+            )
     submitted = [event for event in world.journal.events() if isinstance(event, Submitted)]
     if (audited, len(submitted)) != (count - count % BATCHED, taken) or not 0 < taken < count:
         broken.append(f"{count} sent, {audited} audited, {taken} taken, {len(submitted)} stored")
@@ -115,7 +159,9 @@ def broken_by(world: World, client: TestClient, seed: int, count: int) -> list[o
     return [*broken, *world.journal.set_aside.rows()]
 
 
-def test_whatever_is_sent_is_refused_by_its_field_or_given_back_by_the_journal(world: World) -> None:
+def test_whatever_is_sent_is_refused_by_its_field_or_given_back_by_the_journal(
+    world: World,
+) -> None:
     assert broken_by(world, world.by(Role.ADMIN, "root"), 0, BODIES) == []
 
 
@@ -123,7 +169,9 @@ def test_whatever_is_sent_is_refused_by_its_field_or_given_back_by_the_journal(w
 @pytest.mark.timeout(3600)
 def test_twenty_thousand_bodies_break_nothing(world: World) -> None:
     seed = random.randrange(2**32)
-    assert broken_by(world, world.client, seed, BODIES_LONG) == [], seed  # the owner may send over 6,000 a minute
+    assert broken_by(world, world.client, seed, BODIES_LONG) == [], (
+        seed
+    )  # the owner may send over 6,000 a minute
 
 
 def test_yaml_and_json_of_one_job_are_taken_or_refused_alike() -> None:

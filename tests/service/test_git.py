@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.server.git import code_source
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.git import code_source
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.parse import job_from_data
@@ -18,7 +18,14 @@ URL = "https://example.org/ada/project.git"
 
 
 def git(folder: Path, *arguments: str) -> None:
-    who = ("-c", "user.name=ada", "-c", "user.email=ada@example.org", "-c", "init.defaultBranch=main")
+    who = (
+        "-c",
+        "user.name=ada",
+        "-c",
+        "user.email=ada@example.org",
+        "-c",
+        "init.defaultBranch=main",
+    )
     subprocess.run(["git", *who, "-C", str(folder), *arguments], check=True, capture_output=True)
 
 
@@ -40,7 +47,10 @@ def test_a_job_has_the_commit_of_its_code_as_mlflow_reads_it(project: Path) -> N
     script = str(project / "train.py")
     spec = read_job(project / "job.yaml")
     assert spec.source is not None
-    assert (spec.source.commit, spec.source.branch) == (get_git_commit(script), get_git_branch(script))
+    assert (spec.source.commit, spec.source.branch) == (
+        get_git_commit(script),
+        get_git_branch(script),
+    )
     assert spec.source.repo_url == get_git_repo_url(script) == URL, "the password is in no record"
     assert not spec.source.dirty
     assert job_from_data(spec.model_dump(mode="json"), "the journal") == spec
@@ -54,7 +64,9 @@ def test_changed_files_make_it_dirty_and_new_ones_do_not(project: Path) -> None:
     assert code_source(project).dirty  # type: ignore[union-attr]
 
 
-def test_what_is_no_work_tree_or_has_no_commit_has_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_work_tree_or_has_no_commit_has_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert code_source(tmp_path) is None
     git(tmp_path, "init")
     assert code_source(tmp_path) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import parse_cluster, parse_jobs
 
@@ -27,7 +27,12 @@ CLUSTERS = [file for file in FILES if str(file.values[0]).startswith("# cluster.
 def test_each_file_says_what_it_is() -> None:
     others = [file for file in FILES if str(file.values[0]).startswith("# prometheus.yml\n")]
     assert len(JOBS) + len(CLUSTERS) + len(others) == len(FILES)
-    assert {str(file.id).rpartition("-")[0] for file in JOBS} >= {"own-script", "frameworks", "finetune", "own-model"}
+    assert {str(file.id).rpartition("-")[0] for file in JOBS} >= {
+        "own-script",
+        "frameworks",
+        "finetune",
+        "own-model",
+    }
 
 
 @pytest.mark.parametrize("text", JOBS)

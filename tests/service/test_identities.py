@@ -18,11 +18,11 @@ import pytest
 
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
 from orchestrator.backends.attempts.left_files import log_tail, read_exit_code
+from orchestrator.service.client.client import Client, process_is_alive, user_name
+from orchestrator.service.client.lifecycle import prepare, start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.service.pages.job import last_curves
-from orchestrator.service.server.attempt_files import read_from
-from orchestrator.service.server.client import Client, process_is_alive, user_name
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import prepare, start, stop
+from orchestrator.service.server.routes.attempt_files import read_from
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import until
@@ -84,7 +84,10 @@ def folder() -> Iterator[Path]:
 def submit(home: Path, folder: Path, user: str, python: str, script: str, *arguments: str) -> str:
     program, file = folder / f"{user}.py", folder / f"{user}.yaml"
     program.write_text(script)
-    file.write_text(JOB.format(python=python, script=program, go=" ".join(arguments)) + "retries: {startup: 0}\n")
+    file.write_text(
+        JOB.format(python=python, script=program, go=" ".join(arguments))
+        + "retries: {startup: 0}\n"
+    )
     spec = {**read_job(file).model_dump(mode="json"), "user": user, "name": user}
     with closing(Client(home)) as client:
         return client.submit(spec)
@@ -99,7 +102,10 @@ def rank_of(home: Path, job_id: str) -> int | None:
     """The process of a job's rank, by its command line."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{home}/jobs/{job_id}/attempts/1/guard.json".encode() in (entry / "cmdline").read_bytes():
+            if (
+                f"{home}/jobs/{job_id}/attempts/1/guard.json".encode()
+                in (entry / "cmdline").read_bytes()
+            ):
                 return int(entry.name)
         except OSError:
             continue
@@ -120,7 +126,17 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     pid = until(lambda: rank_of(home, ada), "ada's rank", END_S)
     assert os.stat(f"/proc/{pid}").st_uid == ADA
     attempt_folder = home / "jobs" / "bob-2" / "attempts" / "1"
-    bob = submit(home, folder, "bob", python, SPY, str(home), str(home / "jobs" / ada), str(attempt_folder), str(pid))
+    bob = submit(
+        home,
+        folder,
+        "bob",
+        python,
+        SPY,
+        str(home),
+        str(home / "jobs" / ada),
+        str(attempt_folder),
+        str(pid),
+    )
     until(lambda: show(home, bob)["status"] in ("succeeded", "failed"), "the end of bob's", END_S)
     log = (attempt_folder / "rank0.log").read_text()
     assert "may " in log, log
@@ -138,7 +154,9 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
 
 
 @pytest.mark.long
-def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_its_own(tmp_path: Path) -> None:
+def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_its_own(
+    tmp_path: Path,
+) -> None:
     here, listen = Machine(folder=tmp_path), f"127.0.0.1:{free_port()}"
     command = ("up", "--listen", listen, "--ray", "127.0.0.1:1")
     here.orc(*command)
@@ -146,7 +164,9 @@ def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_i
         for name, role in ((user_name(), "admin"), ("eve", "viewer")):
             here.orc("user", "set", name, "--role", role)
         refused = json.loads(here.orc("user", "set", "ada", "--role", "member", code=1))["error"]
-        assert refused.startswith(f"jobs of ada would run as {user_name()}, who can read and change this home")
+        assert refused.startswith(
+            f"jobs of ada would run as {user_name()}, who can read and change this home"
+        )
         assert "`orc up --listen HOST:PORT --trust-users`" in refused
         assert len(refused.splitlines()) == 1
         here.orc("down")
@@ -158,7 +178,9 @@ def test_a_service_for_other_machines_asks_before_jobs_of_a_second_user_run_as_i
         here.orc("down", "--force", code=0 if (tmp_path / "home" / "service.json").exists() else 1)
 
 
-def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_through(tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_through(
+    tmp_path: Path,
+) -> None:
     secret, link, pipe = tmp_path / "secret", tmp_path / "rank1.log", tmp_path / "rank2.log"
     text = '{"step": 1, "loss": 2.0}'
     secret.write_text(text)

@@ -10,9 +10,14 @@ import pytest
 
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
-from orchestrator.service.server.hub import hint_for
-from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_cluster, read_job, read_overrides
-from orchestrator.service.server.profiling import TraceScope
+from orchestrator.service.intake.hub import hint_for
+from orchestrator.service.intake.intake import (
+    EMBEDDED_CLUSTER,
+    read_cluster,
+    read_job,
+    read_overrides,
+)
+from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
@@ -58,7 +63,9 @@ def test_files_are_found_from_the_job_file_and_made_absolute(tmp_path: Path) -> 
     assert spec.data.text == (str(tmp_path / "jobs" / "corpus.txt"), str(tmp_path / "other.txt"))
 
 
-def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(tmp_path: Path) -> None:
+def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(
+    tmp_path: Path,
+) -> None:
     path = job_file(tmp_path, HF)
     folder = tmp_path / "jobs" / "model"
     folder.mkdir()
@@ -75,10 +82,22 @@ def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(tm
     [
         (HF, None, ["model.hf", "no config.json"]),
         (HF, "no JSON", ["model.hf", "no config.json"]),
-        (HF.replace("hf: model", "hf: ./nowhere"), None, ["model.hf", "jobs/nowhere", "the folder does not exist"]),
+        (
+            HF.replace("hf: model", "hf: ./nowhere"),
+            None,
+            ["model.hf", "jobs/nowhere", "the folder does not exist"],
+        ),
         (HF.replace("./model", "./nowhere"), json.dumps(LLAMA), ["data.tokenizer", "jobs/nowhere"]),
-        (HF.replace("corpus.txt", "corpse.jsonl"), json.dumps(LLAMA), ["data.chat[0]", "corpse.jsonl"]),
-        (HF.replace("hf: model", "hf: {model_type: gpt3}"), "{}", ["model", "no such family", "give its costs"]),
+        (
+            HF.replace("corpus.txt", "corpse.jsonl"),
+            json.dumps(LLAMA),
+            ["data.chat[0]", "corpse.jsonl"],
+        ),
+        (
+            HF.replace("hf: model", "hf: {model_type: gpt3}"),
+            "{}",
+            ["model", "no such family", "give its costs"],
+        ),
     ],
 )
 def test_a_transformers_model_that_cannot_be_planned_is_refused(
@@ -90,7 +109,9 @@ def test_a_transformers_model_that_cannot_be_planned_is_refused(
         (tmp_path / "jobs" / "model" / "config.json").write_text(config)
     with pytest.raises(SpecError) as caught:
         read_job(path, home=tmp_path / "home")
-    assert [message for message in messages if message not in str(caught.value)] == [], str(caught.value)
+    assert [message for message in messages if message not in str(caught.value)] == [], str(
+        caught.value
+    )
 
 
 def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
@@ -137,7 +158,9 @@ def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) ->
     profile = profile_of(spec, precision=spec.precision, sequence_length=None)
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
-    assert profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True) is not None
+    assert (
+        profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True) is not None
+    )
     stamps = stamps_of(home)
     assert read_job(path, home=home) == spec
     assert stamps_of(home) == stamps, "a stored profile is not made again"
@@ -156,7 +179,9 @@ def stamps_of(home: Path) -> dict[Path, int]:
 def test_arithmetic_that_no_plan_has_is_not_traced_until_one_has_it(tmp_path: Path) -> None:
     path, home = own_job(tmp_path, FACTORY.replace("WIDTH", "5")), tmp_path / "home"
     spec = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,), numeric=False))
-    assert [(entry.profile.precision, entry.autocast) for entry in spec.traced] == [(Precision.FP32, False)]
+    assert [(entry.profile.precision, entry.autocast) for entry in spec.traced] == [
+        (Precision.FP32, False)
+    ]
     stamps = stamps_of(home)
     every = read_job(path, home=home, scope=lambda _: TraceScope(cuda=(True,)))
     assert {entry.profile.precision for entry in every.traced} == {Precision.FP32, Precision.BF16}
@@ -183,18 +208,24 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_own_error(tmp_path: P
     with pytest.raises(SpecError) as caught:
         read_job(own_job(tmp_path, code), home=tmp_path / "home")
     message = str(caught.value)
-    assert [part for part in ("job.yaml", "ZeroDivisionError", "give its costs") if part not in message] == [], message
+    assert [
+        part for part in ("job.yaml", "ZeroDivisionError", "give its costs") if part not in message
+    ] == [], message
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
 @pytest.mark.long
-def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_project(tmp_path: Path) -> None:
+def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_project(
+    tmp_path: Path,
+) -> None:
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").touch()
     (project / "sizes.py").write_text("WIDTH = 5\n")
     text = "trains: {factory: own.py:build, config: {outputs: 3}}\ncommand: python train.py\nworkdir: ../project\n"
-    path = own_job(tmp_path, "from sizes import WIDTH\n" + FACTORY, f"name: own\nglobal_batch_size: 8\n{text}")
+    path = own_job(
+        tmp_path, "from sizes import WIDTH\n" + FACTORY, f"name: own\nglobal_batch_size: 8\n{text}"
+    )
     spec = read_job(path, home=tmp_path / "home")
     profile = profile_of(spec, precision=spec.precision, sequence_length=None)
     assert profile is not None
@@ -205,20 +236,30 @@ def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_projec
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trains: {factory: own.py:build}\nmodel: {factory: own.py:build}\n", "`trains` says which model"),
-        ("trains: {hf: a, factory: own.py:build}\ncommand: ./train.sh\n", "`trains` says exactly one"),
+        (
+            "trains: {factory: own.py:build}\nmodel: {factory: own.py:build}\n",
+            "`trains` says which model",
+        ),
+        (
+            "trains: {hf: a, factory: own.py:build}\ncommand: ./train.sh\n",
+            "`trains` says exactly one",
+        ),
         ("trains: {factory: none.py:build}\ncommand: python train.py\n", "trains.factory"),
         ("trains: {hf: ./none}\ncommand: python train.py\n", "trains.hf"),
     ],
 )
-def test_a_mistake_in_what_a_script_trains_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
+def test_a_mistake_in_what_a_script_trains_is_one_clear_error(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = own_job(tmp_path, FACTORY, f"name: own\nglobal_batch_size: 8\n{text}")
     (tmp_path / "jobs" / "train.py").touch()
     with pytest.raises(SpecError, match=message):
         read_job(path, home=tmp_path / "home")
 
 
-def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(tmp_path: Path) -> None:
+def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "python").symlink_to(sys.executable)
     (tmp_path / "jobs").mkdir()
@@ -228,7 +269,10 @@ def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(t
     before = "resume: {before: ../venv/python migrate_checkpoint.py}"
     path.write_text(f"name: own\nglobal_batch_size: 8\ncommand: python train.py\n{before}\n")
     venv, jobs = tmp_path.resolve() / "venv", tmp_path.resolve() / "jobs"
-    assert read_job(path).resume.before == (str(venv / "python"), str(jobs / "migrate_checkpoint.py"))
+    assert read_job(path).resume.before == (
+        str(venv / "python"),
+        str(jobs / "migrate_checkpoint.py"),
+    )
 
 
 def test_a_job_file_cannot_set_traced_profiles(tmp_path: Path, home: Path) -> None:
@@ -267,7 +311,10 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
             "profile: {parameters: 1, activations_per_sample: 1MiB}\n",
             ["model.factory", "path/to/file.py:function"],
         ),
-        (f"{SCRIPT}knobs: {{micro_batch_size: {{flag: --lr}}}}\n", ["knobs.micro_batch_size", "'--lr'", "remove it"]),
+        (
+            f"{SCRIPT}knobs: {{micro_batch_size: {{flag: --lr}}}}\n",
+            ["knobs.micro_batch_size", "'--lr'", "remove it"],
+        ),
         (
             SCRIPT.replace("--lr 1", "--lr=1") + "knobs: {micro_batch_size: {flag: --lr}}\n",
             ["knobs.micro_batch_size", "remove it from `command`"],
@@ -277,9 +324,21 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
             ["knobs.micro_batch_size", "remove it from `env`"],
         ),
     ],
-    ids=["data", "script", "program", "workdir", "factory", "factory form", "flag twice", "flag= twice", "env twice"],
+    ids=[
+        "data",
+        "script",
+        "program",
+        "workdir",
+        "factory",
+        "factory form",
+        "flag twice",
+        "flag= twice",
+        "env twice",
+    ],
 )
-def test_files_that_a_job_names_must_exist_and_knobs_be_set_once(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_files_that_a_job_names_must_exist_and_knobs_be_set_once(
+    tmp_path: Path, text: str, parts: list[str]
+) -> None:
     path = job_file(tmp_path, text)
     with pytest.raises(SpecError) as caught:
         read_job(path)
@@ -311,7 +370,9 @@ def test_a_micro_batch_above_the_global_batch_is_refused_where_it_is_typed(tmp_p
         read_job(path, read_overrides(["knobs.micro_batch_size.default=16"]))
 
 
-def test_a_training_setting_that_nothing_tells_a_script_is_refused_where_it_is_typed(tmp_path: Path) -> None:
+def test_a_training_setting_that_nothing_tells_a_script_is_refused_where_it_is_typed(
+    tmp_path: Path,
+) -> None:
     path = job_file(tmp_path, SCRIPT)
     read_job(path, read_overrides(["training.optimizer=adamw_8bit"]))
     with pytest.raises(SpecError, match="say it in `command`"):
@@ -328,7 +389,9 @@ def test_the_refusal_of_a_model_names_its_projects_job_and_models_of_the_table()
 
 
 def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:
-    assert read_cluster(None) == read_cluster(Path(__file__).parents[2] / "clusters" / "two-virtual-devices.yaml")
+    assert read_cluster(None) == read_cluster(
+        Path(__file__).parents[2] / "clusters" / "two-virtual-devices.yaml"
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,9 +401,13 @@ def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:
         ("relative_to", "{micro_batch_size: 1, sequence_length: 1, precision: fp32}"),
     ],
 )
-def test_a_file_that_sets_learned_fields_is_refused(tmp_path: Path, field: str, message: str) -> None:
+def test_a_file_that_sets_learned_fields_is_refused(
+    tmp_path: Path, field: str, message: str
+) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(f"name: a\nglobal_batch_size: 1\ncommand: python train.py\n{field}: {message}\n")
+    path.write_text(
+        f"name: a\nglobal_batch_size: 1\ncommand: python train.py\n{field}: {message}\n"
+    )
     with pytest.raises(SpecError, match=f"(?s){field}.*is no setting"):
         read_job(path)
 
@@ -360,7 +427,9 @@ def test_a_cluster_file_names_trackers_that_there_are(tmp_path: Path) -> None:
 def test_a_preset_of_the_user_lies_beside_the_job_file(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     file = tmp_path / "job.yaml"
-    file.write_text("name: a\nglobal_batch_size: 16\ncommand: python train.py\ntrainer: presets/ours.yaml\n")
+    file.write_text(
+        "name: a\nglobal_batch_size: 16\ncommand: python train.py\ntrainer: presets/ours.yaml\n"
+    )
     with pytest.raises(SpecError, match="does not exist"):
         read_job(file)
     (tmp_path / "presets").mkdir()

@@ -20,8 +20,14 @@ JOB = "name: {name}\ncommand: python x.py\nworkdir: .\ngpus: 1\nglobal_batch_siz
 @pytest.fixture
 def night(tmp_path: Path) -> Path:
     (tmp_path / "x.py").write_text("")
-    sweep = JOB.replace("x.py", "x.py --seed {{seed}}") + "array: {{seed: [0, 1]}}\ndepends_on: [prepare]\n"
-    late, due = JOB + "start_window: 22:00-06:00 Europe/Berlin\n", JOB + "deadline: 21:30 Europe/Berlin\n"
+    sweep = (
+        JOB.replace("x.py", "x.py --seed {{seed}}")
+        + "array: {{seed: [0, 1]}}\ndepends_on: [prepare]\n"
+    )
+    late, due = (
+        JOB + "start_window: 22:00-06:00 Europe/Berlin\n",
+        JOB + "deadline: 21:30 Europe/Berlin\n",
+    )
     for name, text in {"prepare": JOB, "sweep": sweep, "late": late, "due": due}.items():
         (tmp_path / f"{name}.yaml").write_text(text.format(name=name))
     return tmp_path
@@ -41,16 +47,29 @@ def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Pat
     )
     run = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4), seed=0)
     starts_h = [(outcome.name, (outcome.started_at_s or 0.0) / HOUR_S) for outcome in run.outcomes]
-    assert starts_h == [("prepare", 0.0), ("sweep", 1.0), ("sweep", 1.0), ("late", 3.0), ("due", 1.0)]
+    assert starts_h == [
+        ("prepare", 0.0),
+        ("sweep", 1.0),
+        ("sweep", 1.0),
+        ("late", 3.0),
+        ("due", 1.0),
+    ]
     assert (run.report["deadlines"], run.report["deadlines_met"]) == (1, 1)
     assert run.report["mean_lateness_s"] == 0.0
 
 
-def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs_have_no_date(night: Path) -> None:
+def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs_have_no_date(
+    night: Path,
+) -> None:
     """The list begins at 18:00. The nodes are away from 18:30 to 20:00, before the hour of work would end."""
-    away = Maintenance.model_validate({"start": "2026-07-01T18:30:00+02:00", "end": "2026-07-01T20:00:00+02:00"})
+    away = Maintenance.model_validate(
+        {"start": "2026-07-01T18:30:00+02:00", "end": "2026-07-01T20:00:00+02:00"}
+    )
     cluster = cluster_of(1, 0.0, 4).model_copy(update={"maintenance": (away,)})
-    dated = read_list(write(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"), night)
+    dated = read_list(
+        write(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"),
+        night,
+    )
     (outcome,) = simulate(dated, shift_maintenance(cluster, dated.begins_s), seed=0).outcomes
     assert outcome.started_at_s == 2 * HOUR_S
     undated = read_list(write(night, "jobs: [{file: prepare.yaml}]\n"), night)
@@ -59,13 +78,22 @@ def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_a_sweep_of_a_list_is_played_with_all_its_trials_so_many_at_once(night: Path, at_once: int) -> None:
+def test_a_sweep_of_a_list_is_played_with_all_its_trials_so_many_at_once(
+    night: Path, at_once: int
+) -> None:
     """Each trial has an hour of work; what waits behind the sweep on the same device goes between its trials."""
-    text = JOB.replace("x.py", "x.py --lr {{lr}}") + "sweep: {{method: grid, metric: {{name: loss, log: 'loss=(.)'}}, "
+    text = (
+        JOB.replace("x.py", "x.py --lr {{lr}}")
+        + "sweep: {{method: grid, metric: {{name: loss, log: 'loss=(.)'}}, "
+    )
     text += "parameters: {{lr: {{values: [1, 2, 3, 4, 5]}}}}, max_trials: 4}}\nmax_concurrent: {at_once}\n"
     (night / "tune.yaml").write_text(text.format(name="tune", at_once=at_once))
-    run = simulate(read_list(write(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4), seed=0)
-    assert [outcome.trial for outcome in run.outcomes] == [("tune#0", number) for number in range(4)]
+    run = simulate(
+        read_list(write(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4), seed=0
+    )
+    assert [outcome.trial for outcome in run.outcomes] == [
+        ("tune#0", number) for number in range(4)
+    ]
     starts_h = [(outcome.started_at_s or 0.0) / HOUR_S for outcome in run.outcomes]
     assert starts_h == [number // at_once for number in range(4)]
     assert (run.report["jobs"], run.report["finished"]) == (4, 4)
@@ -73,7 +101,11 @@ def test_a_sweep_of_a_list_is_played_with_all_its_trials_so_many_at_once(night: 
 
 def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> None:
     sweep = "sweep: {{method: grid, metric: {{name: loss, log: 'loss=(.)'}}, parameters: {{lr: {{values: [1, 2]}}}}}}\n"
-    text = JOB.replace("x.py", "x.py --lr {{lr}}").replace("gpus: 1", "gpus: 8").replace("{{1: 10s}}", "{{8: 10s}}")
+    text = (
+        JOB.replace("x.py", "x.py --lr {{lr}}")
+        .replace("gpus: 1", "gpus: 8")
+        .replace("{{1: 10s}}", "{{8: 10s}}")
+    )
     (night / "tune.yaml").write_text((text + sweep + "max_concurrent: 1\n").format(name="tune"))
     text = "jobs: [{file: tune.yaml}, {file: prepare.yaml}]\n"
     report = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4), seed=0).report

@@ -21,7 +21,14 @@ from orchestrator.specs.run import JobFolder
 from tests.service.worlds import World
 
 MIB = 2**20
-CURVES = [Curves(number=1, loss=[(1.0, 2.0)], step_s=[(1.0, 0.1)], peak_bytes=[(1.0, 100.0 * MIB), (2.0, 90.0 * MIB)])]
+CURVES = [
+    Curves(
+        number=1,
+        loss=[(1.0, 2.0)],
+        step_s=[(1.0, 0.1)],
+        peak_bytes=[(1.0, 100.0 * MIB), (2.0, 90.0 * MIB)],
+    )
+]
 
 
 def view(kind: str | None, peak_bytes: int = 254 * MIB) -> Any:
@@ -42,18 +49,27 @@ def test_the_memory_chart_has_the_end_of_the_device() -> None:
     assert "device ends" not in charts(CURVES, None)["peak_bytes"]
 
 
-def test_facts_are_the_command_the_folder_and_the_commit_where_they_are_known(tmp_path: Path) -> None:
+def test_facts_are_the_command_the_folder_and_the_commit_where_they_are_known(
+    tmp_path: Path,
+) -> None:
     text = f"name: a\ncommand: [python, train.py, a b]\nglobal_batch_size: 8\nworkdir: {tmp_path}\n"
     spec = parse_job(text, "job.yaml")
     job = Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0)
     assert facts_of(job) == {"Command": "python train.py 'a b'", "Folder": str(tmp_path)}
     source = SimpleNamespace(commit="0123456789abcdef" * 3, dirty=True)
-    saved = Job(id="a-1", spec=spec.model_copy(update={"source": source}), order=1, submitted_at_s=0.0)
+    saved = Job(
+        id="a-1", spec=spec.model_copy(update={"source": source}), order=1, submitted_at_s=0.0
+    )
     assert facts_of(saved)["Commit"] == "0123456789ab and changes"
 
 
 def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out() -> None:
-    attempt = {"predicted_bytes": 300 * MIB, "device": "d", "outcome": "device_oom", "ended_at_s": 1.0}
+    attempt = {
+        "predicted_bytes": 300 * MIB,
+        "device": "d",
+        "outcome": "device_oom",
+        "ended_at_s": 1.0,
+    }
     job: Any = {"attempts": [view("device_oom")["attempts"][0] | attempt], "progress": None}
     (row,) = memory_rows(job, {"d": 256 * MIB})
     assert f'class="end" x="{99 * 256 / 300:.1f}"' in row["peak_meter"]
@@ -75,7 +91,10 @@ def test_the_output_is_listed_with_its_newest_files_and_no_link_is_followed(tmp_
 
 
 def test_facts_name_variables_and_say_no_value_of_one() -> None:
-    spec = parse_job("name: a\ncommand: python a.py\nglobal_batch_size: 8\nworkdir: /srv\nenv: {A: hush}\n", "job.yaml")
+    spec = parse_job(
+        "name: a\ncommand: python a.py\nglobal_batch_size: 8\nworkdir: /srv\nenv: {A: hush}\n",
+        "job.yaml",
+    )
     assert facts_of(Job(id="a-1", spec=spec, order=1, submitted_at_s=0.0))["Variables"] == "A"
 
 

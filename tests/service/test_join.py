@@ -64,7 +64,9 @@ class Pair:
         """The id of a job that runs this Python text."""
         folder = self.home.parent
         (folder / f"{name}.py").write_text(script)
-        job = JOB.format(name=name, python=sys.executable, script=f"{name}.py", folder=folder, gpus=gpus)
+        job = JOB.format(
+            name=name, python=sys.executable, script=f"{name}.py", folder=folder, gpus=gpus
+        )
         (folder / f"{name}.yaml").write_text(job)
         (job_id,) = self.head.orc("submit", str(folder / f"{name}.yaml"))["ids"]
         return str(job_id)
@@ -85,7 +87,11 @@ def pair() -> Iterator[Pair]:
         head, other = machines["h1"], machines["h2"]
         home = head.shared / "home"
         for host in machines.values():
-            host.env |= {"ORC_HOME": str(home), "OMP_NUM_THREADS": "1", "ORC_MLFLOW": "http://127.0.0.1:1"}
+            host.env |= {
+                "ORC_HOME": str(home),
+                "OMP_NUM_THREADS": "1",
+                "ORC_MLFLOW": "http://127.0.0.1:1",
+            }
         up = head.orc("up", "--listen", f"{head.address}:{PORT}")
         assert up["join"]["service"] == f"{head.address}:{PORT}"
         yield Pair(head=head, other=other, home=home)
@@ -102,7 +108,9 @@ def test_a_machine_joins_trains_with_the_head_over_their_addresses_and_leaves(pa
 
     job = pair.ended(pair.submit("gang", TRAIN, 4))
     assert job["status"] == "succeeded", job
-    log = "".join(path.read_text() for path in pair.home.glob(f"jobs/{job['id']}/attempts/1/rank*.log"))
+    log = "".join(
+        path.read_text() for path in pair.home.glob(f"jobs/{job['id']}/attempts/1/rank*.log")
+    )
     ranks = sorted(line.split()[3:] for line in log.splitlines() if line.startswith("rank"))
     assert ranks == [["h1", "of", "4"]] * 2 + [["h2", "of", "4"]] * 2
 
@@ -139,15 +147,25 @@ def test_a_machine_leaves_only_when_its_jobs_have_ended_and_force_moves_them(pai
     assert set(pair.nodes()) == {"virtual"}
 
 
-def test_a_restart_of_the_service_keeps_its_members_and_a_lost_machine_can_be_forgotten(pair: Pair) -> None:
+def test_a_restart_of_the_service_keeps_its_members_and_a_lost_machine_can_be_forgotten(
+    pair: Pair,
+) -> None:
     pair.other.orc("join", pair.service, "--name", "spare")
     pid = json.loads((pair.home / "service.json").read_text())["pid"]
     pair.head.run("kill", str(pid))
-    until(lambda: pair.head.run("kill", "-0", str(pid), code=None).returncode != 0, "the end of the service")
+    until(
+        lambda: pair.head.run("kill", "-0", str(pid), code=None).returncode != 0,
+        "the end of the service",
+    )
     pair.head.orc("up")
     assert set(pair.nodes()) == {"virtual", "spare"}
     assert "still runs" in pair.head.orc("leave", "spare", code=1)
-    pids = [str(pid) for _, pid, _ in json.loads((pair.home / "machines" / "spare.json").read_text())["processes"]]
+    pids = [
+        str(pid)
+        for _, pid, _ in json.loads((pair.home / "machines" / "spare.json").read_text())[
+            "processes"
+        ]
+    ]
     pair.other.run("kill", "-9", *pids)
     until(lambda: set(pair.nodes()) == {"virtual"}, "the loss of the node")
     assert pair.head.orc("leave", "spare")["left"] is True
@@ -169,7 +187,9 @@ def test_what_differs_is_said_with_both_values_and_nothing_is_left(pair: Pair) -
     assert "wrong token" in pair.other.orc("join", pair.service, code=1, env=wrong)
     other = {"ORC_JOIN_TOKEN": f"{token.partition('.')[0]}.{'0' * 64}"}
     assert "shows the certificate" in pair.other.orc("join", pair.service, code=1, env=other)
-    assert "gives this machine another name" in pair.other.orc("join", pair.service, "--name", "virtual", code=1)
+    assert "gives this machine another name" in pair.other.orc(
+        "join", pair.service, "--name", "virtual", code=1
+    )
     assert set(pair.nodes()) == {"virtual"}
 
 
@@ -183,32 +203,51 @@ def test_no_token_is_in_a_process_list_and_a_new_one_ends_the_old_one(pair: Pair
     old = (pair.home / "join_token").read_text()
     assert (pair.home / "join_token").stat().st_mode & 0o077 == 0
     pair.other.orc("join", pair.service)
-    secrets = [(pair.home / name).read_text().partition(".")[0] for name in ("join_token", "ray_token", "token")]
+    secrets = [
+        (pair.home / name).read_text().partition(".")[0]
+        for name in ("join_token", "ray_token", "token")
+    ]
     for host in (pair.head, pair.other):
         listed = host.run("ps", "-eo", "args").stdout
         assert not [secret for secret in secrets if secret in listed]
     assert pair.other.orc("leave")["left"] is True
     assert pair.head.orc("token", "join", "--renew")["token"] != old
-    assert "wrong token" in pair.other.orc("join", pair.service, code=1, env={"ORC_JOIN_TOKEN": old})
+    assert "wrong token" in pair.other.orc(
+        "join", pair.service, code=1, env={"ORC_JOIN_TOKEN": old}
+    )
 
 
-def test_a_machine_with_cards_joins_one_without_and_brings_its_own_kind(pair: Pair, nvml_library: Path) -> None:  # noqa: F811
+def test_a_machine_with_cards_joins_one_without_and_brings_its_own_kind(
+    pair: Pair,
+    nvml_library: Path,  # noqa: F811
+) -> None:
     if not any(nvml_library.iterdir()):
         pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
     folder = pair.home.parent / "nvml"
     shutil.copytree(nvml_library, folder)
     (folder / "state").write_text(f"ok\n{H100}\n{H100}\n")
-    nvml = {"LD_LIBRARY_PATH": str(folder), "NVIDIA_FAKE_STATE": str(folder / "state"), "CUDA_VISIBLE_DEVICES": "0,1"}
+    nvml = {
+        "LD_LIBRARY_PATH": str(folder),
+        "NVIDIA_FAKE_STATE": str(folder / "state"),
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
     joined = pair.other.orc("join", pair.service, "--name", "cards", env=nvml)
     assert joined["notes"] == ["Found 2 x NVIDIA H100 80GB HBM3, taken as h100-80gb."]
-    until(lambda: sum(pair.nodes()["cards"]["free_bytes"]) > 2 * 78 * 2**30, "what is free, as NVML tells on that host")
+    until(
+        lambda: sum(pair.nodes()["cards"]["free_bytes"]) > 2 * 78 * 2**30,
+        "what is free, as NVML tells on that host",
+    )
     assert pair.nodes()["virtual"]["device"]["kind"] == "virtual"
-    changed = pair.other.orc("join", pair.service, "--name", "cards", code=1, env={"CUDA_VISIBLE_DEVICES": ""})
+    changed = pair.other.orc(
+        "join", pair.service, "--name", "cards", code=1, env={"CUDA_VISIBLE_DEVICES": ""}
+    )
     assert "the devices of node cards have changed" in changed
     assert pair.other.orc("leave", "cards")["left"] is True
 
 
-def test_the_file_that_is_shown_is_what_the_service_takes_and_members_join_it_again(pair: Pair) -> None:
+def test_the_file_that_is_shown_is_what_the_service_takes_and_members_join_it_again(
+    pair: Pair,
+) -> None:
     pair.other.orc("join", pair.service)
     shown = pair.head.run(sys.executable, "-m", "orchestrator.cli", "cluster", "show").stdout
     assert "name: h2" in shown
@@ -216,7 +255,9 @@ def test_the_file_that_is_shown_is_what_the_service_takes_and_members_join_it_ag
     file.write_text(shown)
     pair.head.orc("down")
     up = pair.head.orc("up", "--cluster", str(file), "--listen", pair.service)
-    assert [node["name"] for node in up["nodes"]] == ["virtual"], "the other one is not started here"
+    assert [node["name"] for node in up["nodes"]] == ["virtual"], (
+        "the other one is not started here"
+    )
     pair.other.orc("join", pair.service)
     assert set(pair.nodes()) == {"virtual", "h2"}
     assert pair.head.orc("up", "--cluster", str(file), "--listen", pair.service)["started"] is False

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.lifecycle import prepare
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.lifecycle import prepare
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished, Submitted
 from orchestrator.specs.job_record import JobStatus
@@ -69,7 +69,9 @@ class Mortal:
         return sum(map(len, self.answered))
 
     def load(self) -> list[threading.Thread]:
-        threads = [threading.Thread(target=self._submit, args=(ids,), daemon=True) for ids in self.answered]
+        threads = [
+            threading.Thread(target=self._submit, args=(ids,), daemon=True) for ids in self.answered
+        ]
         for thread in threads:
             thread.start()
         return threads
@@ -109,7 +111,9 @@ def forker() -> Iterator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "rounds", [5, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
+)
 def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     rounds: int, tmp_path: Path, forker: subprocess.Popen[str]
 ) -> None:
@@ -135,7 +139,9 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     assert set(ended) == {event.job_id for event in submitted}
     assert len(set(answered)) == len(answered), "two submissions were answered with one job"
     without_answer = set(ended) - set(answered)
-    assert len(without_answer) <= mortal.unanswered, "a submission that was sent again became two jobs"
+    assert len(without_answer) <= mortal.unanswered, (
+        "a submission that was sent again became two jobs"
+    )
     assert {job.status for job in ended.values()} == {JobStatus.SUCCEEDED}
     order = {event.job_id: event.order for event in submitted}
     for ids in mortal.answered:
@@ -145,7 +151,9 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     assert {len(job.attempts) for job in ended.values()} == {1}
     finished = [event.job_id for event in events if isinstance(event, Finished)]
     assert len(set(finished)) == len(ended)
-    assert [run.order for run in began] == sorted(run.order for run in began), "equal jobs start in their order"
+    assert [run.order for run in began] == sorted(run.order for run in began), (
+        "equal jobs start in their order"
+    )
     by_device: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for run in began:
         for device in run.devices:

@@ -15,8 +15,8 @@ import pytest
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.threads import ThreadFaults
-from orchestrator.service.server import attempt_files
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.routes import attempt_files
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
@@ -84,7 +84,9 @@ def test_a_poisoned_heartbeat_costs_no_answer_and_no_other_job(world: World) -> 
 
 def test_what_a_rank_wrote_and_nobody_can_read_stands_in_its_row(world: World) -> None:
     poisoned, _ = two_running(world)
-    JobFolder(world.home, poisoned).attempt(1).heartbeat(0).write_text(json.dumps({**GOOD, "step_s": "x"}))
+    JobFolder(world.home, poisoned).attempt(1).heartbeat(0).write_text(
+        json.dumps({**GOOD, "step_s": "x"})
+    )
     view = other_view(world, poisoned)
     assert "step_s has a wrong type" in view["reason"]
     assert view["progress"]["step"] == GOOD["step"], "what is right is shown"
@@ -102,7 +104,9 @@ def test_poisoned_curves_and_samples_cost_no_page(world: World) -> None:
         assert failures(world, poisoned) == []
 
 
-def test_a_row_that_cannot_be_made_costs_one_row(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_cannot_be_made_costs_one_row(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken, other = two_running(world)
 
     def fail_for_one(job: Job, *arguments: Any, **named: Any) -> JobView:
@@ -126,7 +130,12 @@ def test_a_home_that_an_earlier_version_let_ranks_poison_is_shown_again(tmp_path
         assert len(jobs) == 10
         for job in jobs:
             json.dumps(job_view(job), allow_nan=False)
-            beats = [beat for attempt in job.attempts if attempt.evidence for beat in attempt.evidence.heartbeats]
+            beats = [
+                beat
+                for attempt in job.attempts
+                if attempt.evidence
+                for beat in attempt.evidence.heartbeats
+            ]
             assert all(abs(beat.at_s) < 1e12 and abs(beat.step) < 2**53 for beat in beats), job.id
 
 

@@ -15,9 +15,9 @@ import pytest
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
-from orchestrator.service.server.client import is_up, process_is_alive, service_file
-from orchestrator.service.server.endpoint import FILE, format_endpoint, make_endpoint
-from orchestrator.service.server.lifecycle import journal_url, prepare, start, stop
+from orchestrator.service.client.client import is_up, process_is_alive, service_file
+from orchestrator.service.client.endpoint import FILE, format_endpoint, make_endpoint
+from orchestrator.service.client.lifecycle import journal_url, prepare, start, stop
 from orchestrator.specs.errors import ServiceError
 from tests.backends.ray_jobs import until
 from tests.service.test_reach import free_port
@@ -51,14 +51,22 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
 ) -> None:
     home = tmp_path / "home"
     start(home, None, None)
-    pid, ray, mlflow = int(service_file(home)["pid"]), embedded_ray.read_state(home), MlflowServer(home)
+    pid, ray, mlflow = (
+        int(service_file(home)["pid"]),
+        embedded_ray.read_state(home),
+        MlflowServer(home),
+    )
     assert ray is not None
     before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.processes()}
     assert len(before) >= 3
     shutil.rmtree(home)
     start(home, None, None)
     try:
-        until(lambda: not any(map(process_is_alive, before)), "what belonged to the removed home", GONE_S)
+        until(
+            lambda: not any(map(process_is_alive, before)),
+            "what belonged to the removed home",
+            GONE_S,
+        )
         next_ray = embedded_ray.read_state(home)
         assert next_ray is not None
         assert embedded_ray.find(home) == next_ray["address"]
@@ -68,21 +76,42 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
 
 
 @pytest.mark.long
-def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_running(tmp_path: Path) -> None:
+def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_running(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "journal.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ServiceError, match="ended at once"):
         start(tmp_path, None, None)
     ray = embedded_ray.read_state(tmp_path)
     begun = [process for _, process, _ in ray["processes"]] if ray else []
-    until(lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])), "all of it", GONE_S)
+    until(
+        lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])),
+        "all of it",
+        GONE_S,
+    )
     assert embedded_ray.find(tmp_path) is None
 
 
-def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_one_was_named(tmp_path: Path) -> None:
+def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_one_was_named(
+    tmp_path: Path,
+) -> None:
     home = tmp_path / "home"
-    command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "up",
+        "--foreground",
+        "--home",
+        str(home),
+        "--ray",
+        NO_RAY,
+    ]
     process = subprocess.Popen(
-        command, env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}, stderr=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     until(lambda: is_up(home), "the service", GONE_S)
     assert service_file(home)["pid"] == process.pid
@@ -94,7 +123,9 @@ def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_o
     assert MlflowServer(home).processes() == ()
     assert not (home / "mlflow").exists()
     lock = home / "journal.sqlite.lock"
-    assert lock.read_text() == f"{process.pid}\n"  # no child served: the process that we started did
+    assert (
+        lock.read_text() == f"{process.pid}\n"
+    )  # no child served: the process that we started did
 
 
 def test_up_in_the_foreground_leaves_the_note_of_the_service_that_acts(tmp_path: Path) -> None:
@@ -102,9 +133,24 @@ def test_up_in_the_foreground_leaves_the_note_of_the_service_that_acts(tmp_path:
     home.mkdir()
     note = '{"pid": 1, "port": 1}'
     (home / "service.json").write_text(note)
-    command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "up",
+        "--foreground",
+        "--home",
+        str(home),
+        "--ray",
+        NO_RAY,
+    ]
     with closing(Journal(journal_url(home))):  # another service owns it
-        subprocess.run(command, env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}, timeout=GONE_S, check=False)
+        subprocess.run(
+            command,
+            env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"},
+            timeout=GONE_S,
+            check=False,
+        )
     assert (home / "service.json").read_text() == note
 
 
@@ -114,8 +160,20 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
 ) -> None:
     home, variables = tmp_path / "home", {**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}
     prepare(home)
-    first, other = (make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2))
-    command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
+    first, other = (
+        make_endpoint(home, f"127.0.0.1:{free_port()}", None, None, ()) for _ in range(2)
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "up",
+        "--foreground",
+        "--home",
+        str(home),
+        "--ray",
+        NO_RAY,
+    ]
     command += ["--listen", f"{first.host}:{first.port}"]
     with running(command, variables) as process:
         until(lambda: is_up(home), "the service", GONE_S)
@@ -128,7 +186,9 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
 
 
 @contextmanager
-def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    command: Sequence[str], variables: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as process:
         try:
             yield process
@@ -138,9 +198,17 @@ def running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[su
 
 @pytest.mark.parametrize(
     "typo",
-    ["head:ray", *(pytest.param(address, marks=pytest.mark.long) for address in ("head", "head:", ":6379", "auto"))],
+    [
+        "head:ray",
+        *(
+            pytest.param(address, marks=pytest.mark.long)
+            for address in ("head", "head:", ":6379", "auto")
+        ),
+    ],
 )
-def test_an_address_of_ray_that_is_none_is_refused_before_anything_starts(typo: str, tmp_path: Path) -> None:
+def test_an_address_of_ray_that_is_none_is_refused_before_anything_starts(
+    typo: str, tmp_path: Path
+) -> None:
     home = tmp_path / "home"
     command = [sys.executable, "-m", "orchestrator.cli", "up", "--home", str(home), "--ray", typo]
     try:

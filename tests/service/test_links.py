@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from orchestrator.service.server import links as links_module
-from orchestrator.service.server.links import Links
+from orchestrator.service.server.routes import links as links_module
+from orchestrator.service.server.routes.links import Links
 
 
 def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
@@ -23,7 +23,9 @@ def test_nobody_waits_for_a_link_and_it_is_looked_up_once_at_a_time() -> None:
     assert time.perf_counter() - began_s < 30.0, "each lookup waits 60 s"
     may.set()
     deadline_s = time.monotonic() + 60.0
-    while links.of("http://mlflow", "a", 2) != "http://mlflow/a":  # there was no page at first: it is sought again
+    while (
+        links.of("http://mlflow", "a", 2) != "http://mlflow/a"
+    ):  # there was no page at first: it is sought again
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert keys == ["a", "a"]

@@ -12,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from orchestrator.service.server import waits
-from orchestrator.service.server.client import Client
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.server.routes import waits
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.run import JobFolder
 from tests.service.services import TOKEN
@@ -37,7 +37,10 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_no_answer_waits_for_the_acknowledgement_of_its_headers(world: World) -> None:
     took_s = []
-    with serve_http(world.app) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS) as client:
+    with (
+        serve_http(world.app) as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS) as client,
+    ):
         for _ in range(40):
             began_s = time.perf_counter()
             client.get("/whoami")
@@ -49,11 +52,16 @@ def test_clients_that_wait_for_a_job_or_a_log_hold_up_nobody(world: World) -> No
     job_id = world.submit()
     world.turn_until("running")
     version = world.controller.version
-    paths = [f"/jobs/{job_id}?seen={version}&wait_s=10", f"/jobs/{job_id}/attempts/1/logs/follow?wait_s=10"]
+    paths = [
+        f"/jobs/{job_id}?seen={version}&wait_s=10",
+        f"/jobs/{job_id}/attempts/1/logs/follow?wait_s=10",
+    ]
     begun = threading.Semaphore(0)
 
     def wait(number: int) -> float:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=BOUND_S) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=BOUND_S
+        ) as client:
             client.get("/whoami")
             begun.release()
             began_s = time.monotonic()
@@ -64,7 +72,9 @@ def test_clients_that_wait_for_a_job_or_a_log_hold_up_nobody(world: World) -> No
         waited = [pool.submit(wait, number) for number in range(WAITING)]
         for _ in range(WAITING):
             assert begun.acquire(timeout=BOUND_S)
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=BOUND_S) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=BOUND_S
+        ) as client:
             for _ in range(WAITING):
                 client.get("/whoami")
         assert not [future for future in waited if future.done()], "somebody was waited for"
@@ -92,12 +102,16 @@ def test_a_followed_log_is_whole_and_in_order_and_ends_with_its_attempt(world: W
     assert "".join(read) == "".join(f"line {number}\n" for number in range(5)) + "the last\n"
 
 
-def test_a_change_of_the_state_wakes_who_waits_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_the_state_wakes_who_waits_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(waits, "LOOK_S", 3600.0)  # it looks by itself once an hour
     job_id = world.submit()
     with serve_http(world.app) as port, ThreadPoolExecutor(1) as pool:
         url, version = f"http://127.0.0.1:{port}/jobs/{job_id}", world.controller.version
-        waiting = pool.submit(httpx.get, f"{url}?seen={version}&wait_s=10", headers=HEADERS, timeout=BOUND_S)
+        waiting = pool.submit(
+            httpx.get, f"{url}?seen={version}&wait_s=10", headers=HEADERS, timeout=BOUND_S
+        )
         with pytest.raises(TimeoutError):
             waiting.result(0.5)
         world.submit()

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.pages.log import MATCHES_MAX, SEARCH_BYTES, WINDOW_BYTES, matching_lines, window
+from orchestrator.service.pages.log import (
+    MATCHES_MAX,
+    SEARCH_BYTES,
+    WINDOW_BYTES,
+    matching_lines,
+    window,
+)
 from orchestrator.specs.run import JobFolder
 from tests.service.worlds import World
 
@@ -18,7 +24,9 @@ def reader(log: bytes, chunk_bytes: int) -> Callable[[int], bytes]:
 
 
 @given(st.lists(st.text(alphabet="aB x", max_size=9), max_size=40), st.integers(1, 50))
-def test_a_search_finds_every_line_with_the_text_however_the_log_is_read(lines: list[str], chunk_bytes: int) -> None:
+def test_a_search_finds_every_line_with_the_text_however_the_log_is_read(
+    lines: list[str], chunk_bytes: int
+) -> None:
     log = "\n".join(lines).encode()
     read = reader(log, chunk_bytes)
     matches = matching_lines(read, len(log), "b")
@@ -72,7 +80,9 @@ def test_a_found_line_leads_to_its_place(logged: World) -> None:
     page = logged.client.get("/ui/jobs/lm-1/log?find=LINE+17+of").text
     assert "1 line with" in page
     start = page.partition("from=")[2].partition('"')[0]
-    assert "line 17 of the log\nline 18" in logged.client.get(f"/ui/jobs/lm-1/log?from={start}").text
+    assert (
+        "line 17 of the log\nline 18" in logged.client.get(f"/ui/jobs/lm-1/log?from={start}").text
+    )
 
 
 @pytest.mark.parametrize("query", ["attempt=9", "rank=7", "attempt=0"])
@@ -82,6 +92,8 @@ def test_no_such_attempt_or_rank_is_a_page_that_says_so(logged: World, query: st
     assert "there is no" in answer.text
 
 
-@pytest.mark.parametrize("query", ["rank=" + "9" * 5000, "from=" + "9" * 18, "from=x", "attempt=-1"])
+@pytest.mark.parametrize(
+    "query", ["rank=" + "9" * 5000, "from=" + "9" * 18, "from=x", "attempt=-1"]
+)
 def test_a_number_that_is_none_is_as_if_it_were_left_out(logged: World, query: str) -> None:
     assert logged.client.get(f"/ui/jobs/lm-1/log?{query}").status_code == 200

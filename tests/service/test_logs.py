@@ -36,12 +36,19 @@ def record(message: str, **fields: object) -> logging.LogRecord:
 
 
 @given(message=texts, job=texts, request=texts)
-def test_a_json_record_is_one_line_that_says_what_was_meant(message: str, job: str, request: str) -> None:
+def test_a_json_record_is_one_line_that_says_what_was_meant(
+    message: str, job: str, request: str
+) -> None:
     line = JsonFormatter().format(record(message, job=job, attempt=2, request=request))
     assert len(line.splitlines()) == 1
     assert line.isascii()
     entry = json.loads(line)
-    assert (entry["message"], entry["job"], entry["attempt"], entry["request"]) == (message, job, 2, request)
+    assert (entry["message"], entry["job"], entry["attempt"], entry["request"]) == (
+        message,
+        job,
+        2,
+        request,
+    )
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry["time"])
 
 
@@ -71,9 +78,13 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_a_jobs_life_is_told_with_job_attempt_and_request(tmp_path: Path, log_stream: io.StringIO) -> None:
+def test_a_jobs_life_is_told_with_job_attempt_and_request(
+    tmp_path: Path, log_stream: io.StringIO
+) -> None:
     world = World(tmp_path)
-    job_id = world.client.post("/jobs", json={"spec": job_spec()}, headers={"X-Request-Id": "night-7"}).json()["id"]
+    job_id = world.client.post(
+        "/jobs", json={"spec": job_spec()}, headers={"X-Request-Id": "night-7"}
+    ).json()["id"]
     world.turn_until("succeeded")
     world.journal.close()
     records = lines(log_stream)
@@ -86,10 +97,16 @@ def test_a_jobs_life_is_told_with_job_attempt_and_request(tmp_path: Path, log_st
     assert request["request"] == "night-7"
 
 
-def test_nothing_that_a_client_sends_makes_a_record_of_its_own(tmp_path: Path, log_stream: io.StringIO) -> None:
+def test_nothing_that_a_client_sends_makes_a_record_of_its_own(
+    tmp_path: Path, log_stream: io.StringIO
+) -> None:
     world = World(tmp_path)
     before = len(lines(log_stream))
-    headers = {"User-Agent": FORGED.encode(), "X-Request-Id": FORGED.encode(), "Referer": FORGED.encode()}
+    headers = {
+        "User-Agent": FORGED.encode(),
+        "X-Request-Id": FORGED.encode(),
+        "Referer": FORGED.encode(),
+    }
     requests = 0
     for method, path, body in (
         ("POST", "/jobs", {"spec": job_spec() | {"name": FORGED}}),
@@ -105,9 +122,15 @@ def test_nothing_that_a_client_sends_makes_a_record_of_its_own(tmp_path: Path, l
         assert re.fullmatch(r"[0-9a-f]{16}", answer.headers["x-request-id"])
         requests += 1
     records = lines(log_stream)[before:]
-    refusals = [record for record in records if record["logger"] == "orchestrator.service.server.gate"]
+    refusals = [
+        record
+        for record in records
+        if record["logger"] == "orchestrator.service.server.access.gate"
+    ]
     assert len(refusals) == requests
-    assert not [record for record in records if record["level"] == "critical" or "\n" in record["message"]]
+    assert not [
+        record for record in records if record["level"] == "critical" or "\n" in record["message"]
+    ]
     world.journal.close()
 
 
@@ -115,11 +138,20 @@ def test_a_header_cannot_be_split(tmp_path: Path) -> None:
     """The header is sent over a socket, where no client library checks it."""
     world = World(tmp_path)
     with serve_http(world.app) as port:
-        for forged in (b"a\rSet-Cookie: x=1", b"a\x00b", b"a%0d%0aSet-Cookie: x=1", b"a\n Set-Cookie: x=1"):
+        for forged in (
+            b"a\rSet-Cookie: x=1",
+            b"a\x00b",
+            b"a%0d%0aSet-Cookie: x=1",
+            b"a\n Set-Cookie: x=1",
+        ):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 connection.sendall(
                     b"GET /whoami HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-                    b"Authorization: Bearer " + TOKEN.encode() + b"\r\nX-Request-Id: " + forged + b"\r\n\r\n"
+                    b"Authorization: Bearer "
+                    + TOKEN.encode()
+                    + b"\r\nX-Request-Id: "
+                    + forged
+                    + b"\r\n\r\n"
                 )
                 answer = b"".join(iter(lambda: connection.recv(65536), b""))
             assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 400")), answer
@@ -129,7 +161,9 @@ def test_a_header_cannot_be_split(tmp_path: Path) -> None:
 
 def test_what_nobody_catches_is_one_record_too() -> None:
     program = "from orchestrator.service.server import logs; logs.configure('json'); raise ValueError('a\\nb')"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     record = json.loads(line)

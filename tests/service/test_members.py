@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.server.api import JOINING, ROLES, create_app
-from orchestrator.service.server.cluster_file import kept_cluster, nodes_here
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.join_token import FILE, parts_of
+from orchestrator.service.client.join_token import FILE, parts_of
+from orchestrator.service.intake.cluster_file import kept_cluster, nodes_here
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
+from orchestrator.service.server.routes.api import JOINING, ROLES, create_app
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
@@ -31,7 +31,9 @@ def node(name: str, devices: int = 2) -> NodeSpec:
 class Joined:
     """A service's members over a home, and what the service was told."""
 
-    def __init__(self, home: Path, cluster: ClusterSpec | None = None, ray_address: str = "10.0.0.1:6379") -> None:
+    def __init__(
+        self, home: Path, cluster: ClusterSpec | None = None, ray_address: str = "10.0.0.1:6379"
+    ) -> None:
         self.live: dict[str, str] = {}
         self.told: list[ClusterSpec] = []
         spec = cluster or read_cluster(None)
@@ -75,7 +77,9 @@ def test_a_name_is_of_one_machine_and_a_node_that_runs_keeps_its_devices(tmp_pat
 
 def test_a_node_that_the_file_names_is_as_the_file_says_and_must_have_that(tmp_path: Path) -> None:
     joined = Joined(tmp_path, parse_cluster(TWO, "two"))
-    with pytest.raises(ServiceError, match=r"says that n1 has 8 x h100-80gb; the machine has 2 x virtual-256MiB"):
+    with pytest.raises(
+        ServiceError, match=r"says that n1 has 8 x h100-80gb; the machine has 2 x virtual-256MiB"
+    ):
         joined.members.add(node("n1"), "10.0.0.2")
     node_spec = parse_cluster(TWO, "two").nodes[0].model_copy(update={"name": "n1", "count": 1})
     joined.members.add(node_spec, "10.0.0.2")
@@ -118,7 +122,9 @@ def test_another_folder_at_the_same_path_is_seen(tmp_path: Path) -> None:
     check_alike(machine(tmp_path), machine(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "orc_x", "orcj_x", f"{SECRET}.{'g' * 64}", f"{SECRET}.{'0' * 63}"])
+@pytest.mark.parametrize(
+    "text", ["", "orc_x", "orcj_x", f"{SECRET}.{'g' * 64}", f"{SECRET}.{'0' * 63}"]
+)
 def test_what_is_no_token_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(SpecError) as refused:
         parts_of(text)
@@ -134,7 +140,9 @@ def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) ->
 
     def client(token: str) -> TestClient:
         headers = {"Authorization": f"Bearer {token}"}
-        return TestClient(app, base_url="http://127.0.0.1:8000", headers=headers, raise_server_exceptions=False)
+        return TestClient(
+            app, base_url="http://127.0.0.1:8000", headers=headers, raise_server_exceptions=False
+        )
 
     machine_client = client(SECRET)
     assert client(f"{SECRET}x").get("/join").status_code == 401
@@ -142,7 +150,12 @@ def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) ->
     filled = {"job_id": "a", "sweep_id": "a", "number": 1, "node": "n", "digest": "0" * 64}
     for method, path in set(ROLES) - JOINING:
         assert machine_client.request(method, path.format(**filled)).status_code == 403, path
-    for method, path in (("POST", "/shutdown"), ("GET", "/tokens"), ("PUT", "/users/ada"), ("GET", "/audit")):
+    for method, path in (
+        ("POST", "/shutdown"),
+        ("GET", "/tokens"),
+        ("PUT", "/users/ada"),
+        ("GET", "/audit"),
+    ):
         assert machine_client.request(method, path).status_code == 403, path
     body = {"node": node("a").model_dump(mode="json"), "address": "10.0.0.2"}
     for role in (Role.VIEWER, Role.MEMBER):

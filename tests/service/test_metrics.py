@@ -100,7 +100,9 @@ def test_the_metrics_agree_with_the_state_through_a_jobs_life(world: World) -> N
     assert value(after, "orc_attempts_ended_total", outcome="device_oom") == 0
     assert value(after, "orc_memory_peak_ratio_count") == 3
     assert value(after, "orc_team_usage_device_seconds_total", team="others") > used_s
-    assert "job_id" not in {label for _, labels in after for label, _ in labels}, "a job's id outlived its attempt"
+    assert "job_id" not in {label for _, labels in after for label, _ in labels}, (
+        "a job's id outlived its attempt"
+    )
 
 
 def test_the_reports_of_the_ranks_are_shown_for_running_jobs_alone(world: World) -> None:
@@ -108,7 +110,9 @@ def test_the_reports_of_the_ranks_are_shown_for_running_jobs_alone(world: World)
     world.turn_until("running")
     folder = JobFolder(world.home, job_id).attempt(1)
     folder.path.mkdir(parents=True)
-    beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=7777, phase="training", at_s=12.0)
+    beat = Heartbeat(
+        rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=7777, phase="training", at_s=12.0
+    )
     write_json(folder.heartbeat(0), beat)
     values = scrape(world)
     assert {name for name, _ in values} >= OF_RUNNING
@@ -138,7 +142,10 @@ def test_a_service_that_lost_its_journal_says_so_and_nothing_else(world: World) 
     metrics = Metrics(world.controller.figures, lost, lambda _: [])
     values = samples(metrics.text().decode())
     assert value(values, "orc_journal_lease_held") == 0
-    assert {name for name, _ in values if name.startswith("orc_")} == {"orc_journal_lease_held", "orc_build_info"}
+    assert {name for name, _ in values if name.startswith("orc_")} == {
+        "orc_journal_lease_held",
+        "orc_build_info",
+    }
 
 
 def test_teams_are_labels_and_users_are_not(tmp_path: Path) -> None:
@@ -146,7 +153,11 @@ def test_teams_are_labels_and_users_are_not(tmp_path: Path) -> None:
     for user in ("ada", "eve\n1", "mallory"):
         world.client.post("/jobs", json={"spec": job_spec() | {"user": user}})
     world.turn_until("succeeded", 2)
-    teams = {dict(labels)["team"] for name, labels in scrape(world) if name == "orc_team_usage_device_seconds_total"}
+    teams = {
+        dict(labels)["team"]
+        for name, labels in scrape(world)
+        if name == "orc_team_usage_device_seconds_total"
+    }
     assert teams == {"vision", "others"}
     world.journal.close()
 
@@ -171,10 +182,18 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
     drained = world.submit()
     controller.turn(0.0)
     assert pending(controller.state.jobs[drained], now_s) == "drain"
-    unseen = Job(id="a-1", spec=script("a"), order=1, submitted_at_s=0, reason="waiting for the cluster to be seen")
+    unseen = Job(
+        id="a-1",
+        spec=script("a"),
+        order=1,
+        submitted_at_s=0,
+        reason="waiting for the cluster to be seen",
+    )
     assert pending(unseen, now_s) == "cluster_unseen"
     values = scrape(world)
-    assert {dict(labels)["reason"] for name, labels in values if name == "orc_pending_jobs"} == set(Pending)
+    assert {dict(labels)["reason"] for name, labels in values if name == "orc_pending_jobs"} == set(
+        Pending
+    )
     assert value(values, "orc_pending_jobs", reason="drain") >= 1
     world.journal.close()
 
@@ -204,7 +223,10 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
             took_s.append(time.process_time() - began_s)
         values = samples(text)
     assert value(values, "orc_jobs", status="succeeded") == ENDED
-    assert value(values, "orc_jobs", status="queued") + value(values, "orc_jobs", status="running") == QUEUED
+    assert (
+        value(values, "orc_jobs", status="queued") + value(values, "orc_jobs", status="running")
+        == QUEUED
+    )
     assert JobStatus.RUNNING in {job.status for job in controller.state.jobs.values()}
     print("scrapes in ms:", [round(1e3 * seconds, 1) for seconds in took_s])
     assert min(took_s) < SCRAPE_S, took_s
@@ -213,16 +235,25 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
 def test_notices_that_wait_are_counted_by_target_with_the_age_of_the_oldest(world: World) -> None:
     def waiting() -> dict[str, tuple[float, float | None]]:
         values = scrape(world)
-        names = {dict(labels)["target"] for name, labels in values if name == "orc_notify_pending_notices"}
+        names = {
+            dict(labels)["target"]
+            for name, labels in values
+            if name == "orc_notify_pending_notices"
+        }
         oldest = "orc_notify_oldest_timestamp_seconds", "orc_notify_pending_notices"
         key = {target: (("target", target),) for target in names}
-        return {target: (values[oldest[1], key[target]], values.get((oldest[0], key[target]))) for target in names}
+        return {
+            target: (values[oldest[1], key[target]], values.get((oldest[0], key[target])))
+            for target in names
+        }
 
     notices = world.journal.notices
     assert waiting() == {}
     notices.register(["mail", "pager"])
     assert waiting() == {"mail": (0.0, None), "pager": (0.0, None)}
-    notices.tell([notice("failed", str(at_s), at_s, "title", "text", {}) for at_s in (100.0, 200.0, 300.0)])
+    notices.tell(
+        [notice("failed", str(at_s), at_s, "title", "text", {}) for at_s in (100.0, 200.0, 300.0)]
+    )
     assert waiting() == {"mail": (3.0, 100.0), "pager": (3.0, 100.0)}
     (first, _), *_ = notices.pending("mail", 1)
     notices.delivered("mail", [first])

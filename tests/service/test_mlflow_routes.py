@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer
-from orchestrator.service.server import mlflow_routes
+from orchestrator.service.server.access.gate import BODY_BYTES_MAX, PAGES, SIGN_IN
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES, SIGN_IN
+from orchestrator.service.server.routes import mlflow_routes
 from orchestrator.specs.access import Role
 from tests.backends.test_mlflow_tracker import eventually
 from tests.service.services import TOKEN
@@ -59,7 +59,9 @@ class Site:
     def request(self, method: str, path: str, token: str = TOKEN, **options: Any) -> httpx.Response:
         signed = {"Authorization": f"Bearer {token}"} if token else {}
         with httpx.Client(base_url=self.url, trust_env=False, timeout=60.0) as client:
-            return client.request(method, path, headers={**signed, **options.pop("headers", {})}, **options)
+            return client.request(
+                method, path, headers={**signed, **options.pop("headers", {})}, **options
+            )
 
     def records(self) -> list[object]:
         """Return everything of the first run that a writer could have changed."""
@@ -68,7 +70,12 @@ class Site:
         client = MlflowClient(self.server.uri)
         run = client.get_run(self.runs[0])
         names = [artifact.path for artifact in client.list_artifacts(self.runs[0])]
-        return [run.data.to_dictionary(), run.info.lifecycle_stage, names, len(client.search_experiments())]
+        return [
+            run.data.to_dictionary(),
+            run.info.lifecycle_stage,
+            names,
+            len(client.search_experiments()),
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +90,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         eventually(server.ensure_running, 120)
         client = MlflowClient(server.uri)
         experiment = client.create_experiment("night")
-        runs = [client.create_run(experiment, run_name=f"run-{number}").info.run_id for number in range(2)]
+        runs = [
+            client.create_run(experiment, run_name=f"run-{number}").info.run_id
+            for number in range(2)
+        ]
         for number, run_id in enumerate(runs):
             client.log_param(run_id, "p", number)
             for step in range(3):
@@ -124,7 +134,11 @@ NEVER = [
 
 
 def test_a_stranger_reads_nothing(site: Site) -> None:
-    for method, path in (("GET", f"{API}/experiments/get?experiment_id=0"), ("POST", f"{API}/runs/search"), *CHANGES):
+    for method, path in (
+        ("GET", f"{API}/experiments/get?experiment_id=0"),
+        ("POST", f"{API}/runs/search"),
+        *CHANGES,
+    ):
         answer = site.request(method, path, token="")
         assert answer.status_code == 401, (method, path, answer.text)
     page = site.request("GET", f"{ADDRESS}/", token="")
@@ -146,7 +160,10 @@ def test_a_viewer_reads_and_changes_nothing(site: Site) -> None:
                 "experiment_id": site.experiment,
             }
             answer = site.request(method, path, token, json=body)
-            assert (answer.status_code, "needs the role admin" in answer.text) == (403, True), (method, path)
+            assert (answer.status_code, "needs the role admin" in answer.text) == (403, True), (
+                method,
+                path,
+            )
     assert site.records() == before
 
 
@@ -154,7 +171,9 @@ def test_what_no_list_has_is_passed_on_for_nobody(site: Site) -> None:
     before = site.records()
     for method, path in NEVER:
         answer = site.request(
-            method, path, json={"name": "x", "artifact_location": "file:///etc"} if method == "POST" else None
+            method,
+            path,
+            json={"name": "x", "artifact_location": "file:///etc"} if method == "POST" else None,
         )
         assert answer.status_code == 403, (method, path, answer.text)
         assert "is not passed on to MLflow" in answer.text
@@ -162,7 +181,11 @@ def test_what_no_list_has_is_passed_on_for_nobody(site: Site) -> None:
 
 
 def test_an_admin_tags_and_deletes_a_run_and_that_is_audited(site: Site) -> None:
-    for action, more in (("set-tag", {"key": "seen", "value": "yes"}), ("delete", {}), ("restore", {})):
+    for action, more in (
+        ("set-tag", {"key": "seen", "value": "yes"}),
+        ("delete", {}),
+        ("restore", {}),
+    ):
         answer = site.request("POST", f"{API}/runs/{action}", json={"run_id": site.runs[1], **more})
         assert answer.status_code == 200, answer.text
     rows = site.request("GET", "/audit").json()["rows"]
@@ -177,12 +200,21 @@ def test_a_page_of_another_site_changes_nothing_by_a_cookie(site: Site) -> None:
     with httpx.Client(base_url=site.url, trust_env=False) as browser:
         browser.post(SIGN_IN, data={"token": TOKEN, "next": ""}, headers={"Origin": site.url})
         body = {"run_id": site.runs[0], "key": "k", "value": "v"}
-        for headers, status in (({"Origin": "https://evil.example"}, 403), ({"Origin": site.url}, 200)):
-            assert browser.post(f"{API}/runs/set-tag", json=body, headers=headers).status_code == status
+        for headers, status in (
+            ({"Origin": "https://evil.example"}, 403),
+            ({"Origin": site.url}, 200),
+        ):
+            assert (
+                browser.post(f"{API}/runs/set-tag", json=body, headers=headers).status_code
+                == status
+            )
 
 
 def test_mlflows_own_client_reads_with_a_token_of_ours(site: Site, tmp_path: Path) -> None:
-    variables = {"MLFLOW_TRACKING_URI": site.url + ADDRESS, "MLFLOW_TRACKING_TOKEN": site.token(Role.VIEWER)}
+    variables = {
+        "MLFLOW_TRACKING_URI": site.url + ADDRESS,
+        "MLFLOW_TRACKING_TOKEN": site.token(Role.VIEWER),
+    }
     ended = subprocess.run(
         [sys.executable, "-c", READS, NAME, str(tmp_path)],
         env={**os.environ, **variables},
@@ -193,7 +225,9 @@ def test_mlflows_own_client_reads_with_a_token_of_ours(site: Site, tmp_path: Pat
     assert ended.stdout.splitlines() == ["3.0 3", "words"], ended.stderr
 
 
-def test_neither_token_nor_cookie_reaches_mlflow(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_token_nor_cookie_reaches_mlflow(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed = list[httpx.Headers]()
     real = mlflow_routes._mlflow_request
 
@@ -202,7 +236,12 @@ def test_neither_token_nor_cookie_reaches_mlflow(site: Site, monkeypatch: pytest
         return made
 
     monkeypatch.setattr(mlflow_routes, "_mlflow_request", record_request)
-    headers = {"Cookie": "a=b", "Referer": site.url, "Connection": "close, X-One", "X-Forwarded-For": "127.0.0.1"}
+    headers = {
+        "Cookie": "a=b",
+        "Referer": site.url,
+        "Connection": "close, X-One",
+        "X-Forwarded-For": "127.0.0.1",
+    }
     assert site.request("GET", f"{ADDRESS}/version", headers=headers).text.startswith("3.")
     (sent,) = passed
     assert sent["host"] == "localhost"
@@ -210,12 +249,19 @@ def test_neither_token_nor_cookie_reaches_mlflow(site: Site, monkeypatch: pytest
 
 
 def test_a_large_artifact_passes_in_pieces_and_a_large_body_is_refused(site: Site) -> None:
-    path = f"{ADDRESS}/api/2.0/mlflow-artifacts/artifacts/{site.experiment}/{site.runs[0]}/artifacts"
-    place = site.server.folder / "artifacts" / site.experiment / site.runs[0] / "artifacts" / "large"
+    path = (
+        f"{ADDRESS}/api/2.0/mlflow-artifacts/artifacts/{site.experiment}/{site.runs[0]}/artifacts"
+    )
+    place = (
+        site.server.folder / "artifacts" / site.experiment / site.runs[0] / "artifacts" / "large"
+    )
     with place.open("wb") as file:
         file.truncate(LARGE_BYTES)
     with httpx.stream(
-        "GET", f"{site.url}{path}/large", headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False
+        "GET",
+        f"{site.url}{path}/large",
+        headers={"Authorization": f"Bearer {TOKEN}"},
+        trust_env=False,
     ) as answer:
         sizes = [len(piece) for piece in answer.iter_raw()]
     assert (answer.status_code, sum(sizes)) == (200, LARGE_BYTES)
@@ -226,7 +272,9 @@ def test_a_large_artifact_passes_in_pieces_and_a_large_body_is_refused(site: Sit
 
 def test_a_client_that_goes_away_and_too_many_at_once_leave_room_for_others(site: Site) -> None:
     assert mlflow_routes.OPEN_MAX <= 64
-    (forwarder,) = {route.endpoint for route in site.world.app.routes if route.path == mlflow_routes.READ}  # type: ignore[attr-defined]
+    (forwarder,) = {
+        route.endpoint for route in site.world.app.routes if route.path == mlflow_routes.READ
+    }  # type: ignore[attr-defined]
     free = forwarder._free
     for _ in range(mlflow_routes.OPEN_MAX):
         assert free.acquire(blocking=False)
@@ -234,11 +282,15 @@ def test_a_client_that_goes_away_and_too_many_at_once_leave_room_for_others(site
     assert (answer.status_code, "requests to MLflow are open" in answer.text) == (503, True)
     for _ in range(mlflow_routes.OPEN_MAX):
         free.release()
-    place = site.server.folder / "artifacts" / site.experiment / site.runs[0] / "artifacts" / "endless"
+    place = (
+        site.server.folder / "artifacts" / site.experiment / site.runs[0] / "artifacts" / "endless"
+    )
     with place.open("wb") as file:
         file.truncate(2**40)
     path = f"{ADDRESS}/get-artifact?run_uuid={site.runs[0]}&path=endless"
-    with httpx.stream("GET", site.url + path, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False) as answer:
+    with httpx.stream(
+        "GET", site.url + path, headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False
+    ) as answer:
         next(answer.iter_raw())
         assert free._value == mlflow_routes.OPEN_MAX - 1
     eventually(lambda: free._value == mlflow_routes.OPEN_MAX)
@@ -248,7 +300,10 @@ def test_a_client_that_goes_away_and_too_many_at_once_leave_room_for_others(site
 def test_a_server_that_is_away_is_told_as_such(tmp_path: Path) -> None:
     world = World(tmp_path, mlflow=ADDRESS)
     answer = world.client.get(f"{ADDRESS}/version")
-    assert (answer.status_code, "the service starts it within a minute" in answer.text) == (503, True)
+    assert (answer.status_code, "the service starts it within a minute" in answer.text) == (
+        503,
+        True,
+    )
     world.journal.close()
 
 
@@ -282,20 +337,26 @@ def test_mlflows_pages_load_behind_the_sign_in_and_ask_nothing_else(site: Site) 
     runs, experiments = quote(json.dumps(list(site.runs))), quote(json.dumps([site.experiment]))
     link = f"{site.url}{ADDRESS}/#/compare-runs?runs={runs}&experiments={experiments}"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         tab = browser.new_page(viewport={"width": 1400, "height": 1000})
         tab.set_default_timeout(SHOWN_MS)
         tab.goto(link)
         tab.fill("#token", site.token(Role.VIEWER))
         requests, broken = list[str](), list[str]()
         tab.on("request", lambda request: requests.append(request.url))
-        tab.on("response", lambda answer: broken.append(answer.url) if answer.status >= 400 else None)
+        tab.on(
+            "response", lambda answer: broken.append(answer.url) if answer.status >= 400 else None
+        )
         tab.on("pageerror", lambda error: broken.append(str(error)))
         tab.press("#token", "Enter")
         tab.get_by_text("Comparing 2 Runs").first.wait_for()
         tab.goto(f"{site.url}{ADDRESS}/#/experiments/{site.experiment}/runs")
         tab.get_by_text("run-1").first.wait_for()
-        tab.goto(f"{site.url}{ADDRESS}/#/experiments/{site.experiment}/runs/{site.runs[0]}/artifacts/page.html")
+        tab.goto(
+            f"{site.url}{ADDRESS}/#/experiments/{site.experiment}/runs/{site.runs[0]}/artifacts/page.html"
+        )
         tab.frame_locator("iframe").get_by_text("harmless").wait_for()
         title = tab.title()
         tab.goto(f"{site.url}{PAGES}/compare")
@@ -306,5 +367,7 @@ def test_mlflows_pages_load_behind_the_sign_in_and_ask_nothing_else(site: Site) 
     assert {part.path.split("/")[1] for part in parts} == {"mlflow", "ui"}
     assert {part.path for part in parts if part.path.startswith("/ui")} >= {f"{PAGES}/compare"}
     assert title != "attacked"
-    unknown = [url for url in broken if not url.endswith("users/current") and "/assistant/" not in url]
+    unknown = [
+        url for url in broken if not url.endswith("users/current") and "/assistant/" not in url
+    ]
     assert unknown == [], "a page lacks what the list should have"

@@ -27,7 +27,8 @@ WINDOWS = {"$__rate_interval": "1m"}  # what Grafana fills in
 PATIENCE_S = 90.0
 PROMTOOL, PROMETHEUS = (shutil.which(name) for name in ("promtool", "prometheus"))
 tools = pytest.mark.skipif(
-    PROMTOOL is None or PROMETHEUS is None, reason="needs Debian's package prometheus, which has promtool"
+    PROMTOOL is None or PROMETHEUS is None,
+    reason="needs Debian's package prometheus, which has promtool",
 )
 
 
@@ -61,7 +62,9 @@ def test_promtool_finds_no_fault_in_rules_and_configuration() -> None:
 
 @tools
 @pytest.mark.parametrize("planted", [None, ("|hung|", "|"), ("for: 10m", "for: 20m")])
-def test_alerts_fire_when_they_should_and_never_before(tmp_path: Path, planted: tuple[str, str] | None) -> None:
+def test_alerts_fire_when_they_should_and_never_before(
+    tmp_path: Path, planted: tuple[str, str] | None
+) -> None:
     """A planted change of an expression or of a duration is found."""
     for name in ("rules.yaml", "rules_test.yaml"):
         text = (MONITORING / name).read_text()
@@ -81,13 +84,19 @@ def test_the_operators_rules_are_those_of_the_file() -> None:
 @tools
 def test_every_expression_of_the_dashboard_is_one_that_prometheus_parses(tmp_path: Path) -> None:
     def check_rules(queries: list[str]) -> tuple[int, str]:
-        recorded = [{"record": f"r:{number}", "expr": query} for number, query in enumerate(queries)]
-        (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": recorded}]}))
+        recorded = [
+            {"record": f"r:{number}", "expr": query} for number, query in enumerate(queries)
+        ]
+        (tmp_path / "rules.yaml").write_text(
+            yaml.safe_dump({"groups": [{"name": "g", "rules": recorded}]})
+        )
         return promtool("check", "rules", tmp_path / "rules.yaml")
 
     code, output = check_rules(expressions())
     assert code == 0, output
-    assert check_rules([*expressions(), "sum by (node (orc_devices)"])[0] != 0, "a planted fault is not found"
+    assert check_rules([*expressions(), "sum by (node (orc_devices)"])[0] != 0, (
+        "a planted fault is not found"
+    )
 
 
 @pytest.fixture
@@ -99,14 +108,18 @@ def busy(tmp_path: Path) -> Iterator[World]:
     world.turn_until("succeeded", 2)
     ids = []
     for _ in range(4):
-        answer = world.client.post("/jobs", json={"spec": job_spec() | {"deadline": "2126-01-01T08:00+00:00"}})
+        answer = world.client.post(
+            "/jobs", json={"spec": job_spec() | {"deadline": "2126-01-01T08:00+00:00"}}
+        )
         assert answer.status_code == 200, answer.text
         ids.append(answer.json()["id"])
     world.turn_until("running", 2)
     for job_id in ids[:2]:
         folder = JobFolder(world.home, job_id).attempt(1)
         folder.path.mkdir(parents=True)
-        beat = Heartbeat(rank=0, step=1, steps_done=1, step_s=0.2, peak_bytes=2**20, phase="training", at_s=1.0)
+        beat = Heartbeat(
+            rank=0, step=1, steps_done=1, step_s=0.2, peak_bytes=2**20, phase="training", at_s=1.0
+        )
         write_json(folder.heartbeat(0), beat)
     world.journal.outbox.register(["mlflow"])
     yield world
@@ -125,7 +138,11 @@ def prometheus(tmp_path: Path, busy: World) -> Iterator[httpx.Client]:
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
     with serve_http(busy.app) as serves:
-        job |= {"scheme": "http", "scrape_interval": "1s", "static_configs": [{"targets": [f"127.0.0.1:{serves}"]}]}
+        job |= {
+            "scheme": "http",
+            "scrape_interval": "1s",
+            "static_configs": [{"targets": [f"127.0.0.1:{serves}"]}],
+        }
         del job["tls_config"]
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(MONITORING / "rules.yaml")]
@@ -167,7 +184,9 @@ def test_a_prometheus_answers_every_query_of_the_dashboard_from_a_real_service(
     loaded = prometheus.get("/api/v1/rules").json()["data"]["groups"]
     assert {rule["health"] for group in loaded for rule in group["rules"]} <= {"ok", "unknown"}
     shown = query_prometheus(prometheus, "count by (__name__) ({__name__=~'orc_.*'})")
-    exposed = {name for name, _ in samples(busy.client.get("/metrics").text) if name.startswith("orc_")}
+    exposed = {
+        name for name, _ in samples(busy.client.get("/metrics").text) if name.startswith("orc_")
+    }
     assert {series["metric"]["__name__"] for series in shown} == exposed
 
 

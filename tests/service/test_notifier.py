@@ -18,10 +18,10 @@ from orchestrator.backends.notify.notice import notice
 from orchestrator.backends.notify.targets import targets_of
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.cli import main
-from orchestrator.service.server.client import Client, process_is_alive, service_file
+from orchestrator.service.client.client import Client, process_is_alive, service_file
+from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.lifecycle import start, stop
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
@@ -63,18 +63,24 @@ class Watched:
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
         self.controller.turn(0.0)
         targets = targets_of(self.spec, "c", {})
-        self.notifier = Notifier(self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list)
+        self.notifier = Notifier(
+            self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list
+        )
 
     def pending_notices(self) -> list[tuple[str, str]]:
         self.notifier.look()
-        return [(notice.kind, notice.title) for _, notice in self.journal.notices.pending("hook", 99)]
+        return [
+            (notice.kind, notice.title) for _, notice in self.journal.notices.pending("hook", 99)
+        ]
 
     def pending_kinds_at(self, now_s: float) -> list[str]:
         self.now_s = now_s
         return [kind for kind, _ in self.pending_notices()]
 
 
-def test_the_report_comes_at_its_hour_once_a_day_and_not_before_the_first_one(tmp_path: Path) -> None:
+def test_the_report_comes_at_its_hour_once_a_day_and_not_before_the_first_one(
+    tmp_path: Path,
+) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S + 3 * 3600)).journal):
         assert watched.pending_notices() == [], "the hour before the first start"
         assert watched.pending_kinds_at(SEVEN_S + DAY_S - 1) == []
@@ -83,17 +89,23 @@ def test_the_report_comes_at_its_hour_once_a_day_and_not_before_the_first_one(tm
         assert watched.pending_kinds_at(SEVEN_S + 2 * DAY_S + 5) == ["report"] * 2
 
 
-def test_a_report_that_was_due_while_the_service_was_down_comes_when_it_is_up_again(tmp_path: Path) -> None:
+def test_a_report_that_was_due_while_the_service_was_down_comes_when_it_is_up_again(
+    tmp_path: Path,
+) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S + 60)).journal):
         assert watched.pending_notices() == []
     with closing((watched := Watched(tmp_path, SEVEN_S + DAY_S + 1800)).journal):
         assert [kind for kind, _ in watched.pending_notices()] == ["report"]
     with closing((watched := Watched(tmp_path, SEVEN_S + DAY_S + 3600)).journal):
-        assert [kind for kind, _ in watched.pending_notices()] == ["report"], "told again after a restart"
+        assert [kind for kind, _ in watched.pending_notices()] == ["report"], (
+            "told again after a restart"
+        )
 
 
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "UTC", "Asia/Kathmandu"])
-def test_over_a_year_there_is_one_report_a_day_also_where_clocks_change(tmp_path: Path, zone: str) -> None:
+def test_over_a_year_there_is_one_report_a_day_also_where_clocks_change(
+    tmp_path: Path, zone: str
+) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S, report_at=f"07:00 {zone}")).journal):
         due = {watched.notifier._due_s(SEVEN_S + hour * 3600) for hour in range(365 * 24)}
     gaps = [later - earlier for earlier, later in zip(sorted(due), sorted(due)[1:], strict=False)]
@@ -101,7 +113,9 @@ def test_over_a_year_there_is_one_report_a_day_also_where_clocks_change(tmp_path
     assert {round(gap / 3600) for gap in gaps} <= {23, 24, 25}
 
 
-def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is_not(tmp_path: Path) -> None:
+def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is_not(
+    tmp_path: Path,
+) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
         for steps, deadline in ((1_000_000_000, "07:01"), (2, "06:00")):
             text = f"{JOB}training: {{max_steps: {steps}}}\ndeadline: '{deadline}'\n"
@@ -144,11 +158,15 @@ def test_a_driver_that_breaks_is_told_once_each_time_it_breaks(tmp_path: Path) -
         assert "device 0 of virtual (GPU is lost)" in message.text
 
 
-def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_url(tmp_path: Path, hook: Hook) -> None:
+def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_url(
+    tmp_path: Path, hook: Hook
+) -> None:
     world = World(tmp_path)
     spec = NotifySpec.model_validate(NOTIFY)
     targets = targets_of(spec, "c", {"ORC_URL": hook.url, "ORC_SECRET": SECRET})
-    notifier = Notifier(spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list)
+    notifier = Notifier(
+        spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list
+    )
     assert notifier.test([]) == {"hook": None}
     (_, body), *_ = hook.got
     assert json.loads(body)["type"] == "orc.test"
@@ -188,11 +206,16 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
     script.write_text(
         "import os\nassert not [name for name in os.environ if name in ('ORC_URL', 'ORC_SECRET')]\n1 / 0\n"
     )
-    job = parse_job("name: bug\ngpus: 1\nglobal_batch_size: 8\ncommand: [python, train.py]\n", str(tmp_path / "j.yaml"))
+    job = parse_job(
+        "name: bug\ngpus: 1\nglobal_batch_size: 8\ncommand: [python, train.py]\n",
+        str(tmp_path / "j.yaml"),
+    )
     start(home, cluster, None)
     try:
         with closing(Client(home)) as client:
-            bug = client.submit(job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None)
+            bug = client.submit(
+                job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None
+            )
             until(lambda: client.job(bug)[0]["status"] == "failed", "the job's end", 60)
         assert send_test_notice(home, capsys) == (1, "hook: Connection refused\n")
         pid = int(service_file(home)["pid"])
@@ -207,7 +230,11 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
         stop(home, force=True)
     (_, body), *_ = back.got
     notice = json.loads(body)
-    assert (notice["type"], notice["data"]["job"], notice["data"]["status"]) == ("orc.failed", bug, "failed")
+    assert (notice["type"], notice["data"]["job"], notice["data"]["status"]) == (
+        "orc.failed",
+        bug,
+        "failed",
+    )
     assert "ZeroDivisionError" in notice["data"]["reason"], notice
     for path in home.rglob("*"):
         if path.is_file():

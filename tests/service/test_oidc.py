@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.backends.oidc import provider_of
-from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
+from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.oidc import OidcSpec, safe_url
@@ -44,8 +44,15 @@ class Site:
 
     def __init__(self, home: Path, issuer: str, **settings: Any) -> None:
         self.issuer = issuer
-        fields = {"roles_claim": "groups", "roles": {"gpu-users": "member"}, "user_claim": "email", **settings}
-        self.spec = OidcSpec(issuer=issuer, client_id=CLIENT, client_secret="ORC_OIDC_SECRET", **fields)
+        fields = {
+            "roles_claim": "groups",
+            "roles": {"gpu-users": "member"},
+            "user_claim": "email",
+            **settings,
+        }
+        self.spec = OidcSpec(
+            issuer=issuer, client_id=CLIENT, client_secret="ORC_OIDC_SECRET", **fields
+        )
         self.environment = {"ORC_OIDC_SECRET": SECRET}
         self.world = World(home, provider=provider_of(self.spec, self.environment))
         self.browser = self.new_browser()
@@ -137,11 +144,15 @@ FORGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_whoever_the_token_does_not_prove_is_refused_and_nothing_is_kept(site: Site, name: str) -> None:
+def test_whoever_the_token_does_not_prove_is_refused_and_nothing_is_kept(
+    site: Site, name: str
+) -> None:
     site.wrong(FORGED[name])
     answer = site.sign_in()
     assert answer.status_code == 403
-    assert not [cookie for cookie in answer.headers.get_list("set-cookie") if cookie.startswith("orc-8000")]
+    assert not [
+        cookie for cookie in answer.headers.get_list("set-cookie") if cookie.startswith("orc-8000")
+    ]
     assert not site.is_signed_in()
     assert not site.world.accounts.users()
     assert not site.world.accounts.tokens()
@@ -150,14 +161,18 @@ def test_whoever_the_token_does_not_prove_is_refused_and_nothing_is_kept(site: S
 def test_a_provider_whose_discovery_is_of_another_issuer_or_leaves_tls_signs_nobody_in(
     tmp_path: Path, issuer: str
 ) -> None:
-    for number, wrong in enumerate(({"issuer": EVIL}, {"token_endpoint": "http://evil.example/token"})):
+    for number, wrong in enumerate(
+        ({"issuer": EVIL}, {"token_endpoint": "http://evil.example/token"})
+    ):
         (home := tmp_path / str(number)).mkdir()
         site = Site(home, issuer)
         site.wrong(wrong)
         answer = site.browser.get(OIDC)
         if answer.status_code == 303:  # the endpoint of tokens is asked for later
             there = httpx.get(answer.headers["location"], trust_env=False)
-            answer = site.browser.get(there.headers["location"].removeprefix("http://127.0.0.1:8000"))
+            answer = site.browser.get(
+                there.headers["location"].removeprefix("http://127.0.0.1:8000")
+            )
         assert answer.status_code in (403, 502)
         assert not site.is_signed_in()
         site.world.journal.close()
@@ -170,7 +185,9 @@ def test_a_state_counts_once_in_the_browser_that_asked_and_for_ten_minutes(
     back = site.begin()
     begun = dict(site.browser.cookies)
     assert site.new_browser().get(back).status_code == 403, "another browser"
-    assert site.browser.get(f"{OIDC_BACK}?code=stolen&state=guessed").status_code == 403, "another state"
+    assert site.browser.get(f"{OIDC_BACK}?code=stolen&state=guessed").status_code == 403, (
+        "another state"
+    )
     assert site.browser.get(back).status_code == 200
     site.browser.cookies.clear()
     site.browser.cookies.update(begun)
@@ -219,7 +236,9 @@ def test_no_secret_no_code_and_no_token_is_in_journal_log_or_answer(
     site.wrong(FORGED["another audience"])
     refused = site.sign_in()
     assert not site.environment, "a job would inherit it"
-    stored = (site.world.home / "journal.sqlite").read_bytes() + (site.world.home / "journal.sqlite-wal").read_bytes()
+    stored = (site.world.home / "journal.sqlite").read_bytes() + (
+        site.world.home / "journal.sqlite-wal"
+    ).read_bytes()
     for text in (stored.decode(errors="replace"), caplog.text, answer.text, refused.text):
         for secret in (SECRET, code, "eyJ"):
             assert secret not in text
@@ -228,20 +247,33 @@ def test_no_secret_no_code_and_no_token_is_in_journal_log_or_answer(
 
 
 def test_guesses_are_counted(site: Site) -> None:
-    statuses = [site.browser.get(f"{OIDC_BACK}?code=x&state=y").status_code for _ in range(WRONG_TOKENS.amount + 3)]
+    statuses = [
+        site.browser.get(f"{OIDC_BACK}?code=x&state=y").status_code
+        for _ in range(WRONG_TOKENS.amount + 3)
+    ]
     assert statuses == [403] * WRONG_TOKENS.amount + [429] * 3
 
 
 def test_a_provider_in_the_clear_and_a_secret_in_place_of_its_name_are_refused() -> None:
-    cluster = "name: n\nnodes: [{name: n, devices: 1, host_memory: 1GiB, device: h100-80gb}]\noidc: {%s}"
+    cluster = (
+        "name: n\nnodes: [{name: n, devices: 1, host_memory: 1GiB, device: h100-80gb}]\noidc: {%s}"
+    )
     for settings, what in (
-        ("issuer: 'http://login.example.org', client_id: orc, user_claim: sub", "begins with https"),
-        ("issuer: 'https://a.example', client_id: orc, user_claim: sub, client_secret: hunter2", "named, not written"),
+        (
+            "issuer: 'http://login.example.org', client_id: orc, user_claim: sub",
+            "begins with https",
+        ),
+        (
+            "issuer: 'https://a.example', client_id: orc, user_claim: sub, client_secret: hunter2",
+            "named, not written",
+        ),
     ):
         with pytest.raises(SpecError, match=what) as refused:
             parse_cluster(cluster % settings, "cluster.yaml")
         assert "hunter2" not in str(refused.value)
-    spec = OidcSpec(issuer="https://a.example", client_id="orc", user_claim="sub", client_secret="ORC_S")
+    spec = OidcSpec(
+        issuer="https://a.example", client_id="orc", user_claim="sub", client_secret="ORC_S"
+    )
     with pytest.raises(SpecError, match="variable is missing"):
         provider_of(spec, {})
 
@@ -263,5 +295,10 @@ def test_only_tls_and_the_loopback_are_asked() -> None:
     for text in UNSAFE:
         with pytest.raises(ValueError, match="https"):
             safe_url(text)
-    for text in ("https://a.example/realms/lab?p=1", "http://127.0.0.1:8080/", "http://localhost", "http://[::1]:1/x"):
+    for text in (
+        "https://a.example/realms/lab?p=1",
+        "http://127.0.0.1:8080/",
+        "http://localhost",
+        "http://[::1]:1/x",
+    ):
         assert safe_url(text) == text

@@ -43,18 +43,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def described_routes(world: World) -> set[tuple[str, str]]:
-    return {route for route in routes(world) if route[1] != "/openapi.json"} | {("GET", "/healthz"), ("GET", "/readyz")}
+    return {route for route in routes(world) if route[1] != "/openapi.json"} | {
+        ("GET", "/healthz"),
+        ("GET", "/readyz"),
+    }
 
 
 def test_every_route_is_described_with_its_answers(world: World) -> None:
     described = world.by(Role.VIEWER, "eve").get("/openapi.json").json()["paths"]
-    assert {(method.upper(), path) for path, methods in described.items() for method in methods} == (
-        described_routes(world)
-    )
+    assert {
+        (method.upper(), path) for path, methods in described.items() for method in methods
+    } == (described_routes(world))
     for path, methods in described.items():
         for method, route in methods.items():
             content = route["responses"]["200"]["content"]
-            assert all(media["schema"] not in ({}, {"type": "object"}) for media in content.values()), (method, path)
+            assert all(
+                media["schema"] not in ({}, {"type": "object"}) for media in content.values()
+            ), (method, path)
             assert {"401", "403", "422"} <= set(route["responses"]), (method, path)
 
 
@@ -63,17 +68,32 @@ def routes_answered(world: World, role: Role, count: int) -> Counter[tuple[str, 
     answered = Counter[tuple[str, str]]()
     client = world.by(role, role.value)
     token = {"Authorization": client.headers["Authorization"]}
-    schema = schemathesis.openapi.from_asgi("/openapi.json", world.app, headers={**token, "Host": "127.0.0.1"})
+    schema = schemathesis.openapi.from_asgi(
+        "/openapi.json", world.app, headers={**token, "Host": "127.0.0.1"}
+    )
     checks = CHECKS.get_by_names(CHECKED)
     for result in schema.get_all_operations():
         operation = result.ok()
 
-        @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
         @given(case=operation.as_strategy(), is_known=st.booleans())
         def send(case: Any, is_known: bool) -> None:
             if is_known and case.path_parameters:
-                values = {"job_id": "lm-1", "number": 1, "node": "virtual", "name": "eve", "sweep_id": "sweep-lm-1"}
-                case.path_parameters.update({name: values[name] for name in case.path_parameters if name in values})
+                values = {
+                    "job_id": "lm-1",
+                    "number": 1,
+                    "node": "virtual",
+                    "name": "eve",
+                    "sweep_id": "sweep-lm-1",
+                }
+                case.path_parameters.update(
+                    {name: values[name] for name in case.path_parameters if name in values}
+                )
             if case.query:
                 case.query.pop("wait_s", None)  # which would wait
             if case.path.endswith("/follow"):
@@ -88,7 +108,9 @@ def routes_answered(world: World, role: Role, count: int) -> Counter[tuple[str, 
     return answered
 
 
-@pytest.mark.parametrize("role", [Role.VIEWER, Role.ADMIN])  # the least and the most that is allowed
+@pytest.mark.parametrize(
+    "role", [Role.VIEWER, Role.ADMIN]
+)  # the least and the most that is allowed
 def test_whatever_a_role_sends_is_answered_as_documented(world: World, role: Role) -> None:
     answered = routes_answered(world, role, CASES)
     assert set(answered) == described_routes(world)
@@ -98,7 +120,9 @@ def test_whatever_a_role_sends_is_answered_as_documented(world: World, role: Rol
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("role", Role)
-def test_whatever_a_role_sends_is_answered_as_documented_in_many_cases(world: World, role: Role) -> None:
+def test_whatever_a_role_sends_is_answered_as_documented_in_many_cases(
+    world: World, role: Role
+) -> None:
     answered = routes_answered(world, role, CASES_LONG)
     assert set(answered) == described_routes(world)
     assert sum(answered.values()) > len(answered) * CASES
@@ -111,8 +135,16 @@ ODD: dict[str, tuple[str, str, bytes]] = {
     "infinity": ("POST", "/tokens", b'{"user": "root", "lifetime_s": Infinity}'),
     "no number": ("POST", "/tokens", b'{"user": "root", "lifetime_s": NaN}'),
     "a life of ages": ("POST", "/tokens", b'{"user": "root", "lifetime_s": 1e300}'),
-    "infinity in a job": ("POST", "/jobs", b'{"spec": {"name": "a", "global_batch_size": Infinity}}'),
-    "an empty dependency": ("POST", "/jobs", b'{"spec": {"name": "a", "global_batch_size": 1, "depends_on": {}}}'),
+    "infinity in a job": (
+        "POST",
+        "/jobs",
+        b'{"spec": {"name": "a", "global_batch_size": Infinity}}',
+    ),
+    "an empty dependency": (
+        "POST",
+        "/jobs",
+        b'{"spec": {"name": "a", "global_batch_size": 1, "depends_on": {}}}',
+    ),
     "a deep body": ("POST", "/jobs", b'{"spec":' + b"[" * 100_000),
     "a deep job": ("POST", "/jobs", b'{"spec":' + b'{"a":' * 900 + b"1" + b"}" * 901),
     "a long number": ("POST", "/jobs", b'{"spec": {"global_batch_size": ' + b"9" * 5000 + b"}}"),
@@ -134,6 +166,8 @@ def test_odd_input_is_one_clear_error(world: World, name: str) -> None:
     method, path, body = ODD[name]
     client = world.by(Role.ADMIN, "root")
     client._transport.raise_server_exceptions = False  # type: ignore[attr-defined]
-    answer = client.request(method, path, content=body, headers={"Content-Type": "application/json"})
+    answer = client.request(
+        method, path, content=body, headers={"Content-Type": "application/json"}
+    )
     assert 400 <= answer.status_code < 500, answer.text
     assert set(answer.json()) == {"error"}

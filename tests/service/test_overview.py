@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import html
 
-from orchestrator.service.pages.overview import FAILURES_MAX, FAILURES_S, overview_data, telling_line
+from orchestrator.service.pages.overview import (
+    FAILURES_MAX,
+    FAILURES_S,
+    overview_data,
+    telling_line,
+)
 from orchestrator.service.views.records import job_view
 from orchestrator.specs.attempt import Failure, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
@@ -15,7 +20,9 @@ from tests.service.worlds import World
 TRACEBACK = "Traceback (most recent call last):\n  File \"train.py\", line 3, in <module>\nKeyError: 'labels'\n\n"
 
 
-def failed_job(world: World, name: str, array: str | None = None, kind: FailureKind = FailureKind.USER_ERROR) -> Job:
+def failed_job(
+    world: World, name: str, array: str | None = None, kind: FailureKind = FailureKind.USER_ERROR
+) -> Job:
     """Return a job that ended at 1000 s, after the error of TRACEBACK."""
     world.submit()
     world.turn_until("succeeded")
@@ -46,7 +53,12 @@ def test_members_of_an_array_that_failed_alike_are_one_row(world: World) -> None
     alone = [replace(alike, id=f"b-{number}", array=None) for number in range(2)]
     state = replace(world.controller.state, jobs=Jobs({}))
     rows = overview_data(state, [*jobs, other, *alone], job_view, {}, 2000.0)["failures"]
-    assert [(row["job"]["id"], row["more"]) for row in rows] == [("a-1", 3), ("a-9", 0), ("b-0", 0), ("b-1", 0)]
+    assert [(row["job"]["id"], row["more"]) for row in rows] == [
+        ("a-1", 3),
+        ("a-9", 0),
+        ("b-0", 0),
+        ("b-1", 0),
+    ]
 
 
 def test_the_page_has_a_bounded_number_of_failures_and_counts_the_others(world: World) -> None:
@@ -54,7 +66,11 @@ def test_the_page_has_a_bounded_number_of_failures_and_counts_the_others(world: 
     jobs = [replace(job, id=f"a-{number}") for number in range(FAILURES_MAX + 5)]
     state = replace(world.controller.state, jobs=Jobs({}))
     data = overview_data(state, jobs, job_view, {}, 2000.0)
-    assert (len(data["failures"]), data["more_failures"], data["counts"]["failed"]) == (FAILURES_MAX, 5, 25)
+    assert (len(data["failures"]), data["more_failures"], data["counts"]["failed"]) == (
+        FAILURES_MAX,
+        5,
+        25,
+    )
 
 
 def test_the_telling_line_of_an_empty_excerpt_is_empty() -> None:

@@ -17,14 +17,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from orchestrator.service.commands.what_if import JOBS_MAX, what_if
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
 from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, waterfall
 from orchestrator.service.server import forecasts
+from orchestrator.service.server.access.gate import PAGES, SIGN_IN, WRONG_TOKENS
+from orchestrator.service.server.access.sessions import LIFETIME_S, Sessions
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.sessions import LIFETIME_S, Sessions
 from orchestrator.specs.access import Role
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
@@ -85,16 +85,30 @@ class Site:
 
 def compare(world: World) -> None:
     """Three strategies of the job, of which two finish and one has no plan; their ids begin with lm-compare-4."""
-    pins = ({"micro_batch_size": 8}, {"micro_batch_size": 2}, {"engine": "torch", "zero_stage": 1, "pp": 2})
+    pins = (
+        {"micro_batch_size": 8},
+        {"micro_batch_size": 2},
+        {"engine": "torch", "zero_stage": 1, "pp": 2},
+    )
     jobs = [
-        {"spec": {**job_spec(), "name": "lm-compare", "plan": pin, "degrade": {"allow": "none"}, "member": member}}
+        {
+            "spec": {
+                **job_spec(),
+                "name": "lm-compare",
+                "plan": pin,
+                "degrade": {"allow": "none"},
+                "member": member,
+            }
+        }
         for number, pin in enumerate(pins)
         for member in [{"number": number, "of": len(pins), "max_concurrent": 1, "compared": True}]
     ]
     answer = world.client.post("/jobs/batch", json={"jobs": jobs})
     assert answer.json()["ids"][0] == "lm-compare-4", answer.text
     world.turn_until("succeeded", 5)
-    world.client.get("/jobs/lm-compare-4/comparison")  # imports mlflow, as the relay of a service does at its start
+    world.client.get(
+        "/jobs/lm-compare-4/comparison"
+    )  # imports mlflow, as the relay of a service does at its start
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +136,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for number, job_id in enumerate(("lm-compare-4", "lm-compare-5")):
             written = JobFolder(world.home, job_id).attempt(1)
             written.path.mkdir(parents=True)
-            written.metrics.write_text("".join(f'{{"step": {n}, "loss": {number / 9 + 9 / n}}}\n' for n in range(1, 9)))
+            written.metrics.write_text(
+                "".join(f'{{"step": {n}, "loss": {number / 9 + 9 / n}}}\n' for n in range(1, 9))
+            )
         port = stack.enter_context(serve_http(world.app))
         playwright = stack.enter_context(sync_playwright())
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         stack.callback(browser.close)
         yield Site(world, port, browser)
 
@@ -140,12 +158,19 @@ def test_no_page_has_a_serious_violation_in_light_and_dark_leaves_the_origin_or_
     """The pages are walked through once, since each costs two seconds."""
     from axe_playwright_python.sync_playwright import Axe
 
-    tab = site.signed_in(viewport={"width": 360, "height": 740}, reduced_motion="reduce")  # no colour between two
+    tab = site.signed_in(
+        viewport={"width": 360, "height": 740}, reduced_motion="reduce"
+    )  # no colour between two
     addresses, errors = list[str](), list[str]()
     tab.on("request", lambda request: addresses.append(request.url))
-    tab.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    tab.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
     tab.on("pageerror", lambda error: errors.append(str(error)))
-    schemes = {"light": None, "dark": {"runOnly": ["color-contrast"]}}  # all else is the same in the dark
+    schemes = {
+        "light": None,
+        "dark": {"runOnly": ["color-contrast"]},
+    }  # all else is the same in the dark
     for path in pages:
         tab.goto(f"{site.url}{PAGES}{path}")
         tab.get_by_text("Live.").wait_for()
@@ -158,8 +183,12 @@ def test_no_page_has_a_serious_violation_in_light_and_dark_leaves_the_origin_or_
         assert tab.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), path
         assert tab.evaluate(f"{root}.lang") == "en"
         assert tab.title().endswith(" · orc")
-    assert {urlsplit(url).netloc for url in addresses if not url.startswith("data:")} == {urlsplit(site.url).netloc}
-    assert [text for text in errors if "404" not in text] == []  # of the page that is asked for and is not there
+    assert {urlsplit(url).netloc for url in addresses if not url.startswith("data:")} == {
+        urlsplit(site.url).netloc
+    }
+    assert [
+        text for text in errors if "404" not in text
+    ] == []  # of the page that is asked for and is not there
 
 
 def test_the_queue_shows_a_new_job_without_reload(site: Site) -> None:
@@ -182,13 +211,21 @@ def test_an_action_of_a_page_is_done_and_the_page_shows_it(site: Site) -> None:
     assert job.cancelling or job.status == "cancelled"
 
 
-def test_a_jobs_page_holds_it_releases_it_and_submits_it_again_when_it_has_ended(site: Site) -> None:
+def test_a_jobs_page_holds_it_releases_it_and_submits_it_again_when_it_has_ended(
+    site: Site,
+) -> None:
     site.world.controller.drain("virtual", undo=False)
     job_id = site.world.submit()
     tab = site.signed_in()
     tab.on("dialog", lambda dialog: dialog.accept())
     tab.goto(f"{site.url}/ui/jobs/{job_id}")
-    for verb in ("Hold", "Release", "Hold", "Cancel", "Retry"):  # each leads to the button of the next one
+    for verb in (
+        "Hold",
+        "Release",
+        "Hold",
+        "Cancel",
+        "Retry",
+    ):  # each leads to the button of the next one
         tab.get_by_role("button", name=f"{verb} {job_id}").click()
     tab.wait_for_url("**/ui/queue")
     newest = max(site.world.controller.state.jobs.values(), key=lambda job: job.order)
@@ -216,7 +253,9 @@ def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
     answer = site.world.client.get("/jobs/lm-compare-4/comparison").json()
     tab = site.signed_in()
     tab.get_by_role("link", name="Compare", exact=True).click()
-    tab.get_by_role("row", name="lm-compare-4").get_by_role("cell", name="3", exact=True).wait_for()  # strategies
+    tab.get_by_role("row", name="lm-compare-4").get_by_role(
+        "cell", name="3", exact=True
+    ).wait_for()  # strategies
     tab.get_by_role("link", name="lm-compare-4").click()
     tab.get_by_text(answer["verdict"]).wait_for()
     rows = tab.get_by_role("region", name="Strategies").get_by_role("row").all_inner_texts()
@@ -227,11 +266,22 @@ def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
     tab.set_viewport_size({"width": 1400, "height": 1000})
     lengthen = "link => {link.textContent = 'ZeRO-3 (FSDP2) + checkpointing + optimizer on host on 2 (micro 16x4)'}"
     tab.get_by_role("region", name="Strategies").get_by_role("link").nth(1).evaluate(lengthen)
-    assert tab.get_by_role("region", name="Strategies").evaluate("table => table.scrollWidth <= table.clientWidth")
+    assert tab.get_by_role("region", name="Strategies").evaluate(
+        "table => table.scrollWidth <= table.clientWidth"
+    )
     assert tab.get_by_role("img", name="Memory against step time").is_visible()
-    assert tab.get_by_role("img", name="Memory against step time").locator("text.tick[y='244']").count() > 1
-    assert "1 plain on 1" in (tab.get_by_role("img", name="Losses").locator("desc").text_content() or "")
-    assert tab.get_by_role("link", name="Compare its runs in MLflow").count() == (answer["mlflow"] is not None)
+    assert (
+        tab.get_by_role("img", name="Memory against step time")
+        .locator("text.tick[y='244']")
+        .count()
+        > 1
+    )
+    assert "1 plain on 1" in (
+        tab.get_by_role("img", name="Losses").locator("desc").text_content() or ""
+    )
+    assert tab.get_by_role("link", name="Compare its runs in MLflow").count() == (
+        answer["mlflow"] is not None
+    )
     tab.get_by_role("link", name=answer["rows"][0]["strategy"]).click()
     tab.get_by_role("link", name="lm-compare-4", exact=True).wait_for()  # back from its job
 
@@ -253,7 +303,9 @@ def test_a_viewer_sees_no_action_and_is_refused_it(site: Site) -> None:
     tab = site.signed_in(site.token(Role.VIEWER, "eve"))
     for path in ("/queue", f"/jobs/{job_id}", "/cluster"):
         tab.goto(f"{site.url}{PAGES}{path}")
-        assert [button.inner_text() for button in tab.get_by_role("main").get_by_role("button").all()] in (
+        assert [
+            button.inner_text() for button in tab.get_by_role("main").get_by_role("button").all()
+        ] in (
             [],
             ["Filter"],
         )
@@ -286,7 +338,9 @@ def test_a_member_sees_actions_on_jobs_of_its_own_team_only(world: World) -> Non
     assert [f"Cancel {ids[name]}" in page for name in ("bob", "cyd")] == [True, False]
 
 
-def test_a_page_leads_to_sign_in_once_its_token_is_revoked(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_leads_to_sign_in_once_its_token_is_revoked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The open page too, without a click."""
     monkeypatch.setattr(live, "WAIT_S", 0.2)
     tab = site.signed_in(site.token(Role.VIEWER, "mia"))
@@ -332,8 +386,12 @@ def test_an_uploaded_file_and_a_command_begin_a_job(site: Site, tmp_path: Path) 
     tab.get_by_text("job.yaml is in the text below.").wait_for()
     tab.get_by_role("button", name="Show the plan").click()
     tab.get_by_text("taken", exact=True).wait_for()
-    (tmp_path / "train.py").write_text("import torch\ntorch.zeros(1, requires_grad=True).backward()\n")
-    tab.get_by_label("Begin with a command", exact=True).get_by_role("textbox").first.fill("python train.py")
+    (tmp_path / "train.py").write_text(
+        "import torch\ntorch.zeros(1, requires_grad=True).backward()\n"
+    )
+    tab.get_by_label("Begin with a command", exact=True).get_by_role("textbox").first.fill(
+        "python train.py"
+    )
     tab.get_by_label("in the folder").fill(str(tmp_path))
     tab.get_by_role("button", name="Propose a job file").click()
     tab.get_by_text("global_batch_size").first.wait_for()
@@ -391,7 +449,9 @@ nodes:
 """
 
 
-def test_the_live_queue_is_played_on_another_cluster_with_another_job_before_anything_is_submitted(site: Site) -> None:
+def test_the_live_queue_is_played_on_another_cluster_with_another_job_before_anything_is_submitted(
+    site: Site,
+) -> None:
     submitted = site.world.controller.state.submitted
     tab = site.signed_in(site.token(Role.MEMBER, "ivy"))
     tab.goto(f"{site.url}{PAGES}/what-if")
@@ -416,13 +476,21 @@ def test_the_live_queue_is_played_on_another_cluster_with_another_job_before_any
 def test_a_play_is_bounded_and_its_late_jobs_are_counted(world: World) -> None:
     refused = world.client.post(f"{PAGES}/what-if", data={"order": "fifo"})
     assert "no job runs or waits" in refused.text
-    slow = {"training": {**job_spec()["training"], "max_steps": 100_000_000}, "deadline": "23:59 UTC"}
+    slow = {
+        "training": {**job_spec()["training"], "max_steps": 100_000_000},
+        "deadline": "23:59 UTC",
+    }
     assert world.client.post("/jobs", json={"spec": job_spec() | slow}).status_code == 200
-    outcome = what_if(world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home)
+    outcome = what_if(
+        world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home
+    )
     assert (outcome.late_now, outcome.late_then) == (1, 1)
     jobs = {"jobs": [{"spec": job_spec()}] * JOBS_MAX}
     assert world.client.post("/jobs/batch", json=jobs).status_code == 200
-    assert "too many jobs for a page" in world.client.post(f"{PAGES}/what-if", data={"order": "fifo"}).text
+    assert (
+        "too many jobs for a page"
+        in world.client.post(f"{PAGES}/what-if", data={"order": "fifo"}).text
+    )
 
 
 # ------------------------------------------------------------------------------------------------- sessions and gate
@@ -452,7 +520,9 @@ def test_every_page_leads_a_stranger_to_sign_in_and_says_nothing(world: World) -
         assert answer.headers["location"].startswith(SIGN_IN)
 
 
-def test_every_page_is_of_its_role_and_has_the_headers_that_keep_foreign_code_out(world: World) -> None:
+def test_every_page_is_of_its_role_and_has_the_headers_that_keep_foreign_code_out(
+    world: World,
+) -> None:
     world.submit()
     clients = {role: signed_in(world, _token(world, role)) for role in Role}
     for (method, path), needed in PAGE_ROLES.items():
@@ -473,14 +543,18 @@ def test_the_cookie_is_no_token_and_no_script_or_other_site_gets_it(world: World
     secret = _token(world, Role.VIEWER)
     for base, is_secure in (("http://127.0.0.1:8000", False), ("https://127.0.0.1:8000", True)):
         client = TestClient(world.app, base_url=base, follow_redirects=False)
-        cookie = client.post(SIGN_IN, data={"token": secret}, headers={"Origin": base}).headers["set-cookie"]
+        cookie = client.post(SIGN_IN, data={"token": secret}, headers={"Origin": base}).headers[
+            "set-cookie"
+        ]
         assert secret not in cookie
         assert "HttpOnly" in cookie
         assert "SameSite=strict" in cookie
         assert ("Secure" in cookie) == is_secure
 
 
-@pytest.mark.parametrize("ends", ["expiry", "revocation", "removal of the user", "its own end", "forgery"])
+@pytest.mark.parametrize(
+    "ends", ["expiry", "revocation", "removal of the user", "its own end", "forgery"]
+)
 def test_a_session_ends(world: World, ends: str) -> None:
     client = signed_in(world, _token(world, Role.VIEWER))
     assert client.get(f"{PAGES}/queue").status_code == 200
@@ -491,7 +565,12 @@ def test_a_session_ends(world: World, ends: str) -> None:
     elif ends == "removal of the user":
         world.accounts.remove_user("ada")
     elif ends == "its own end":
-        old = Sessions(owner_token=TOKEN, owner="x", accounts=world.accounts, clock=lambda: time.time() - LIFETIME_S)
+        old = Sessions(
+            owner_token=TOKEN,
+            owner="x",
+            accounts=world.accounts,
+            clock=lambda: time.time() - LIFETIME_S,
+        )
         _become(client, old.cookie(_token(world, Role.VIEWER)))
     else:
         _become(client, next(iter(client.cookies.values())).replace("1.", "0.", 1))
@@ -505,14 +584,21 @@ def test_a_change_by_cookie_needs_the_same_origin(world: World) -> None:
     for headers in ({}, {"Origin": EVIL}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
         assert client.post("/jobs/cancel", json=body, headers=headers).status_code == 403, headers
     assert client.post("/jobs/cancel", json=body, headers=SAME_SITE).status_code == 200
-    assert world.stranger.post(SIGN_IN, data={"token": TOKEN}, headers={"Origin": EVIL}).status_code == 403
+    assert (
+        world.stranger.post(SIGN_IN, data={"token": TOKEN}, headers={"Origin": EVIL}).status_code
+        == 403
+    )
 
 
 def test_wrong_tokens_are_counted_where_they_are_typed(world: World) -> None:
     def typed() -> int:
-        return int(world.stranger.post(SIGN_IN, data={"token": "orc_wrong"}, headers=SAME_SITE).status_code)
+        return int(
+            world.stranger.post(SIGN_IN, data={"token": "orc_wrong"}, headers=SAME_SITE).status_code
+        )
 
-    assert [typed() for _ in range(WRONG_TOKENS.amount + 2)] == [401] * WRONG_TOKENS.amount + [429] * 2
+    assert [typed() for _ in range(WRONG_TOKENS.amount + 2)] == [401] * WRONG_TOKENS.amount + [
+        429
+    ] * 2
 
 
 def test_sign_in_leads_back_to_pages_of_this_service_alone(world: World) -> None:
@@ -524,7 +610,10 @@ def test_sign_in_leads_back_to_pages_of_this_service_alone(world: World) -> None
     }
     for came_from, leads_to in destinations.items():
         answer = world.stranger.post(
-            SIGN_IN, data={"token": TOKEN, "next": came_from}, headers=SAME_SITE, follow_redirects=False
+            SIGN_IN,
+            data={"token": TOKEN, "next": came_from},
+            headers=SAME_SITE,
+            follow_redirects=False,
         )
         assert answer.headers["location"] == leads_to
 
@@ -542,7 +631,9 @@ def test_a_stream_that_resumes_hears_at_once_of_what_it_missed(world: World) -> 
     assert first_id == f"id: {version}"
 
 
-def test_a_stream_hears_of_a_change_as_it_happens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_hears_of_a_change_as_it_happens(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live, "WAIT_S", 3600.0)  # it looks by itself once an hour
     headers = {"Authorization": f"Bearer {TOKEN}"}
     version = world.controller.wait_for_change(-1, 0.0)
@@ -569,7 +660,9 @@ def test_a_chart_says_what_it_shows_to_those_who_cannot_see_it() -> None:
 def test_ticks_of_steps_are_integers() -> None:
     for last in (2, 3, 13, 15, 130):
         chart = lines("Loss", [Line("one", "series-0", [(1.0, 4.0), (float(last), 3.0)])])
-        assert all(tick.isdecimal() for tick in re.findall(r'text-anchor="middle">([^<]*)<', chart)), last
+        assert all(
+            tick.isdecimal() for tick in re.findall(r'text-anchor="middle">([^<]*)<', chart)
+        ), last
 
 
 def test_a_bar_shows_what_others_wrote_as_text() -> None:
@@ -587,12 +680,18 @@ def test_a_job_shows_the_memory_of_its_steps(site: Site) -> None:
 
 def test_a_chart_of_nothing_is_nothing_and_a_flat_curve_is_drawn() -> None:
     assert lines("Loss", [Line("attempt 1", "series-0", [])]) == ""
-    for points in ([(5.0, 0.0)], [(1.0, 2.0), (9.0, 2.0)], [(float(n), float(n)) for n in range(5000)]):
+    for points in (
+        [(5.0, 0.0)],
+        [(1.0, 2.0), (9.0, 2.0)],
+        [(float(n), float(n)) for n in range(5000)],
+    ):
         assert "nan" not in lines("Loss", [Line("one", "series-0", points)])
 
 
 @pytest.mark.long
-def test_a_page_of_a_queue_of_5000_is_there_within_300_ms_while_its_forecast_is_reckoned(world: World) -> None:
+def test_a_page_of_a_queue_of_5000_is_there_within_300_ms_while_its_forecast_is_reckoned(
+    world: World,
+) -> None:
     for _ in range(10):
         answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": job_spec()}] * 500})
         assert answer.status_code == 200, answer.text

@@ -19,7 +19,7 @@ from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -38,7 +38,11 @@ def parser(*flags: str) -> str:
         if name.endswith("!"):
             lines.append(f"p.add_argument({name[:-1]!r}, action='store_true')")
         else:
-            lines.append(f"p.add_argument({name!r}, type=str" + (f", default={default}" if equals else "") + ")")
+            lines.append(
+                f"p.add_argument({name!r}, type=str"
+                + (f", default={default}" if equals else "")
+                + ")"
+            )
     return "\n".join([*lines, "a = p.parse_args()", ""])
 
 
@@ -73,7 +77,9 @@ ACCELERATED = "from accelerate import Accelerator\n" + parser(
     "--train_batch_size=16", "--gradient_accumulation_steps=1", "--mixed_precision", "--output_dir", "--learning_rate",
     "--pretrained_model_name_or_path", "--max_train_steps", "--gradient_checkpointing!", "--resume_from_checkpoint",
 ) + "Accelerator()\n"  # fmt: skip
-OWN_ACCELERATED = "from accelerate import Accelerator\n" + parser("--batch_size=4", "--lr=1") + "Accelerator()\n"
+OWN_ACCELERATED = (
+    "from accelerate import Accelerator\n" + parser("--batch_size=4", "--lr=1") + "Accelerator()\n"
+)
 HYDRA = "import hydra\n@hydra.main(config_path='conf', config_name='config')\ndef main(cfg): ...\n"
 DDP = PLAIN + "from torch.distributed import init_process_group\ninit_process_group()\n"
 CONFIGURED = parser("--config", "-v!") + "import yaml, json\n"
@@ -86,7 +92,8 @@ def main(batch_size, accum, amp): ...
 """
 TYPER = "import typer\ndef main(data: str, batch_size: int = 4, accum_steps: int = 1): ...\ntyper.run(main)\n"
 DATACLASS = (
-    "from dataclasses import dataclass\n@dataclass\nclass Config:\n    batch_size: int = 8\n    lr: float = 1e-3\n"
+    "from dataclasses import dataclass\n@dataclass\nclass Config:\n"
+    "    batch_size: int = 8\n    lr: float = 1e-3\n"
 )
 FSDP = """compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -105,7 +112,11 @@ DS = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
 }  # fmt: skip
-DS_AUTO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "zero_optimization": {}}
+DS_AUTO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {},
+}
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=tune
 #SBATCH --nodes=2
@@ -143,7 +154,8 @@ TOML = "[train]\nbatch_size = 48\nlr = 0.001\n"
 YAML = "# mine\nmodel: {width: 64}\ntrain:\n  batch_size: 48\n  accumulate: 2\n  lr: 1.0e-3\n"
 LLAMA_YAML = "model_name_or_path: m\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 8\nbf16: true\n"
 AXOLOTL = (
-    "base_model: m\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\nbf16: auto\ngradient_checkpointing: true\n"
+    "base_model: m\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+    "bf16: auto\ngradient_checkpointing: true\n"
 )
 CONSTANT = "import torch\nBATCH_SIZE = 128\nEPOCHS = 1\nfor batch in load(BATCH_SIZE): ...\n"
 WHISPER = """from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -175,7 +187,9 @@ class Case:
 
 
 def py(source: str, **others: str) -> dict[str, str]:
-    return {"train.py": source} | {name.replace("__", "/").replace("_DOT_", "."): text for name, text in others.items()}
+    return {"train.py": source} | {
+        name.replace("__", "/").replace("_DOT_", "."): text for name, text in others.items()
+    }
 
 
 CASES = {
@@ -248,7 +262,9 @@ def propose(case: Case, folder: Path) -> tuple[str, JobSpec]:
         (folder / name).write_text(content)
         (folder / name).chmod(0o755)
     text = proposal(shlex.split(case.typed), folder, {})
-    return text, parse_job(text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 1\n", "proposal")
+    return text, parse_job(
+        text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 1\n", "proposal"
+    )
 
 
 def first_attempt(spec: JobSpec) -> RenderedCommand:
@@ -257,7 +273,11 @@ def first_attempt(spec: JobSpec) -> RenderedCommand:
     steps = spec.knobs.gradient_accumulation_steps
     counted = int(knob.default or 1) if knob is not None else max(1, spec.global_batch_size // dp)
     micro = counted // dp if knob is not None and knob.per == "global" else counted
-    accumulation = int(steps.default or 1) if steps not in (None, "derived") else spec.global_batch_size // (micro * dp)  # type: ignore[union-attr]
+    accumulation = (
+        int(steps.default or 1)
+        if steps not in (None, "derived")
+        else spec.global_batch_size // (micro * dp)
+    )  # type: ignore[union-attr]
     plan = Plan(
         engine=Engine.SCRIPT, layout=ParallelLayout(dp=dp), micro_batch_size=max(1, micro), precision=spec.precision,
         gradient_accumulation_steps=max(1, accumulation), activation_checkpointing=ActivationCheckpointing.NONE,
@@ -272,37 +292,71 @@ def pairs(arguments: tuple[str, ...] | list[str]) -> Iterator[tuple[str, str]]:
     """(name, value) of each flag and each key=value; a bare flag is true."""
     for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="-"):
         if "=" in word:
-            yield word.partition("=")[0].lstrip("-+").replace("-", "_"), word.partition("=")[2].lower()
+            yield (
+                word.partition("=")[0].lstrip("-+").replace("-", "_"),
+                word.partition("=")[2].lower(),
+            )
         elif word.startswith("-"):
-            yield word.lstrip("-").replace("-", "_"), "true" if following.startswith("-") else following.lower()
+            yield (
+                word.lstrip("-").replace("-", "_"),
+                "true" if following.startswith("-") else following.lower(),
+            )
 
 
 def list_lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
     """Return the typed parts that neither the first attempt nor a comment has."""
     attempt = first_attempt(spec)
-    shown = " ".join([*attempt.arguments, *(f"{name}={value}" for name, value in [*spec.env, *attempt.env.items()])])
+    shown = " ".join(
+        [
+            *attempt.arguments,
+            *(f"{name}={value}" for name, value in [*spec.env, *attempt.env.items()]),
+        ]
+    )
     missing = [
         part
         for word in words_of(case.typed)
         for part in re.split(r"[=\s]", word)
-        if part and part not in shown and part not in text and not re.fullmatch(r"\d?>.*|&|\||log.*|tee|x123|-\w", part)
+        if part
+        and part not in shown
+        and part not in text
+        and not re.fullmatch(r"\d?>.*|&|\||log.*|tee|x123|-\w", part)
     ]
-    rendered = dict(pairs(attempt.arguments)) | {name.lower(): value for name, value in attempt.env.items()}
+    rendered = dict(pairs(attempt.arguments)) | {
+        name.lower(): value for name, value in attempt.env.items()
+    }
     values = set(rendered.values())
     program = words_of(case.typed)
     typed = dict(
-        pairs(program[next((i for i, w in enumerate(program) if w.endswith(".py") or w in ("train", "-m")), 0) :])
+        pairs(
+            program[
+                next(
+                    (i for i, w in enumerate(program) if w.endswith(".py") or w in ("train", "-m")),
+                    0,
+                ) :
+            ]
+        )
     )
     for name, value in typed.items():
         meaning = (meaning_of(name) or ("",))[0]
-        if meaning == "output_dir" or value == "x123" or (spec.config is not None and value == spec.config.file):
+        if (
+            meaning == "output_dir"
+            or value == "x123"
+            or (spec.config is not None and value == spec.config.file)
+        ):
             continue
-        if rendered.get(name, value if value in values or name in shown or name in text else None) != value:
+        if (
+            rendered.get(name, value if value in values or name in shown or name in text else None)
+            != value
+        ):
             missing.append(f"{name}: {value}, not {rendered.get(name)}")
     parts = [part for word in words_of(case.typed) for part in word.split("=")]
     files = [part for part in parts if part.endswith((".yaml", ".yml", ".json", ".toml"))]
     used = [*attempt.arguments, *([spec.config.file] if spec.config is not None else [])]
-    missing += [f"the file {file}" for file in files if (folder / file).is_file() and not any(file in w for w in used)]
+    missing += [
+        f"the file {file}"
+        for file in files
+        if (folder / file).is_file() and not any(file in w for w in used)
+    ]
     if spec.config is not None:
         original = (folder / spec.config.file).read_text()
         copy = folder / f"copy{Path(spec.config.file).suffix}"
@@ -311,7 +365,9 @@ def list_lost(case: Case, text: str, spec: JobSpec, folder: Path) -> list[str]:
         missing += [
             f"{key}: {value!r} became {after.get(key)!r}"
             for key, value in before.items()
-            if after.get(key) != value and "output" not in key and not (value == "auto" and after.get(key) is True)
+            if after.get(key) != value
+            and "output" not in key
+            and not (value == "auto" and after.get(key) is True)
         ]
     return missing
 
@@ -329,8 +385,14 @@ def verdict(case: Case, folder: Path) -> str:
         return f"misleading: lost {missing}"
     if not says and case.batch is not None:
         return "without batch size"
-    wrong = [part for part in case.has if part not in text] + [part for part in case.lacks if part in text]
-    return f"incomplete: {wrong}, gpus {spec.gpus.max}" if wrong or spec.gpus.max != case.gpus else "right"
+    wrong = [part for part in case.has if part not in text] + [
+        part for part in case.lacks if part in text
+    ]
+    return (
+        f"incomplete: {wrong}, gpus {spec.gpus.max}"
+        if wrong or spec.gpus.max != case.gpus
+        else "right"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -344,8 +406,14 @@ def test_a_pasted_command_becomes_its_job_which_can_be_planned(tmp_path: Path, n
     ("source", "has"),
     [
         (ARRAY, ("--lr '{task}'",)),
-        (ARRAY.replace("--lr ", "--output runs/"), ('env: {SLURM_ARRAY_TASK_ID: "{task}"}', "--output runs/{task}")),
-        (ARRAY.replace(" --lr $SLURM_ARRAY_TASK_ID", ""), ('env: {SLURM_ARRAY_TASK_ID: "{task}"}',)),
+        (
+            ARRAY.replace("--lr ", "--output runs/"),
+            ('env: {SLURM_ARRAY_TASK_ID: "{task}"}', "--output runs/{task}"),
+        ),
+        (
+            ARRAY.replace(" --lr $SLURM_ARRAY_TASK_ID", ""),
+            ('env: {SLURM_ARRAY_TASK_ID: "{task}"}',),
+        ),
     ],
 )
 def test_each_option_of_a_batch_file_is_in_the_job_or_has_a_comment(
@@ -357,7 +425,9 @@ def test_each_option_of_a_batch_file_is_in_the_job_or_has_a_comment(
     jobs = parse_jobs(text, "proposal")
     assert [spec.member and spec.member.max_concurrent for spec in jobs] == [2] * 4
     assert {spec.time_limit for spec in jobs} == {36.5 * 3600}
-    assert [str(index) in [*spec.command, *dict(spec.env).values()] for index, spec in enumerate(jobs)] == [True] * 4
+    assert [
+        str(index) in [*spec.command, *dict(spec.env).values()] for index, spec in enumerate(jobs)
+    ] == [True] * 4
     comments = (
         "# Not needed: --mem 64G",
         "# Not needed: --requeue",
@@ -391,12 +461,16 @@ def test_a_time_or_an_array_that_cannot_be_read_gets_a_check(tmp_path: Path, opt
 
 
 def test_help_is_run_only_where_it_is_asked_for_and_its_flags_are_read(tmp_path: Path) -> None:
-    source = "import argparse, pathlib\npathlib.Path('it-ran').touch()\np = argparse.ArgumentParser()\n"
+    source = (
+        "import argparse, pathlib\npathlib.Path('it-ran').touch()\np = argparse.ArgumentParser()\n"
+    )
     source += "p.add_argument(*['--' + 'batch-size'], type=int, default=6, help='(default: %(default)s)')\n"
     (tmp_path / "train.py").write_text(source + "p.parse_args()\n")
     assert "\nglobal_batch_size:" not in proposal(["python", "train.py"], tmp_path, {})
     assert not (tmp_path / "it-ran").exists()
-    assert "flag: --batch-size, default: 6" in proposal(["python", "train.py"], tmp_path, {}, run_help=True)
+    assert "flag: --batch-size, default: 6" in proposal(
+        ["python", "train.py"], tmp_path, {}, run_help=True
+    )
     (tmp_path / "train.py").write_text("raise SystemExit('no such card')\n")
     with pytest.raises(SpecError, match="no such card"):
         proposal(["python", "train.py"], tmp_path, {}, run_help=True)
@@ -413,8 +487,21 @@ LAUNCHERS = (
     "python -m torch.distributed.run --nproc_per_node={n} {script}", "mystery --nproc {n} python {script}",
     "accelerate launch --num_processes={n} --use_fsdp --fsdp_offload_params false {script}",
 )  # fmt: skip
-MICRO = ("batch_size", "per_device_train_batch_size", "micro_batch_size", "batch_size_per_gpu", "train_bs", "bs")
-STEPS = ("gradient_accumulation_steps", "accum", "grad_accum_steps", "accumulate_grad_batches", "accum_iter")
+MICRO = (
+    "batch_size",
+    "per_device_train_batch_size",
+    "micro_batch_size",
+    "batch_size_per_gpu",
+    "train_bs",
+    "bs",
+)
+STEPS = (
+    "gradient_accumulation_steps",
+    "accum",
+    "grad_accum_steps",
+    "accumulate_grad_batches",
+    "accum_iter",
+)
 PARSERS = {  # source, with M and S for the names and their defaults 3 and 1; how a flag is written
     "argparse": (parser("--M=3", "--S=1", "--lr=1"), "--{} {}"),
     "dashes": (parser("--M=3", "--S=1", "--lr=1").replace("_", "-").replace("add-argument", "add_argument"), "--{} {}"),
@@ -430,10 +517,16 @@ PARSERS = {  # source, with M and S for the names and their defaults 3 and 1; ho
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_draw_of_wrapper_launcher_parser_and_settings_loses_what_was_typed(tmp_path: Path, seed: int) -> None:
+def test_no_draw_of_wrapper_launcher_parser_and_settings_loses_what_was_typed(
+    tmp_path: Path, seed: int
+) -> None:
     draw = random.Random(seed)
     for index in range(40):
-        micro, steps, size, count, ranks = draw.choice(MICRO), draw.choice(STEPS), *draw.choices(range(1, 40), k=3)
+        micro, steps, size, count, ranks = (
+            draw.choice(MICRO),
+            draw.choice(STEPS),
+            *draw.choices(range(1, 40), k=3),
+        )
         kind, launcher = draw.choice(list(PARSERS)), draw.choice(LAUNCHERS)
         source, form = PARSERS[kind]
         joint = "-" if kind == "dashes" else "_"
@@ -443,10 +536,21 @@ def test_no_draw_of_wrapper_launcher_parser_and_settings_loses_what_was_typed(tm
         options = [form.format(*pair) for pair in zip(names, (size, count), strict=True)]
         if kind == "file":
             suffix = draw.choice(("yaml", "json"))
-            files[f"t{index}/c.{suffix}"] = json.dumps({"a": {micro: size, "b": {steps: count}}, "seed": 1e-3})
+            files[f"t{index}/c.{suffix}"] = json.dumps(
+                {"a": {micro: size, "b": {steps: count}}, "seed": 1e-3}
+            )
             options = [draw.choice(("--config ", "--config=")) + f"c.{suffix}"]
-        extra = ["--lr 0.5", "--weights a.pt", "--flag", "--tf32 true", "--fsdp 'full_shard auto_wrap'", "-k 7"]
-        options += draw.sample(extra, draw.randrange(4)) if kind != "hydra" else ["model=big", "+x.y=2"]
+        extra = [
+            "--lr 0.5",
+            "--weights a.pt",
+            "--flag",
+            "--tf32 true",
+            "--fsdp 'full_shard auto_wrap'",
+            "-k 7",
+        ]
+        options += (
+            draw.sample(extra, draw.randrange(4)) if kind != "hydra" else ["model=big", "+x.y=2"]
+        )
         draw.shuffle(options)
         start = draw.choice(WRAPPERS) + launcher.format(n=ranks, script="train.py")
         several = ranks if "{n}" in launcher else 1

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.backends.attempts.launcher import Launcher
 from orchestrator.backends.attempts.system_metrics import Watched
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
@@ -39,13 +39,19 @@ def write_programs(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        ("no-such-program train", ["no program 'no-such-program' on the PATH", "/usr/bin", "env: {PATH"]),
+        (
+            "no-such-program train",
+            ["no program 'no-such-program' on the PATH", "/usr/bin", "env: {PATH"],
+        ),
         ("bin/nothing", ["the program does not exist", "bin/nothing", "starts at `workdir`"]),
         ("bin", ["no program 'bin'"]),
         ("./bin", ["the program is a folder"]),
         ("bin/not-executable", ["not executable", "chmod +x"]),
         ("bin/moved --x 1", ["names an interpreter that is not there", "/no/such/venv/bin/python"]),
-        ("/no/such/venv/bin/python train.py", ["the program does not exist", "/no/such/venv/bin/python"]),
+        (
+            "/no/such/venv/bin/python train.py",
+            ["the program does not exist", "/no/such/venv/bin/python"],
+        ),
         ("bin/python3.9 train.py", ["the interpreter cannot be started", "bin/python3.9"]),
         ("bin/python3.8 train.py", ["ends with code 3 at `-c ''`: no module encodings"]),
         ("bin/of-broken", ["ends with code 3 at `-c ''`", "bin/python3.8"]),
@@ -64,7 +70,9 @@ def test_a_program_that_cannot_start_is_refused_with_the_path_tried(
     assert [part for part in parts if part not in message] == [], message
 
 
-@pytest.mark.parametrize("command", ["bin/works", "bin/by-env", "sleep 0", "/bin/sh -c true", "works"])
+@pytest.mark.parametrize(
+    "command", ["bin/works", "bin/by-env", "sleep 0", "/bin/sh -c true", "works"]
+)
 def test_a_program_that_starts_is_taken(command: str, tmp_path: Path) -> None:
     write_programs(tmp_path)
     path = f"env: {{PATH: '{tmp_path}/bin:/usr/bin:/bin:{Path(sys.executable).parent}'}}\n"
@@ -85,7 +93,13 @@ def test_a_program_missing_on_the_node_fails_once_with_the_path_tried(
     command: str, workdir: str, message: str, tmp_path: Path
 ) -> None:
     write_programs(tmp_path)
-    said_of = {"name": "job", "global_batch_size": 1, "launch": "self", "command": command, "gpus": 1}
+    said_of = {
+        "name": "job",
+        "global_batch_size": 1,
+        "launch": "self",
+        "command": command,
+        "gpus": 1,
+    }
     spec = JobSpec.model_validate(said_of | {"workdir": str(tmp_path / workdir)})
     job = Drive(tmp_path / "home", cluster("64MiB")).run(spec)
     assert job.status is JobStatus.FAILED
@@ -94,14 +108,18 @@ def test_a_program_missing_on_the_node_fails_once_with_the_path_tried(
     assert "; " in job.reason, "what to write instead"
 
 
-def test_a_full_process_table_is_no_missing_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_process_table_is_no_missing_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error of fork is EAGAIN, which is temporary, so a retry may help."""
 
     def refuse_fork(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("orchestrator.backends.attempts.launcher.subprocess.Popen", refuse_fork)
-    launcher = Launcher(str(tmp_path / "1"), str(tmp_path / "epoch"), 1, "mark", Watched(node="n", devices=(0,)))
+    launcher = Launcher(
+        str(tmp_path / "1"), str(tmp_path / "epoch"), 1, "mark", Watched(node="n", devices=(0,))
+    )
     status = launcher.start([(0, ("/bin/true",), {})], "/")
     assert (status["state"], status["no_program"]) == ("ended", False)
     assert "temporarily" in status["error"]

@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -151,11 +151,15 @@ def propose(folder: Path, source: str) -> tuple[str, JobSpec]:
     script, file = folder / "my_train.py", folder / "job.yaml"
     script.write_text(source)
     text = proposal([str(script)], folder, {})
-    file.write_text(text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n")  # the user's
+    file.write_text(
+        text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n"
+    )  # the user's
     return text, read_job(file)
 
 
-def test_flags_of_argparse_are_read_and_never_run_in_the_modules_beside_it_too(tmp_path: Path) -> None:
+def test_flags_of_argparse_are_read_and_never_run_in_the_modules_beside_it_too(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "options.py").write_text(OPTIONS)
     _, spec = propose(tmp_path, ARGPARSE)
     assert spec.command == ("python", "my_train.py", "--data", "DATA")
@@ -178,7 +182,9 @@ def test_flags_of_argparse_are_read_and_never_run_in_the_modules_beside_it_too(t
 def test_flags_of_typer_are_read_from_parameters(tmp_path: Path) -> None:
     _, spec = propose(tmp_path, TYPER)
     assert spec.command == ("python", "my_train.py", "DATA")
-    assert [(name, knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.items()] == [
+    assert [
+        (name, knob.flag or knob.switch, knob.default) for name, knob in spec.knobs.items()
+    ] == [
         ("micro_batch_size", "--bs", 4),
         ("gradient_accumulation_steps", "--accumulate", 1),
         ("activation_checkpointing", "--use-checkpoint", None),
@@ -192,7 +198,9 @@ def test_transformers_trainer_is_recognised_by_what_its_parser_is_given(tmp_path
     assert spec.trainer == "hf"
     assert spec.command == ("python", "my_train.py", "--model_name", "MODEL_NAME")
     assert "nothing in it uses resume_from_checkpoint" not in text
-    without, _ = propose(tmp_path, HF.replace("resume_from_checkpoint=training.resume_from_checkpoint", ""))
+    without, _ = propose(
+        tmp_path, HF.replace("resume_from_checkpoint=training.resume_from_checkpoint", "")
+    )
     assert "nothing in it uses resume_from_checkpoint" in without
 
 
@@ -207,7 +215,10 @@ def test_a_scripts_differences_from_its_framework_are_written(tmp_path: Path) ->
     _, spec = propose(tmp_path, DIFFUSERS)
     assert spec.trainer == "diffusers"
     assert spec.knobs.micro_batch_size is not None
-    assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.default) == ("--train_batch_size", 4)
+    assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.default) == (
+        "--train_batch_size",
+        4,
+    )
     assert spec.knobs.activation_checkpointing is None, "it has no such flag"
 
 
@@ -280,9 +291,21 @@ def test_checkpoints_and_results_are_proposed_from_the_names_that_the_script_sav
 @pytest.mark.parametrize(
     ("name", "patterns", "verdict"),
     [
-        ("checkpoint-{step}-epoch-{epoch}", ("checkpoint-*-epoch-*",), "# A restart: it goes on from the newest"),
-        ("step_{step}", ("step_*", "epoch_*"), "# A restart: it goes on from the newest checkpoint, step_*, epoch_*."),
-        ("{step}", ("step_*", "epoch_*"), "# CHECK: a restart goes on only if the script names its checkpoints"),
+        (
+            "checkpoint-{step}-epoch-{epoch}",
+            ("checkpoint-*-epoch-*",),
+            "# A restart: it goes on from the newest",
+        ),
+        (
+            "step_{step}",
+            ("step_*", "epoch_*"),
+            "# A restart: it goes on from the newest checkpoint, step_*, epoch_*.",
+        ),
+        (
+            "{step}",
+            ("step_*", "epoch_*"),
+            "# CHECK: a restart goes on only if the script names its checkpoints",
+        ),
     ],
 )
 def test_names_of_a_frameworks_checkpoints_are_promised_only_where_the_script_writes_such(
@@ -296,7 +319,9 @@ def test_names_of_a_frameworks_checkpoints_are_promised_only_where_the_script_wr
 
 
 @pytest.mark.parametrize("flag", ["model_dir", "logdir", "exp_dir", "work_dir", "save_dir"])
-def test_a_folder_of_any_name_is_the_output_where_the_script_saves_into_it(tmp_path: Path, flag: str) -> None:
+def test_a_folder_of_any_name_is_the_output_where_the_script_saves_into_it(
+    tmp_path: Path, flag: str
+) -> None:
     _, spec = propose(tmp_path, RENAMING.replace("FLAG", flag))
     assert spec.knobs.output_dir is not None
     assert spec.knobs.output_dir.flag == f"--{flag}"
@@ -305,7 +330,9 @@ def test_a_folder_of_any_name_is_the_output_where_the_script_saves_into_it(tmp_p
 
 
 def test_a_folder_of_any_name_that_nothing_is_saved_into_stays_as_typed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RENAMING.replace("args.FLAG", "args.out").replace("FLAG", "model_dir"))
+    (tmp_path / "train.py").write_text(
+        RENAMING.replace("args.FLAG", "args.out").replace("FLAG", "model_dir")
+    )
     text = proposal(["python", "train.py", "--model_dir", "base"], tmp_path, {})
     assert "--model_dir base" in text
     assert "output_dir:" not in text
@@ -314,7 +341,10 @@ def test_a_folder_of_any_name_that_nothing_is_saved_into_stays_as_typed(tmp_path
 @pytest.mark.parametrize(
     ("typed", "noted"),
     [
-        (["dora", "run", "solver=musicgen/musicgen_base_32khz"], "jobs/musicgen/musicgen_small.yaml"),
+        (
+            ["dora", "run", "solver=musicgen/musicgen_base_32khz"],
+            "jobs/musicgen/musicgen_small.yaml",
+        ),
         (["accelerate", "launch", "train.py"], None),
     ],
 )
@@ -328,29 +358,58 @@ def test_a_projects_own_job_is_named_and_no_option_that_was_not_typed(
 
 
 def test_the_path_is_read_through_a_function_of_the_scripts_own(tmp_path: Path) -> None:
-    function = 'def keep(state, path, name="ckpt.pt"):\n    torch.save(state, path / f"{epoch}_{name}")\n'
+    function = (
+        'def keep(state, path, name="ckpt.pt"):\n    torch.save(state, path / f"{epoch}_{name}")\n'
+    )
     _, spec = propose(
-        tmp_path, SAVING.replace("torch.save(model, NAME)", "keep(model, out)").replace("for", function + "for", 1)
+        tmp_path,
+        SAVING.replace("torch.save(model, NAME)", "keep(model, out)").replace(
+            "for", function + "for", 1
+        ),
     )
     assert spec.resume.checkpoints == ("*_ckpt.pt",)
 
 
-@pytest.mark.parametrize("name", ["args.path", 'f"{args.run}.pt"', '"/elsewhere/ckpt_1.pt"', 'f"ckpt_{step}.pt"'])
-def test_names_that_cannot_be_read_or_lie_elsewhere_leave_the_default_with_a_check(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["args.path", 'f"{args.run}.pt"', '"/elsewhere/ckpt_1.pt"', 'f"ckpt_{step}.pt"']
+)
+def test_names_that_cannot_be_read_or_lie_elsewhere_leave_the_default_with_a_check(
+    tmp_path: Path, name: str
+) -> None:
     text, spec = propose(tmp_path, SAVING.replace("NAME", name))
     assert spec.resume.checkpoints == ("checkpoint*", "step-*")
-    assert 'resume: {checkpoints: ["checkpoint*", "step-*"]} # CHECK: not read from the script' in text
-    assert "\n# CHECK: a restart begins anew: no file name of the script matches checkpoint*, step-*.\n" in text
+    assert (
+        'resume: {checkpoints: ["checkpoint*", "step-*"]} # CHECK: not read from the script' in text
+    )
+    assert (
+        "\n# CHECK: a restart begins anew: no file name of the script matches checkpoint*, step-*.\n"
+        in text
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "verdict"),
     [
-        ("accumulate", "# CHECK: does not recover from an out-of-memory failure: no knob for accumulation (the script"),
-        ("batch-size", "# CHECK: does not recover from an out-of-memory failure: no knob for micro-batch (the script"),
-        ("resume", "# CHECK: a restart begins anew: no knob for resume_from (the script has no such flag)."),
-        ("out", "# CHECK: its memory is not measured: no knob for output folder. Its own micro-batch is assumed"),
-        ("none", "# An out-of-memory failure: it goes on with a smaller micro-batch and more accumulation."),
+        (
+            "accumulate",
+            "# CHECK: does not recover from an out-of-memory failure: no knob for accumulation (the script",
+        ),
+        (
+            "batch-size",
+            "# CHECK: does not recover from an out-of-memory failure: no knob for micro-batch (the script",
+        ),
+        (
+            "resume",
+            "# CHECK: a restart begins anew: no knob for resume_from (the script has no such flag).",
+        ),
+        (
+            "out",
+            "# CHECK: its memory is not measured: no knob for output folder. Its own micro-batch is assumed",
+        ),
+        (
+            "none",
+            "# An out-of-memory failure: it goes on with a smaller micro-batch and more accumulation.",
+        ),
     ],
 )
 def test_a_proposal_tells_near_its_top_what_the_job_recovers_from_and_if_not_why(
@@ -362,7 +421,9 @@ def test_a_proposal_tells_near_its_top_what_the_job_recovers_from_and_if_not_why
 
 
 @pytest.mark.parametrize("line", ["none", "accumulate", "batch-size", "out"])
-def test_a_proposal_and_its_plan_agree_on_whether_short_attempts_measure_it(tmp_path: Path, line: str) -> None:
+def test_a_proposal_and_its_plan_agree_on_whether_short_attempts_measure_it(
+    tmp_path: Path, line: str
+) -> None:
     source = "\n".join(row for row in SAVING.splitlines() if f'"--{line}"' not in row)
     text, spec = propose(tmp_path, source)
     plans = plan_job(spec, idle_nodes(read_cluster(CLUSTER)), ())

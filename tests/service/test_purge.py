@@ -26,10 +26,10 @@ from orchestrator.backends.attempts.ended_files import (
 )
 from orchestrator.backends.journal.history import Codec
 from orchestrator.cli import main
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import start, stop
 from orchestrator.service.commands.doctor import findings
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server.purger import SERVICE, Purge, Purger
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import ServiceError
@@ -37,7 +37,12 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.keep import KeepSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
-from orchestrator.training.checkpoint.folder import Written, complete_path, write_manifest, writing_path
+from orchestrator.training.checkpoint.folder import (
+    Written,
+    complete_path,
+    write_manifest,
+    writing_path,
+)
 from tests.backends.ray_jobs import until
 from tests.examples import examples
 from tests.service.worlds import JOB, World
@@ -119,7 +124,9 @@ FILES = (
     lambda job: file(job.workdir / "train.py"),
     lambda job: file(job.epoch),
 )
-homes = st.fixed_dictionaries({job: st.sets(st.integers(0, len(FILES) - 1)) for job in (*FREE, *NAMED, *LIVE, UNKNOWN)})
+homes = st.fixed_dictionaries(
+    {job: st.sets(st.integers(0, len(FILES) - 1)) for job in (*FREE, *NAMED, *LIVE, UNKNOWN)}
+)
 periods = st.sampled_from([None, "0s", "36500d"])
 keeps = st.builds(
     KeepSpec,
@@ -145,7 +152,11 @@ def make(home: Path, files: Files) -> Path:
 def tree(home: Path) -> set[str]:
     """Every file of the home but notes of removals and the trash."""
     paths = (path.relative_to(home) for path in home.rglob("*") if not path.is_dir())
-    return {str(path) for path in paths if path.parts[0] != TRASH and not path.name.startswith("removed.json")}
+    return {
+        str(path)
+        for path in paths
+        if path.parts[0] != TRASH and not path.name.startswith("removed.json")
+    }
 
 
 @settings(max_examples=examples(60))
@@ -164,7 +175,10 @@ def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes
     assert gone == {path for path in before if any(path.startswith(folder) for folder in listed)}
     assert not any(path.split("/")[1] not in FREE for path in gone)
     for job in FREE:
-        folder, complete = JobFolder(home, job), {10, 20} & {10 * (n + 1) for n in files[job] if n < 2}
+        folder, complete = (
+            JobFolder(home, job),
+            {10, 20} & {10 * (n + 1) for n in files[job] if n < 2},
+        )
         is_result = job != "lm-4"
         left = {step for step in complete if complete_path(folder.checkpoints, step).is_dir()}
         if complete and (left or is_result or (keep.unsuccessful != 0 and keep.budget is None)):
@@ -172,7 +186,9 @@ def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes
         if is_result and 5 in files[job]:
             assert (folder.output / "model" / "weights").is_file()
     if keep.budget is not None and real.beyond_bytes:  # nothing more could go
-        rest = [part for job in FREE for part in parts_of(home, job, "succeeded", 0.0, lambda: None)]
+        rest = [
+            part for job in FREE for part in parts_of(home, job, "succeeded", 0.0, lambda: None)
+        ]
         assert {part.kind for part in rest if part.job != "lm-4"} <= {"results"}
         assert not [part for part in rest if part.job == "lm-4"]
     assert empty_trash(home, 10_000) == []
@@ -240,7 +256,9 @@ class Step:
     left: int
 
     def __call__(self, event: str, _: object) -> None:
-        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir") or event.startswith("shutil."):
+        if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir") or event.startswith(
+            "shutil."
+        ):
             self.left -= 1
             if self.left < 0:
                 os._exit(9)
@@ -248,7 +266,11 @@ class Step:
 
 def remove_all(home: Path) -> None:
     for part in parts_of(home, "lm-1", "succeeded", 0.0, lambda: None):
-        remove(home, part, Removal(at_s=0.0, why="keep.logs: 0s", by="keep", size_bytes=part.size_bytes))
+        remove(
+            home,
+            part,
+            Removal(at_s=0.0, why="keep.logs: 0s", by="keep", size_bytes=part.size_bytes),
+        )
     empty_trash(home, 100)
 
 
@@ -285,11 +307,22 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (home / TRASH / f"lm-9.{'0' * 16}").symlink_to(outside)
     parts = parts_of(home, "lm-1", "succeeded", 0.0, lambda: None)
     assert [part.path for part in parts] == ["attempts"]
-    planted = Part(job="lm-1", path="checkpoints/step-00000001", kind=parts[0].kind, size_bytes=0, ended_at_s=0.0)
+    planted = Part(
+        job="lm-1",
+        path="checkpoints/step-00000001",
+        kind=parts[0].kind,
+        size_bytes=0,
+        ended_at_s=0.0,
+    )
     with pytest.raises(OSError, match="Not a directory"):
         remove(home, planted, Removal(at_s=0.0, why="", by="", size_bytes=0))
     remove_all(home)
-    assert {path.name for path in outside.rglob("*")} == {"step-00000001", "weights", "manifest", "notes"}
+    assert {path.name for path in outside.rglob("*")} == {
+        "step-00000001",
+        "weights",
+        "manifest",
+        "notes",
+    }
     assert not (home / TRASH / f"lm-9.{'0' * 16}").is_symlink()
 
 
@@ -343,13 +376,19 @@ def test_who_purged_what_is_audited_and_history_says_what_was_removed(tmp_path: 
     assert [(part["job"], part["part"], part["why"]) for part in answer["goes"]] == [
         ("lm-1", "attempts", "keep.logs: 0s")
     ]
-    for path in ("/jobs/lm-1/attempts/1/logs", "/jobs/lm-1/attempts/1/logs/follow", "/ui/jobs/lm-1/log"):
+    for path in (
+        "/jobs/lm-1/attempts/1/logs",
+        "/jobs/lm-1/attempts/1/logs/follow",
+        "/ui/jobs/lm-1/log",
+    ):
         refused = ada.get(path)
         assert refused.status_code == 404, path
         assert "attempts was removed on" in refused.text, path
     assert "by keep.logs: 0s" in ada.get("/jobs/lm-1").json()["job"]["removed"][0]
     assert "attempts was removed on" in world.client.get("/ui/jobs/lm-1").text
-    rows = [row for _, row in world.accounts.audit(10) if row.action.startswith("purge lm-1/attempts: ")]
+    rows = [
+        row for _, row in world.accounts.audit(10) if row.action.startswith("purge lm-1/attempts: ")
+    ]
     assert [row.user for row in rows] == ["ada"]
     world.journal.close()
 
@@ -367,8 +406,14 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
     try:
         with closing(Client(home)) as client:
             names = [client.submit(read_job(job).model_dump(mode="json")) for _ in range(2)]
-            until(lambda: all(client.job(name)[0]["status"] == "succeeded" for name in names), "both ends", 120.0)
-            until(lambda: len(client.purge(dry_run=True)["goes"]) == 2, "the records have left", 60.0)
+            until(
+                lambda: all(client.job(name)[0]["status"] == "succeeded" for name in names),
+                "both ends",
+                120.0,
+            )
+            until(
+                lambda: len(client.purge(dry_run=True)["goes"]) == 2, "the records have left", 60.0
+            )
             assert client.log(names[0], 1, 0, 0)[0]
             with pytest.raises(SystemExit) as ended:
                 main(["purge", "--home", str(home), "--json"])

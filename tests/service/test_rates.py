@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.planning.collectives import ring
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.rates import Rates, measure_cluster, recall_cluster, with_rates
+from orchestrator.service.intake.intake import read_cluster
+from orchestrator.service.intake.rates import Rates, measure_cluster, recall_cluster, with_rates
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
 
@@ -68,7 +68,9 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement_and_nothing_else(cac
     assert recall_cluster(declared) == declared
 
 
-def test_a_user_without_a_home_directory_is_planned_with_measured_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_directory_is_planned_with_measured_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A container may give any user id: nothing is cached, and nothing fails."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)

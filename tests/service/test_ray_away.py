@@ -17,13 +17,14 @@ import pytest
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ray import embedded as embedded_ray
-from orchestrator.service.server.client import Client, process_is_alive, service_file
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import journal_url, start, stop
+from orchestrator.service.client.client import Client, process_is_alive, service_file
+from orchestrator.service.client.lifecycle import journal_url, start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.events import Finished
 from tests.backends.ray_jobs import until
 
-ANSWER_S = 8.0  # 0.4 s on an idle machine; an agent's call waits for Ray for 10 s (`link.NODES_TIMEOUT_S`)
+# 0.4 s on an idle machine; an agent's call waits for Ray for 10 s (`link.NODES_TIMEOUT_S`)
+ANSWER_S = 8.0
 BACK_S = 120.0
 NO_RAY = "127.0.0.1:9"
 JOB = """\
@@ -103,7 +104,9 @@ def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> 
         job_id, took_s = submit(home, home)
         assert took_s < ANSWER_S
         assert job_of(home, job_id)["reason"].startswith(AWAY)
-        assert job_of(home, before)["status"] == "running", "nothing is known of it, which is no end"
+        assert job_of(home, before)["status"] == "running", (
+            "nothing is known of it, which is no end"
+        )
     finally:
         os.kill(head, signal.SIGCONT)
     until(lambda: job_of(home, job_id)["status"] == "succeeded", "the job ran", BACK_S)
@@ -120,7 +123,11 @@ def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> 
     assert int(service_file(home)["pid"]) == pid, "the service was not started again"
     stop(home, force=True)
     with closing(Journal(journal_url(home))) as journal:
-        ends = [(event.job_id, event.number) for event in journal.events() if isinstance(event, Finished)]
+        ends = [
+            (event.job_id, event.number)
+            for event in journal.events()
+            if isinstance(event, Finished)
+        ]
     assert len(ends) == len(set(ends))
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from orchestrator.service.server.endpoint import fingerprint_of, make_endpoint, parse_listen
-from orchestrator.service.server.logins import normalise_url
+from orchestrator.service.client.endpoint import fingerprint_of, make_endpoint, parse_listen
+from orchestrator.service.client.logins import normalise_url
 from orchestrator.specs.errors import SpecError
 from tests.commands import COMMAND_S, run_orc
 
@@ -37,11 +37,16 @@ class Machine:
 
     folder: Path
     server: str | None = None
-    mlflow: str | None = NO_MLFLOW  # None: the service's own, which takes 6 s of processor time to start
+    # None: the service's own, which takes 6 s of processor time to start
+    mlflow: str | None = NO_MLFLOW
 
     def orc(self, *arguments: str, token: str = "", code: int = 0) -> Any:
         """Return the JSON answer of a command; its stderr where it fails."""
-        extra = {"XDG_CONFIG_HOME": str(self.folder), "ORC_HOME": str(self.folder / "home"), "ORC_SERVER": self.server}
+        extra = {
+            "XDG_CONFIG_HOME": str(self.folder),
+            "ORC_HOME": str(self.folder / "home"),
+            "ORC_SERVER": self.server,
+        }
         extra["ORC_MLFLOW"] = self.mlflow
         dropped = {name for name in os.environ if name.startswith("ORC_")}
         inherited = {name: text for name, text in os.environ.items() if name not in dropped}
@@ -68,7 +73,9 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def reached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
+def reached(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Reached]:
     mlflow = getattr(request.module, "MLFLOW", NO_MLFLOW)
     here = Machine(folder=tmp_path_factory.mktemp("here"), mlflow=mlflow)
     url = f"https://127.0.0.1:{free_port()}"
@@ -85,7 +92,9 @@ def reached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.long
-def test_a_job_submitted_from_elsewhere_runs_and_belongs_to_the_user_of_the_token(reached: Reached) -> None:
+def test_a_job_submitted_from_elsewhere_runs_and_belongs_to_the_user_of_the_token(
+    reached: Reached,
+) -> None:
     file = reached.there.folder / "job.yaml"
     file.write_text(JOB.format(python=sys.executable))
     (job_id,) = reached.there.orc("submit", str(file))["ids"]
@@ -109,7 +118,9 @@ TRAIN = "import helper, pathlib; pathlib.Path('out').mkdir(); pathlib.Path('out/
 
 
 @pytest.mark.long
-def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(reached: Reached) -> None:
+def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(
+    reached: Reached,
+) -> None:
     project = reached.there.folder / "project"
     project.mkdir()
     (project / "train.py").write_text(TRAIN)
@@ -119,15 +130,27 @@ def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(re
     (job_id,) = reached.there.orc("submit", str(file))["ids"]
     assert _ended(reached, job_id)["status"] == "succeeded"
     to = reached.there.folder / "got"
-    assert reached.there.orc("get", job_id, "--to", str(to)) == {"folder": str(to), "bytes": 7, "left_out": 0}
-    assert {path.name for path in to.rglob("*") if path.is_file() and "__pycache__" not in path.parts} == {"model.txt"}
+    assert reached.there.orc("get", job_id, "--to", str(to)) == {
+        "folder": str(to),
+        "bytes": 7,
+        "left_out": 0,
+    }
+    assert {
+        path.name for path in to.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    } == {"model.txt"}
     assert "exists already" in reached.there.orc("get", job_id, "--to", str(to), code=2)
     assert not (project / "out").exists()
     uploads = list((reached.here.folder / "home" / "uploads").iterdir())
-    assert {"train.py", "helper.py"} in [{path.name for path in (upload / "files").iterdir()} for upload in uploads]
-    assert not [path for upload in uploads for path in upload.rglob("logins.json")], "a token was uploaded"
+    assert {"train.py", "helper.py"} in [
+        {path.name for path in (upload / "files").iterdir()} for upload in uploads
+    ]
+    assert not [path for upload in uploads for path in upload.rglob("logins.json")], (
+        "a token was uploaded"
+    )
     assert reached.there.orc("run", str(file))["status"] == "succeeded"
-    assert len(list((reached.here.folder / "home" / "uploads").iterdir())) == len(uploads), "it was there"
+    assert len(list((reached.here.folder / "home" / "uploads").iterdir())) == len(uploads), (
+        "it was there"
+    )
 
 
 MODEL = """\
@@ -139,7 +162,9 @@ data: {chat: [/srv/only/there.jsonl], tokenizer: /srv/only/tokenizer}
 """
 
 
-def test_a_path_of_the_service_need_not_exist_elsewhere_and_is_looked_for_there(reached: Reached) -> None:
+def test_a_path_of_the_service_need_not_exist_elsewhere_and_is_looked_for_there(
+    reached: Reached,
+) -> None:
     file = reached.there.folder / "there.yaml"
     file.write_text(MODEL)
     planned = reached.there.orc("plan", str(file))
@@ -149,7 +174,9 @@ def test_a_path_of_the_service_need_not_exist_elsewhere_and_is_looked_for_there(
     assert "data.tokenizer: the folder does not exist" in error
 
 
-def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(reached: Reached) -> None:
+def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(
+    reached: Reached,
+) -> None:
     file = reached.there.folder / "orc" / "logins.json"
     assert file.stat().st_mode & 0o077 == 0
     assert set(json.loads(file.read_text())) == {reached.url}
@@ -157,9 +184,13 @@ def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(reach
     assert "no login is kept" in other.orc("queue", code=1)
 
 
-def test_another_certificate_than_the_pinned_one_is_refused(reached: Reached, tmp_path: Path) -> None:
+def test_another_certificate_than_the_pinned_one_is_refused(
+    reached: Reached, tmp_path: Path
+) -> None:
     wrong = f"sha256:{'0' * 64}"
-    error = Machine(folder=tmp_path).orc("login", reached.url, "--fingerprint", wrong, token="orc_x", code=1)
+    error = Machine(folder=tmp_path).orc(
+        "login", reached.url, "--fingerprint", wrong, token="orc_x", code=1
+    )
     assert reached.fingerprint in error
     assert not (tmp_path / "orc").exists()
     unpinned = Machine(folder=tmp_path).orc("login", reached.url, token="orc_x", code=1)
@@ -169,7 +200,9 @@ def test_another_certificate_than_the_pinned_one_is_refused(reached: Reached, tm
 
 def test_what_is_no_token_is_refused_and_not_kept(reached: Reached, tmp_path: Path) -> None:
     stranger = Machine(folder=tmp_path)
-    error = stranger.orc("login", reached.url, "--fingerprint", reached.fingerprint, token="orc_wrong", code=1)
+    error = stranger.orc(
+        "login", reached.url, "--fingerprint", reached.fingerprint, token="orc_wrong", code=1
+    )
     assert "wrong token" in error
     assert not (tmp_path / "orc").exists()
 
@@ -177,8 +210,12 @@ def test_what_is_no_token_is_refused_and_not_kept(reached: Reached, tmp_path: Pa
 def test_nothing_is_served_in_the_clear(reached: Reached) -> None:
     with pytest.raises(httpx.HTTPError):
         httpx.get(reached.url.replace("https", "http") + "/healthz", timeout=10.0, trust_env=False)
-    trusted = ssl.create_default_context(cafile=str(reached.here.folder / "home" / "tls" / "certificate.pem"))
-    assert httpx.get(f"{reached.url}/healthz", verify=trusted, trust_env=False).json() == {"status": "ok"}
+    trusted = ssl.create_default_context(
+        cafile=str(reached.here.folder / "home" / "tls" / "certificate.pem")
+    )
+    assert httpx.get(f"{reached.url}/healthz", verify=trusted, trust_env=False).json() == {
+        "status": "ok"
+    }
 
 
 def test_commands_about_the_home_folder_are_refused_elsewhere(reached: Reached) -> None:
@@ -186,13 +223,17 @@ def test_commands_about_the_home_folder_are_refused_elsewhere(reached: Reached) 
         assert "works on this machine alone" in reached.there.orc(command, code=2)
 
 
-@pytest.mark.parametrize("text", ["8443", "0.0.0.0:", ":8443", "0.0.0.0:0", "0.0.0.0:65536", "host:port"])
+@pytest.mark.parametrize(
+    "text", ["8443", "0.0.0.0:", ":8443", "0.0.0.0:0", "0.0.0.0:65536", "host:port"]
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(SpecError, match="not an address"):
         parse_listen(text)
 
 
-@pytest.mark.parametrize("url", ["http://a:1", "a:1", "https://", "https://a/b", "https://u:p@a", "https://a:x"])
+@pytest.mark.parametrize(
+    "url", ["http://a:1", "a:1", "https://", "https://a/b", "https://u:p@a", "https://a:x"]
+)
 def test_what_is_no_https_address_is_refused(url: str) -> None:
     with pytest.raises(SpecError, match="not the address of a service"):
         normalise_url(url)
@@ -200,7 +241,10 @@ def test_what_is_no_https_address_is_refused(url: str) -> None:
 
 def test_a_service_makes_its_certificate_once_and_its_key_is_private(tmp_path: Path) -> None:
     first = make_endpoint(tmp_path, "127.0.0.1:1", None, None, ())
-    assert make_endpoint(tmp_path, "0.0.0.0:2", None, None, ("orc.example",)).fingerprint() == first.fingerprint()
+    assert (
+        make_endpoint(tmp_path, "0.0.0.0:2", None, None, ("orc.example",)).fingerprint()
+        == first.fingerprint()
+    )
     assert Path(first.key).stat().st_mode & 0o077 == 0
     assert first.fingerprint() == fingerprint_of(Path(first.certificate).read_text())
 

@@ -25,7 +25,11 @@ from orchestrator.service.server.verbs import suspend
 from orchestrator.service.terminal import gantt
 from orchestrator.service.terminal.comparison_tables import _table as strategies_table
 from orchestrator.service.terminal.expected import expected_table
-from orchestrator.service.terminal.simulation_tables import replay_table, runs_table, simulated_table
+from orchestrator.service.terminal.simulation_tables import (
+    replay_table,
+    runs_table,
+    simulated_table,
+)
 from orchestrator.service.terminal.tables import attempts_table, nodes_table, queue_table
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, TimerFired
@@ -40,7 +44,11 @@ from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario,
 def night(tmp_path: Path) -> tuple[Path, Journal]:
     """A run with many failures on the real journal, which its service still has open."""
     scenario = replace(
-        random_scenario(random.Random(2), jobs=5), cluster=CLUSTERS[2], hazards=STORM, cancels=(), drains=()
+        random_scenario(random.Random(2), jobs=5),
+        cluster=CLUSTERS[2],
+        hazards=STORM,
+        cancels=(),
+        drains=(),
     )
     path = tmp_path / "journal.sqlite"
     journal, backend = Journal(f"sqlite:///{path}"), backend_of(scenario)
@@ -57,7 +65,12 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
 def test_every_decision_is_replayed_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
     path, journal = night
     decided = list(replay(read_events(str(path))))
-    launches = [line for decision in decided for line in decision["now"].splitlines() if line.startswith("launch ")]
+    launches = [
+        line
+        for decision in decided
+        for line in decision["now"].splitlines()
+        if line.startswith("launch ")
+    ]
     attempts = sum(len(job.attempts) for job in journal.ended(100))
     assert len(launches) == attempts > 5
     assert all(decision["same"] for decision in decided)
@@ -70,12 +83,16 @@ def test_a_decision_that_this_version_makes_otherwise_is_reported(
 ) -> None:
     path, journal = night
     history = [
-        (event, decided.replace(" on ", " elsewhere ") if decided else decided) for event, decided in journal.history()
+        (event, decided.replace(" on ", " elsewhere ") if decided else decided)
+        for event, decided in journal.history()
     ]
     journal.close()
     others = [decision for decision in replay(history) if not decision["same"]]
     assert others
-    assert all("elsewhere" in (decision["then"] or "") and "elsewhere" not in decision["now"] for decision in others)
+    assert all(
+        "elsewhere" in (decision["then"] or "") and "elsewhere" not in decision["now"]
+        for decision in others
+    )
     assert exit_code(lambda: main(["replay", str(path), "--json"])) == 0
     assert all(decision["same"] for decision in json.loads(capsys.readouterr().out)["decisions"])
     assert exit_code(lambda: main(["replay", "--home", str(path.parent)])) == 0
@@ -83,11 +100,19 @@ def test_a_decision_that_this_version_makes_otherwise_is_reported(
 
 
 def test_a_stopped_job_gets_the_reason() -> None:
-    events = (seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), TimerFired(at_s=900.0))
+    events = (
+        seen(maintained("a", (1000.0, 2000.0))),
+        submitted(1, script({1: 500.0})),
+        TimerFired(at_s=900.0),
+    )
     *_, decision = replay((event, None) for event in events)
     assert decision["now"].startswith("stop job-1"), decision
     assert decision["why"] == "job-1: stopped for the maintenance of a"
-    events = (seen(node("a")), submitted(1, script({1: 500.0})), CancelRequested(job_id="job-1", at_s=2.0))
+    events = (
+        seen(node("a")),
+        submitted(1, script({1: 500.0})),
+        CancelRequested(job_id="job-1", at_s=2.0),
+    )
     *_, decision = replay((event, None) for event in events)
     assert decision["why"] == "job-1: is being cancelled"
 
@@ -101,7 +126,13 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     controller = Controller(journal, backend, backend.now)
     controller.turn(0.0)
     spec = JobSpec.model_validate(
-        {"name": "hour", "command": "python x.py", "global_batch_size": 1, "steps": 3600, "speeds": {"1": "1s"}}
+        {
+            "name": "hour",
+            "command": "python x.py",
+            "global_batch_size": 1,
+            "steps": 3600,
+            "speeds": {"1": "1s"},
+        }
     )
     for _ in range(3):
         controller.submit(spec)
@@ -111,18 +142,31 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     )
     first, second, third = expected_jobs(controller.state, 60.0)
     assert (first["status"], second["status"], third["status"]) == ("running", "queued", "queued")
-    assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], "one device, one after the other"
+    assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], (
+        "one device, one after the other"
+    )
     supposed = "does not say `steps`: a day is taken"
     Console().print(expected_table([first, second, third]))
     output = capsys.readouterr().out
     assert third["id"] in output
     assert supposed not in output
-    argv = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
+    argv = [
+        "simulate",
+        "--queue",
+        "now",
+        "--home",
+        str(tmp_path),
+        "--json",
+        "--cluster",
+        str(tmp_path / "other.yaml"),
+    ]
     assert exit_code(lambda: main(argv)) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["trace"], report["finished"]) == ("queue", 3)
     assert report["makespan_s"] == pytest.approx(3610.0)
-    endless = controller.submit(spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()}))
+    endless = controller.submit(
+        spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()})
+    )
     Console().print(expected_table(expected_jobs(controller.state, 60.0)))
     assert supposed in capsys.readouterr().out
     assert exit_code(lambda: main(["forecast", "--home", str(tmp_path)])) != 0
@@ -135,7 +179,9 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     assert [row["job"] for row in rows] == [job.id for job in controller.state.jobs.values()]
     assert all(row["started_at_s"] < row["ended_at_s"] for row in rows)
     assert exit_code(lambda: main([*argv, "--oom", "0.5"])) == 2, "of a trace alone"
-    assert exit_code(lambda: main([*argv, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
+    assert exit_code(lambda: main([*argv, str(tmp_path / "other.yaml")])) == 2, (
+        "a trace and the queue"
+    )
     journal.close()
 
 
@@ -162,14 +208,30 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
         controller = Controller(journal, backend, backend.now)
         controller.turn(0.0)
         spec = JobSpec.model_validate(
-            {"name": "hour", "command": "python x.py", "global_batch_size": 1, "steps": 3600, "speeds": {"1": "1s"}}
+            {
+                "name": "hour",
+                "command": "python x.py",
+                "global_batch_size": 1,
+                "steps": 3600,
+                "speeds": {"1": "1s"},
+            }
         )
-        text = "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\n"
+        text = (
+            "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\n"
+        )
         (tmp_path / "other.yaml").write_text(text)
         (tmp_path / "cluster.yaml").write_text(text)
         waiting = controller.submit(spec)
         controller.change([waiting], suspend("ann"))
-        only_held = ["simulate", "--queue", "now", "--home", str(tmp_path), "--cluster", "other.yaml"]
+        only_held = [
+            "simulate",
+            "--queue",
+            "now",
+            "--home",
+            str(tmp_path),
+            "--cluster",
+            "other.yaml",
+        ]
         assert exit_code(lambda: main(only_held)) == 0
         captured = capsys.readouterr()
         assert "0 of 0" in captured.out
@@ -186,7 +248,9 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
 def test_a_table_of_nothing_is_a_table() -> None:
     """Runs without jobs, decisions, strategies or cards: no statistic of an empty list is taken."""
     spec = CLUSTERS[0]
-    nothing = Simulated(report=report_on(Trace(name="none", arrivals=()), spec, 0, ()), outcomes=(), decisions_s=())
+    nothing = Simulated(
+        report=report_on(Trace(name="none", arrivals=()), spec, 0, ()), outcomes=(), decisions_s=()
+    )
     console = Console(file=io.StringIO())
     for table in (
         simulated_table(nothing),
@@ -206,7 +270,9 @@ def test_a_table_of_nothing_is_a_table() -> None:
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no journal"):
         list(read_events(str(tmp_path / "journal.sqlite")))
-    (tmp_path / "text.db").write_text("not a database, though it is long enough to be read as the header of one\n" * 9)
+    (tmp_path / "text.db").write_text(
+        "not a database, though it is long enough to be read as the header of one\n" * 9
+    )
     with pytest.raises(SpecError, match="not a SQLite journal"):
         list(read_events(str(tmp_path / "text.db")))
 

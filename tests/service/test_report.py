@@ -64,7 +64,10 @@ def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: Report
 def test_devices_were_not_idle_before_the_journal_began(world: World, view: ReportView) -> None:
     """The service of `view` runs by a clock that begins with 0."""
     began_s = next(iter(world.journal.events())).at_s
-    assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [began_s, began_s + 1.0]
+    assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
+        began_s,
+        began_s + 1.0,
+    ]
     report = make_report(world.controller, began_s - 86400.0, began_s + 60.0, ())
     lasted_s = report["until_s"] - report["since_s"]
     assert (report["since_s"], lasted_s) == (began_s, 60.0)
@@ -108,7 +111,7 @@ class Tags(HTMLParser):
 
 
 def hostile(view: ReportView) -> ReportView:
-    line = {"id": HOSTILE, "name": HOSTILE, "user": HOSTILE, "said": HOSTILE}
+    line = {"id": HOSTILE, "name": HOSTILE, "user": HOSTILE, "sentence": HOSTILE}
     return {**view, "failed": [line], "to_do": [HOSTILE], "summary": HOSTILE}  # type: ignore[typeddict-item]
 
 
@@ -125,7 +128,9 @@ def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: ReportView) -> 
 
 
 def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: ReportView) -> None:
-    many = [{"id": f"job-{k}", "name": "", "user": "", "said": "x"} for k in range(SHOWN_MAX + 5)]
+    many = [
+        {"id": f"job-{k}", "name": "", "user": "", "sentence": "x"} for k in range(SHOWN_MAX + 5)
+    ]
     long: ReportView = {**view, "waiting": many}  # type: ignore[typeddict-item]
     for heading, _ in sections(long):
         assert f"## {heading}\n" in markdown(long)

@@ -148,7 +148,11 @@ class Saver:
 
 saver = Saver(out)
 """
-HELPED = ('keep(state, f"{out}/checkpoint-{step}.pt")', "keep(state, path_of(step))", "saver.save(state, step)")
+HELPED = (
+    'keep(state, f"{out}/checkpoint-{step}.pt")',
+    "keep(state, path_of(step))",
+    "saver.save(state, step)",
+)
 
 
 def propose(folder: Path, source: str) -> tuple[str, JobSpec]:
@@ -173,28 +177,43 @@ def test_a_checkpoint_has_its_name_after_the_last_rename_and_the_save_at_the_end
 
 
 @pytest.mark.parametrize("call", HELPED)
-def test_a_save_is_read_through_the_functions_and_classes_of_the_script(tmp_path: Path, call: str) -> None:
+def test_a_save_is_read_through_the_functions_and_classes_of_the_script(
+    tmp_path: Path, call: str
+) -> None:
     source = HEAD + TRAINING.replace("DEFINITIONS", HELPER).replace("SAVE", call)
     source = source.replace(
-        'torch.save(model.state_dict(), f"{args.output}/model.pt")', 'keep(model, out + "/model.pt")'
+        'torch.save(model.state_dict(), f"{args.output}/model.pt")',
+        'keep(model, out + "/model.pt")',
     )
     text, spec = propose(tmp_path, source)
-    assert (spec.resume.checkpoints, spec.success.artifacts) == (("checkpoint-*.pt",), ("model.pt",)), text
+    assert (spec.resume.checkpoints, spec.success.artifacts) == (
+        ("checkpoint-*.pt",),
+        ("model.pt",),
+    ), text
 
 
 def test_a_function_in_a_module_beside_the_script_is_read_too(tmp_path: Path) -> None:
     function = "def keep(state, path):\n    torch.save(state, path + '.tmp')\n    os.replace(path + '.tmp', path)\n"
     (tmp_path / "utils.py").write_text(f"import os, torch\n{function}")
     source = HEAD + TRAINING.replace("DEFINITIONS", "import utils")
-    text, spec = propose(tmp_path, source.replace("SAVE", 'utils.keep(state, f"{out}/checkpoint-{step}.pt")'))
+    text, spec = propose(
+        tmp_path, source.replace("SAVE", 'utils.keep(state, f"{out}/checkpoint-{step}.pt")')
+    )
     assert spec.resume.checkpoints == ("checkpoint-*.pt",), text
 
 
-@pytest.mark.parametrize("start", ['if __name__ == "__main__":\n    main()', "main()", "typer.run(main)"])
+@pytest.mark.parametrize(
+    "start", ['if __name__ == "__main__":\n    main()', "main()", "typer.run(main)"]
+)
 def test_the_result_is_read_in_a_main_function(tmp_path: Path, start: str) -> None:
     loop = TRAINING.replace("DEFINITIONS", "").replace("SAVE", IDIOMS["direct"])
-    text, spec = propose(tmp_path, f"{HEAD}\ndef main():\n{textwrap.indent(loop, '    ')}\n{start}\n")
-    assert (spec.resume.checkpoints, spec.success.artifacts) == (("checkpoint-*.pt",), ("model.pt",)), text
+    text, spec = propose(
+        tmp_path, f"{HEAD}\ndef main():\n{textwrap.indent(loop, '    ')}\n{start}\n"
+    )
+    assert (spec.resume.checkpoints, spec.success.artifacts) == (
+        ("checkpoint-*.pt",),
+        ("model.pt",),
+    ), text
 
 
 def loop_of_the_docs() -> str:
@@ -207,7 +226,10 @@ def loop_of_the_docs() -> str:
 
 def test_the_loop_of_the_docs_is_read_as_what_it_does(tmp_path: Path) -> None:
     text, spec = propose(tmp_path, loop_of_the_docs())
-    assert (spec.resume.checkpoints, spec.success.artifacts) == (("checkpoint-*.pt",), ("model.pt",)), text
+    assert (spec.resume.checkpoints, spec.success.artifacts) == (
+        ("checkpoint-*.pt",),
+        ("model.pt",),
+    ), text
     assert "begins anew" not in text
 
 
@@ -226,11 +248,19 @@ ENDS = {  # end of a script -> the result that may be a guess
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_some_runs_do_not_leave_is_a_comment_and_no_condition(tmp_path: Path, end: str) -> None:
-    loop = TRAINING.replace("DEFINITIONS", "").replace("SAVE", IDIOMS["direct"]).rpartition("torch.save")[0]
+def test_what_some_runs_do_not_leave_is_a_comment_and_no_condition(
+    tmp_path: Path, end: str
+) -> None:
+    loop = (
+        TRAINING.replace("DEFINITIONS", "")
+        .replace("SAVE", IDIOMS["direct"])
+        .rpartition("torch.save")[0]
+    )
     text, spec = propose(tmp_path, f"{HEAD}{loop}{end}\n")
     assert spec.success.artifacts == (), text
-    assert re.search(rf'^# CHECK: guessed, .*success: {{artifacts: \["{re.escape(ENDS[end])}"\]}}$', text, re.M), text
+    assert re.search(
+        rf'^# CHECK: guessed, .*success: {{artifacts: \["{re.escape(ENDS[end])}"\]}}$', text, re.M
+    ), text
 
 
 @pytest.mark.parametrize(
@@ -242,8 +272,14 @@ def test_what_some_runs_do_not_leave_is_a_comment_and_no_condition(tmp_path: Pat
         "torch.save(model, args.path)",
     ],
 )
-def test_what_is_removed_or_never_gets_a_name_is_neither_a_condition_nor_a_guess(tmp_path: Path, end: str) -> None:
-    loop = TRAINING.replace("DEFINITIONS", "").replace("SAVE", IDIOMS["direct"]).rpartition("torch.save")[0]
+def test_what_is_removed_or_never_gets_a_name_is_neither_a_condition_nor_a_guess(
+    tmp_path: Path, end: str
+) -> None:
+    loop = (
+        TRAINING.replace("DEFINITIONS", "")
+        .replace("SAVE", IDIOMS["direct"])
+        .rpartition("torch.save")[0]
+    )
     text, spec = propose(tmp_path, f"{HEAD}{loop}{end}\n")
     assert spec.success.artifacts == (), text
     assert "# Not known: the files that it writes on success." in text
@@ -253,18 +289,31 @@ def test_what_is_removed_or_never_gets_a_name_is_neither_a_condition_nor_a_guess
     ("end", "result"),
     [
         ('torch.save(model, f"{out}/last.pt")', "last.pt"),
-        ('torch.save(model, f"{out}/tmp.pt")\nos.replace(f"{out}/tmp.pt", f"{out}/final.pt")', "final.pt"),
-        ('torch.save(vocabulary, f"{out}/vocab.pt")\ntorch.save(model, f"{out}/final.pt")', "final.pt"),
+        (
+            'torch.save(model, f"{out}/tmp.pt")\nos.replace(f"{out}/tmp.pt", f"{out}/final.pt")',
+            "final.pt",
+        ),
+        (
+            'torch.save(vocabulary, f"{out}/vocab.pt")\ntorch.save(model, f"{out}/final.pt")',
+            "final.pt",
+        ),
         ('if rank == 0:\n    torch.save(model, f"{out}/final.pt")', "final.pt"),
-        ('if not dist.is_initialized() or dist.get_rank() == 0:\n    torch.save(model, f"{out}/f.pt")', "f.pt"),
+        (
+            'if not dist.is_initialized() or dist.get_rank() == 0:\n    torch.save(model, f"{out}/f.pt")',
+            "f.pt",
+        ),
         ('if is_local_main_process:\n    torch.save(model, f"{out}/final.pt")', "final.pt"),
         ('if accelerator.is_main_process:\n    model.save_pretrained(f"{out}/final")', "final/*"),
         ('shutil.copy(f"{out}/state.pt", f"{out}/final.pt")', "final.pt"),
         ('os.replace(f"{out}/state.pt", f"{out}/final.pt")', "final.pt"),
     ],
 )
-def test_the_last_save_outside_the_loop_is_the_result(tmp_path: Path, end: str, result: str) -> None:
-    loop = TRAINING.replace("DEFINITIONS", "").replace("SAVE", 'torch.save(state, f"{out}/state.pt")')
+def test_the_last_save_outside_the_loop_is_the_result(
+    tmp_path: Path, end: str, result: str
+) -> None:
+    loop = TRAINING.replace("DEFINITIONS", "").replace(
+        "SAVE", 'torch.save(state, f"{out}/state.pt")'
+    )
     text, spec = propose(tmp_path, f"{HEAD}{loop.rpartition('torch.save')[0]}{end}\n")
     assert (spec.resume.checkpoints, spec.success.artifacts) == (("state.pt",), (result,)), text
 
@@ -274,7 +323,9 @@ def test_a_checkpoint_that_is_rotated_before_it_is_saved_keeps_its_name(tmp_path
     if os.path.exists(f"{out}/checkpoint.pt"):
         os.replace(f"{out}/checkpoint.pt", f"{out}/older.pt")
     torch.save(state, f"{out}/checkpoint.pt")"""
-    text, spec = propose(tmp_path, HEAD + TRAINING.replace("DEFINITIONS", "").replace("SAVE", indented(save)))
+    text, spec = propose(
+        tmp_path, HEAD + TRAINING.replace("DEFINITIONS", "").replace("SAVE", indented(save))
+    )
     assert spec.resume.checkpoints == ("checkpoint.pt",), text
 
 
@@ -282,17 +333,27 @@ def test_a_checkpoint_whose_rename_is_not_in_sight_is_a_guess(tmp_path: Path) ->
     save = 'torch.save(state, f"{out}/epoch_{step}.pth.tmp")'
     text, spec = propose(tmp_path, HEAD + TRAINING.replace("DEFINITIONS", "").replace("SAVE", save))
     assert spec.resume.checkpoints == ("checkpoint*", "step-*")
-    assert re.search(r'^# CHECK: guessed, .*resume: {checkpoints: "epoch_\*.pth"}$', text, re.M), text
+    assert re.search(r'^# CHECK: guessed, .*resume: {checkpoints: "epoch_\*.pth"}$', text, re.M), (
+        text
+    )
 
 
 DOUBLED = "\n".join(f"x{number} = x{number - 1} + x{number - 1}" for number in range(1, 40))
 
 
 @pytest.mark.parametrize(
-    "code", ["x = " + "+".join(["'a'"] * 700), "def f(): f()\nf()", "x = x\nx = x + x", f"x0 = 'a'\n{DOUBLED}\nx = x39"]
+    "code",
+    [
+        "x = " + "+".join(["'a'"] * 700),
+        "def f(): f()\nf()",
+        "x = x\nx = x + x",
+        f"x0 = 'a'\n{DOUBLED}\nx = x39",
+    ],
 )
 def test_a_script_of_any_depth_is_read(tmp_path: Path, code: str) -> None:
-    (tmp_path / "train.py").write_text(f"import torch\n{code}\ntorch.save(model, x)\ntorch.save(model, 'model.pt')\n")
+    (tmp_path / "train.py").write_text(
+        f"import torch\n{code}\ntorch.save(model, x)\ntorch.save(model, 'model.pt')\n"
+    )
     assert "\ncommand: " in proposal(["python", "train.py"], tmp_path, {})
 
 

@@ -17,10 +17,10 @@ import pytest
 import orchestrator
 from orchestrator.backends.environment import INHERITED, is_secret
 from orchestrator.backends.redaction import hider, mask, without_secrets
-from orchestrator.service.server.attempt_files import read_from
-from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import start, stop
+from orchestrator.service.client.client import Client, service_file
+from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_job
+from orchestrator.service.server.routes.attempt_files import read_from
 from orchestrator.specs.attempt import Evidence
 from tests.backends.ray_jobs import until
 from tests.scheduling.world import script
@@ -50,7 +50,10 @@ def processes() -> dict[str, bytes]:
     return command_lines
 
 
-OF_THE_SHELL = {"HF_TOKEN": "planted-of-the-hub-4712", "AWS_SECRET_ACCESS_KEY": "planted-of-the-cloud-4713"}
+OF_THE_SHELL = {
+    "HF_TOKEN": "planted-of-the-hub-4712",
+    "AWS_SECRET_ACCESS_KEY": "planted-of-the-cloud-4713",
+}
 SEES = """\
 import glob, os
 print("environment", *os.environ.items(), flush=True)
@@ -75,9 +78,14 @@ def shared_python() -> str:
     if os.geteuid() != 0:
         pytest.skip("another user's process needs root")
     program = f"import sys; sys.version_info >= (3, 11) or 1 / 0; open({orchestrator.__file__!r})"
-    for python in (os.path.realpath(sys.executable), shutil.which("python3", path="/usr/local/bin:/usr/bin")):
+    for python in (
+        os.path.realpath(sys.executable),
+        shutil.which("python3", path="/usr/local/bin:/usr/bin"),
+    ):
         with suppress(OSError, subprocess.CalledProcessError, TypeError):
-            subprocess.run([python, "-c", program], check=True, user=NOBODY, stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [python, "-c", program], check=True, user=NOBODY, stderr=subprocess.DEVNULL
+            )
             return str(python)
     pytest.skip("no interpreter of Python 3.11 is open to other users")
 
@@ -92,7 +100,9 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
         monkeypatch.setenv(name, text)
     monkeypatch.setenv("ORC_MLFLOW", "http://127.0.0.1:1")
     cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(Path("clusters/two-virtual-devices.yaml").read_text() + "\ninherit_env: [MY_*]\n")
+    cluster.write_text(
+        Path("clusters/two-virtual-devices.yaml").read_text() + "\ninherit_env: [MY_*]\n"
+    )
     (tmp_path / "sees.py").write_text(SEES)
     texts = {}
     start(home, cluster, None)
@@ -103,13 +113,19 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
             file.write_text(command + rest)
             with closing(Client(home)) as client:
                 job_id = client.submit(read_job(file).model_dump(mode="json"))
-                until(lambda job_id=job_id: client.job(job_id)[0]["status"] == "succeeded", f"the end of {name}", 120.0)
+                until(
+                    lambda job_id=job_id: client.job(job_id)[0]["status"] == "succeeded",
+                    f"the end of {name}",
+                    120.0,
+                )
                 log = (home / "jobs" / job_id / "attempts" / "1" / "rank0.log").read_text()
                 texts[name] = log, client.log(job_id, 1, 0, 0)[0]
         log, shown = texts["sees"]
         assert "('PATH', " in log
         assert "('MY_SETTING', 'passed-on')" in log
-        assert not [word for word in (*OF_THE_SHELL.values(), "not-passed-on", "neither") if word in log]
+        assert not [
+            word for word in (*OF_THE_SHELL.values(), "not-passed-on", "neither") if word in log
+        ]
         log, shown = texts["names"]
         assert OF_THE_SHELL["HF_TOKEN"] in log, "it is what the job named"
         assert f"('HF_TOKEN', '{'*' * len(OF_THE_SHELL['HF_TOKEN'])}')" in shown.decode()
@@ -147,10 +163,11 @@ def test_a_child_of_the_service_never_inherits_its_environment_unasked() -> None
         for folder in ("backends", "service/server")
         for file in (package / folder).rglob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("subprocess.Popen", "subprocess.run")
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ("subprocess.Popen", "subprocess.run")
         if not any(word.arg == "env" for word in call.keywords)
     ]
-    assert [where.partition(":")[0] for where in calls] == ["service/server/lifecycle.py"], (
+    assert [where.partition(":")[0] for where in calls] == ["service/client/lifecycle.py"], (
         "the service itself, of a user"
     )
 
@@ -166,7 +183,9 @@ def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: 
     assert mask(b"pla", [secret]) == b"pla"
 
 
-def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no_job_names_it() -> None:
+def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no_job_names_it() -> (
+    None
+):
     spec = script("lm", gpus=1, env={"MY_TOKEN": "planted-of-a-job-4714", "MODE": "offline-or-not"})
     environment = {**OF_THE_SHELL, "API_KEY": "test", "MY_SETTING": "passed-on"}
     printed = f"test {OF_THE_SHELL['HF_TOKEN']} planted-of-a-job-4714 passed-on offline-or-not"
@@ -178,13 +197,23 @@ def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "WANDB_API_KEY", "MY_CREDENTIALS", "GITHUB_PAT"]
+    "name",
+    [
+        "HF_TOKEN",
+        "AWS_ACCESS_KEY_ID",
+        "PGPASSWORD",
+        "WANDB_API_KEY",
+        "MY_CREDENTIALS",
+        "GITHUB_PAT",
+    ],
 )
 def test_a_variable_is_a_secret_by_its_name(name: str) -> None:
     assert is_secret(name)
 
 
-@pytest.mark.parametrize("name", ["PATH", "PWD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "KEYBOARD", "MONKEYS"])
+@pytest.mark.parametrize(
+    "name", ["PATH", "PWD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "KEYBOARD", "MONKEYS"]
+)
 def test_a_variable_of_another_name_is_none(name: str) -> None:
     assert not is_secret(name)
 
@@ -206,7 +235,9 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
         token = here.orc("token", "create", "ada")["secret"]
         home = here.folder / "home"
         planted = [OF_A_JOB, token, (home / "token").read_text()]
-        keeper, leaked = here.orc("submit", str(here.folder / "keeps.yaml"), str(here.folder / "leaks.yaml"))["ids"]
+        keeper, leaked = here.orc(
+            "submit", str(here.folder / "keeps.yaml"), str(here.folder / "leaks.yaml")
+        )["ids"]
         log = home / "jobs" / keeper / "attempts" / "1" / "rank0.log"
         for _ in range(60):
             answers = [here.orc("show", job_id) for job_id in (keeper, leaked)]
@@ -214,7 +245,13 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
                 break
         else:
             pytest.fail(f"they did not come so far: {answers}")
-        shown = [*answers, here.orc("queue"), here.orc("explain", leaked), here.orc("audit"), here.orc("token", "list")]
+        shown = [
+            *answers,
+            here.orc("queue"),
+            here.orc("explain", leaked),
+            here.orc("audit"),
+            here.orc("token", "list"),
+        ]
         for secret in planted:
             assert not [pid for pid, command in processes().items() if secret.encode() in command]
             assert secret not in json.dumps(shown)
@@ -222,7 +259,9 @@ def test_a_secret_is_in_no_journal_log_record_answer_or_command_line(
     finally:
         here.orc("down", "--force")
     attempt_folder = home / "jobs" / leaked / "attempts" / "1"
-    files = [path for path in home.rglob("*") if path.is_file() and attempt_folder not in path.parents]
+    files = [
+        path for path in home.rglob("*") if path.is_file() and attempt_folder not in path.parents
+    ]
     files.remove(home / "token")
     assert {"journal.sqlite", "service.log"} <= {path.name for path in files}
     for secret in planted:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi.testclient import TestClient
 
-from orchestrator.service.server import gate
-from orchestrator.service.server.sign_in_links import LIFETIME_S, LINKS_MAX, SignInLinks
+from orchestrator.service.server.access import gate
+from orchestrator.service.server.access.sign_in_links import LIFETIME_S, LINKS_MAX, SignInLinks
 from orchestrator.specs.access import Role
 from tests.service.worlds import World
 
@@ -66,4 +66,8 @@ def test_a_link_ends_after_its_lifetime_and_the_oldest_of_too_many_goes() -> Non
     now_s[0] = LIFETIME_S
     assert links.claim(late) is None
     codes = [links.add(str(number)) for number in range(LINKS_MAX + 1)]
-    assert [links.claim(code) for code in (codes[0], codes[1], codes[-1])] == [None, "1", str(LINKS_MAX)]
+    assert [links.claim(code) for code in (codes[0], codes[1], codes[-1])] == [
+        None,
+        "1",
+        str(LINKS_MAX),
+    ]

@@ -42,7 +42,14 @@ STORM = Trouble(oom_chance=0.3, node_loss_chance=0.3)
 
 def job(name: str, steps: int, speeds: dict[int, float], **fields: object) -> JobSpec:
     declared = {str(count): f"{step_s}s" for count, step_s in speeds.items()}
-    return JobSpec(name=name, command="python x.py", global_batch_size=4, steps=steps, speeds=declared, **fields)
+    return JobSpec(
+        name=name,
+        command="python x.py",
+        global_batch_size=4,
+        steps=steps,
+        speeds=declared,
+        **fields,
+    )
 
 
 def day(seed: int, jobs: int = 40) -> Trace:
@@ -51,13 +58,18 @@ def day(seed: int, jobs: int = 40) -> Trace:
     arrivals = []
     for index in range(jobs):
         alone_s = draw.uniform(0.5, 4.0)
-        speeds = {count: alone_s / count**0.8 for count in (1, 2, 4) if count <= draw.choice((1, 2, 4, 4))}
+        speeds = {
+            count: alone_s / count**0.8 for count in (1, 2, 4) if count <= draw.choice((1, 2, 4, 4))
+        }
         spec = job(f"job{index}", draw.randint(10, 2000), speeds)
-        arrivals.append(Arrival(at_s=index * draw.uniform(0, 200), spec=spec, rigid_devices=max(speeds)))
+        arrivals.append(
+            Arrival(at_s=index * draw.uniform(0, 200), spec=spec, rigid_devices=max(speeds))
+        )
     arrivals.sort(key=lambda arrival: arrival.at_s)
     first_s = arrivals[0].at_s
     return Trace(
-        name=f"day{seed}", arrivals=tuple(replace(arrival, at_s=arrival.at_s - first_s) for arrival in arrivals)
+        name=f"day{seed}",
+        arrivals=tuple(replace(arrival, at_s=arrival.at_s - first_s) for arrival in arrivals),
     )
 
 
@@ -77,11 +89,15 @@ def breaches(trace: Trace, outcomes: tuple[Outcome, ...]) -> list[str]:
             if process.launched_at_s < arrival.at_s:
                 violations.append(f"{name} ran before it was submitted")
             if process.first_step != done:
-                violations.append(f"{name} began at step {process.first_step}, its checkpoint is at {done}")
+                violations.append(
+                    f"{name} began at step {process.first_step}, its checkpoint is at {done}"
+                )
             if process.evidence is not None:
                 done = max(done, process.evidence.checkpoint_step or 0)
             for device in process.devices:
-                spans_by_device.setdefault(device, []).append((process.launched_at_s, process.ended_at_s, name))
+                spans_by_device.setdefault(device, []).append(
+                    (process.launched_at_s, process.ended_at_s, name)
+                )
             if process.started_at_s is not None:
                 launch_s, ran_s = (
                     process.started_at_s - process.launched_at_s,
@@ -111,17 +127,23 @@ def test_the_laws_of_the_world_hold_under_the_production_queue(seed: int, troubl
     assert run.report["finished"] == len(trace.arrivals) or trouble is STORM
     if trouble is STORM:
         endings = {process.ending for process in attempts(run.outcomes)}
-        assert {FailureKind.DEVICE_OOM, FailureKind.NODE_LOST} <= endings, "the storm left nobody out"
+        assert {FailureKind.DEVICE_OOM, FailureKind.NODE_LOST} <= endings, (
+            "the storm left nobody out"
+        )
 
 
 @pytest.mark.parametrize("order", scheduler.PEERS)
-def test_the_laws_of_the_world_hold_under_every_policy_that_the_benchmark_compares(order: Order) -> None:
+def test_the_laws_of_the_world_hold_under_every_policy_that_the_benchmark_compares(
+    order: Order,
+) -> None:
     trace = day(7)
     outcomes = scheduler.theirs(order, CLUSTER)(trace, 7).outcomes
     assert breaches(trace, outcomes) == []
     assert all(outcome.ended_at_s is not None for outcome in outcomes)
     widths = [process.attempt.plan.world_size for process in attempts(outcomes)]
-    assert order is Order.TIRESIAS or widths == [arrival.rigid_devices for arrival in trace.arrivals]
+    assert order is Order.TIRESIAS or widths == [
+        arrival.rigid_devices for arrival in trace.arrivals
+    ]
 
 
 def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +152,9 @@ def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.Monke
     resumed = {"knobs": {"resume_from": {"flag": "--resume"}}, "resume": {"on_sigterm": True}}
     long = Arrival(at_s=0.0, spec=job("long", 2000, {4: 1.0}, **resumed))
     short = Arrival(at_s=1000.0, spec=job("short", 100, {4: 1.0}, **resumed))
-    one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
+    one_node = CLUSTER.model_copy(
+        update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)}
+    )
     trace = Trace(name="two", arrivals=(long, short))
     first, second = simulate(trace, one_node.with_order(Order.TIRESIAS), seed=0).outcomes
     before, after = first.attempts
@@ -152,7 +176,8 @@ def test_wrong_estimates_change_predictions_and_not_the_simulated_times() -> Non
 def test_a_measured_placement_takes_its_measured_time() -> None:
     """Two devices on two nodes are slower than declared: here no node has two."""
     spread = ClusterSpec(
-        name="spread", nodes=[NodeSpec(name="n", count=2, devices=1, device="a100-80gb", host_memory="1TiB")]
+        name="spread",
+        nodes=[NodeSpec(name="n", count=2, devices=1, device="a100-80gb", host_memory="1TiB")],
     )
     arrival = Arrival(at_s=0.0, spec=job("a", 100, {2: 1.0}), shapes=(((2,), 1.0), ((1, 1), 3.0)))
     (outcome,) = simulate(Trace(name="one", arrivals=(arrival,)), spread, seed=0).outcomes
@@ -175,7 +200,9 @@ def test_a_job_that_no_node_can_hold_is_counted_as_not_finished() -> None:
 def test_the_report_counts_what_happened() -> None:
     """Two jobs, each on all devices, one after the other."""
     spec = job("a", 100, {4: 1.0})
-    one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
+    one_node = CLUSTER.model_copy(
+        update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)}
+    )
     arrivals = (
         Arrival(at_s=0.0, spec=spec, deadline_s=150.0),
         Arrival(at_s=10.0, spec=spec, deadline_s=150.0),
@@ -201,7 +228,12 @@ def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
         Arrival(at_s=0.0, spec=job("other", 10, {1: 1.0})),
     )
     run = simulate(Trace(name="four", arrivals=arrivals), CLUSTER, seed=0)
-    assert [run.report[key] for key in ("guaranteed", "promised", "promises_kept", "finished")] == [3, 2, 1, 3]
+    assert [run.report[key] for key in ("guaranteed", "promised", "promises_kept", "finished")] == [
+        3,
+        2,
+        1,
+        3,
+    ]
     shown = Console(record=True, file=StringIO())
     shown.print(simulated_table(run))
     assert "1 of 2, 1 refused" in shown.export_text()
@@ -209,7 +241,12 @@ def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_night() -> None:
     def serialize(run: Simulated) -> str:
-        return json.dumps([run.report, [(p.attempt.name, p.launched_at_s, p.devices) for p in attempts(run.outcomes)]])
+        return json.dumps(
+            [
+                run.report,
+                [(p.attempt.name, p.launched_at_s, p.devices) for p in attempts(run.outcomes)],
+            ]
+        )
 
     def play(seed: int) -> str:
         return serialize(simulate(misjudge(day(5), 0.5, seed), CLUSTER, seed=seed, trouble=STORM))
@@ -226,31 +263,54 @@ def test_quantiles_are_values_that_were_seen() -> None:
 def test_the_pictures_show_every_node_and_every_device(tmp_path: Path) -> None:
     run = simulate(day(1), CLUSTER, seed=0)
     drawn = picture(run.outcomes, CLUSTER)
-    assert [line.split()[0] for line in drawn.splitlines()[:4]] == ["node0", "node1", "node2", "waiting"]
+    assert [line.split()[0] for line in drawn.splitlines()[:4]] == [
+        "node0",
+        "node1",
+        "node2",
+        "waiting",
+    ]
     assert "█" in drawn
     figure("a day", run.outcomes, CLUSTER).savefig(tmp_path / "day.png")
     assert (tmp_path / "day.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_plays_a_list_of_job_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plays_a_list_of_job_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "job.yaml").write_text(
         "name: job\ncommand: python x.py\nglobal_batch_size: 4\nsteps: 100\nspeeds: {1: 2s, 2: 1.2s}\n"
     )
     (tmp_path / "x.py").write_text("")
-    (tmp_path / "night.yaml").write_text("jobs:\n- {at: 0s, file: job.yaml}\n- {at: 1min, file: job.yaml}\n")
+    (tmp_path / "night.yaml").write_text(
+        "jobs:\n- {at: 0s, file: job.yaml}\n- {at: 1min, file: job.yaml}\n"
+    )
     (tmp_path / "cluster.yaml").write_text(
         "name: two\nnodes: [{name: n, devices: 2, device: a100-80gb, host_memory: 64GiB}]\n"
     )
-    command = ["simulate", str(tmp_path / "night.yaml"), "--cluster", str(tmp_path / "cluster.yaml"), "--seed", "3"]
+    command = [
+        "simulate",
+        str(tmp_path / "night.yaml"),
+        "--cluster",
+        str(tmp_path / "cluster.yaml"),
+        "--seed",
+        "3",
+    ]
     answers = []
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
-            main([*command, "--launch-cost", "10", "--json", "--gantt", str(tmp_path / "gantt.png")])
+            main(
+                [*command, "--launch-cost", "10", "--json", "--gantt", str(tmp_path / "gantt.png")]
+            )
         assert ended.value.code == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
     report = json.loads(answers[0])
-    assert (report["trace"], report["cluster"], report["seed"], report["finished"]) == ("night", "two", 3, 2)
+    assert (report["trace"], report["cluster"], report["seed"], report["finished"]) == (
+        "night",
+        "two",
+        3,
+        2,
+    )
     assert (tmp_path / "gantt.png").exists()
     with pytest.raises(SystemExit) as ended:
         main(command)
@@ -272,7 +332,15 @@ def simulated_by_command(folder: Path, *arguments: str) -> int | str | None:
         "policy: {objective: makespan}\n"
     )
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", str(folder / "night.yaml"), "--cluster", str(folder / "cluster.yaml"), *arguments])
+        main(
+            [
+                "simulate",
+                str(folder / "night.yaml"),
+                "--cluster",
+                str(folder / "cluster.yaml"),
+                *arguments,
+            ]
+        )
     return ended.value.code
 
 
@@ -309,7 +377,9 @@ def test_the_command_plays_another_policy_and_compares_several(
     assert capsys.readouterr().out.splitlines()[0].split() == ["POLICY", "edf", "easy"]
 
 
-@pytest.mark.parametrize("arguments", [("--policy", "lifo"), ("--policy", "fifo", "--objective", "both")])
+@pytest.mark.parametrize(
+    "arguments", [("--policy", "lifo"), ("--policy", "fifo", "--objective", "both")]
+)
 def test_an_unknown_policy_and_an_objective_that_a_policy_does_not_read_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
@@ -317,7 +387,9 @@ def test_an_unknown_policy_and_an_objective_that_a_policy_does_not_read_are_refu
     assert "adaptive" in capsys.readouterr().err
 
 
-def test_a_chart_of_both_objectives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chart_of_both_objectives_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chart = tmp_path / "gantt.png"
     assert simulated_by_command(tmp_path, "--objective", "both", "--gantt", str(chart)) == 2
     assert "a chart shows one run" in capsys.readouterr().err
@@ -335,10 +407,14 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
     ]
     state, _ = step(State(), NodesSeen(nodes=idle_nodes(CLUSTER), at_s=noon_s))
     for order, spec in enumerate(specs, 1):
-        spec = JobSpec.model_validate(spec.model_dump() | ({"depends_on": "first-1"} if spec.depends_on else {}))
+        spec = JobSpec.model_validate(
+            spec.model_dump() | ({"depends_on": "first-1"} if spec.depends_on else {})
+        )
         event = Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, at_s=noon_s)
         state, _ = step(state, event)
-    first, second, evening, due = play_queue(state, CLUSTER, is_live=True, to_come={}, home=Path()).outcomes
+    first, second, evening, due = play_queue(
+        state, CLUSTER, is_live=True, to_come={}, home=Path()
+    ).outcomes
     assert first.ended_at_s == second.started_at_s == LAUNCH_COST_S + 3600
     assert evening.started_at_s == 8 * 3600
     assert due.deadline_s == 1800

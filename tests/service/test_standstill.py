@@ -18,11 +18,11 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.client.client import Client, is_up, process_is_alive, service_file
+from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server import controller as controller_module
-from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.intake import read_job
-from orchestrator.service.server.lifecycle import start, stop
 from orchestrator.specs.actions import Action
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Submitted
@@ -61,8 +61,12 @@ class Gated(Scheduler):
         return super().step(event)
 
 
-@pytest.fixture(params=[0.001, pytest.param(0, marks=pytest.mark.long)])  # the second takes a whole processor
-def hanging(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+@pytest.fixture(
+    params=[0.001, pytest.param(0, marks=pytest.mark.long)]
+)  # the second takes a whole processor
+def hanging(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The home of a service that hangs in its first decision on a job, under the controller's lock."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED.format(pause_s=request.param))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -84,7 +88,9 @@ def hanging(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def readyz(home: Path) -> httpx.Response:
-    return httpx.get(f"http://127.0.0.1:{service_file(home)['port']}/readyz", timeout=5.0, trust_env=False)
+    return httpx.get(
+        f"http://127.0.0.1:{service_file(home)['port']}/readyz", timeout=5.0, trust_env=False
+    )
 
 
 def test_a_service_whose_decision_does_not_end_is_not_ready_and_says_what_it_does_without_its_lock(
@@ -104,12 +110,20 @@ def test_a_service_whose_decision_does_not_end_is_not_ready_and_says_what_it_doe
 
 
 @pytest.mark.long
-def test_sigterm_ends_a_service_within_ten_seconds_though_its_decision_never_ends(hanging: Path) -> None:
+def test_sigterm_ends_a_service_within_ten_seconds_though_its_decision_never_ends(
+    hanging: Path,
+) -> None:
     pid = int(service_file(hanging)["pid"])
-    answer = until(lambda: (reply := readyz(hanging)).status_code == 503 and reply, "the service is not ready", 60.0)
+    answer = until(
+        lambda: (reply := readyz(hanging)).status_code == 503 and reply,
+        "the service is not ready",
+        60.0,
+    )
     assert ": submitted, since " in answer.json()["error"]
     log = hanging / "service.log"
-    until(lambda: ": submitted job=waits-1, since " in log.read_text(), "its operator reads which job")
+    until(
+        lambda: ": submitted job=waits-1, since " in log.read_text(), "its operator reads which job"
+    )
     os.kill(pid, signal.SIGTERM)
     until(lambda: not process_is_alive(pid), "its end", SIGTERM_S)
     assert "in rank" in log.read_text(), "the log says where it hung"
@@ -125,13 +139,17 @@ def test_down_by_force_ends_a_service_that_hangs(hanging: Path) -> None:
 
 
 @pytest.mark.long
-def test_down_by_force_ends_all_of_the_home_after_a_clean_end_of_its_service(tmp_path: Path) -> None:
+def test_down_by_force_ends_all_of_the_home_after_a_clean_end_of_its_service(
+    tmp_path: Path,
+) -> None:
     home = tmp_path / "home"
     night = Night(home, tmp_path / "go")
     os.kill(night.pid, signal.SIGTERM)
     until(lambda: not process_is_alive(night.pid), "the end of the service", 2 * SIGTERM_S)
     assert not (home / "service.json").exists()
-    with pytest.raises(ServiceError, match=r"its Ray runs, perhaps with jobs: `orc up` adopts them"):
+    with pytest.raises(
+        ServiceError, match=r"its Ray runs, perhaps with jobs: `orc up` adopts them"
+    ):
         stop(home, force=False)
     ray = embedded_ray.read_state(home)
     assert ray is not None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.service.client.client import service_file
 from orchestrator.service.demo.run import write_files
-from orchestrator.service.server.client import service_file
 from tests.service.test_compare_restart import eventually, here
 from tests.service.test_reach import Machine
 
@@ -19,7 +19,9 @@ __all__ = ["here"]  # a fixture
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_mlflow(here: Machine) -> None:
+def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_mlflow(
+    here: Machine,
+) -> None:
     from mlflow import MlflowClient
 
     write_files(here.folder)
@@ -43,20 +45,28 @@ def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_ml
 
     def parent() -> Any:
         (experiment,) = client.search_experiments(filter_string="name = 'orchestrator'")
-        (run,) = client.search_runs([experiment.experiment_id], f"tags.`orc.sweep_of` = '{sweep_id}'")
+        (run,) = client.search_runs(
+            [experiment.experiment_id], f"tags.`orc.sweep_of` = '{sweep_id}'"
+        )
         return run if run.info.status == "FINISHED" else None
 
     run = eventually(parent, "the run of the sweep stays open")
     assert run.data.metrics == {"loss": pytest.approx(min(values))}
     assert run.data.tags["mlflow.note.content"].count("| tune-") == 6
     assert "mlflow.parentRunId" not in run.data.tags
-    children = client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    children = client.search_runs(
+        [run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+    )
     assert sorted(child.data.tags["orc.job_id"] for child in children) == sorted(
         trial["job"] for trial in sweep["trials"]
     )
     peaks: dict[str, float] = {}
     for child in children:
-        trial = next(candidate for candidate in sweep["trials"] if candidate["job"] == child.data.tags["orc.job_id"])
+        trial = next(
+            candidate
+            for candidate in sweep["trials"]
+            if candidate["job"] == child.data.tags["orc.job_id"]
+        )
         assert {name: child.data.params[name] for name in ("lr", "width")} == {
             name: str(value) for name, value in trial["parameters"].items()
         }

@@ -20,17 +20,17 @@ import pytest
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.cli import main
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import write_service_file
+from orchestrator.service.intake.intake import read_jobs
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
-from orchestrator.service.server import study as study_module
-from orchestrator.service.server.api import create_app
-from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.intake import read_jobs
-from orchestrator.service.server.lifecycle import write_service_file
 from orchestrator.service.server.notifier import DAY_S, Notifier
-from orchestrator.service.server.study import Study
-from orchestrator.service.server.sweeper import FAILURES_MAX, Sweeper
+from orchestrator.service.server.routes.api import create_app
+from orchestrator.service.server.sweeps import study as study_module
+from orchestrator.service.server.sweeps.study import Study
+from orchestrator.service.server.sweeps.sweeper import FAILURES_MAX, Sweeper
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.sweep import Sweep
 from orchestrator.specs.notify import NotifySpec
@@ -53,7 +53,8 @@ sweep:
   metric: {{name: loss, log: 'loss=(\\S+)'}}
   parameters: {{lr: {{values: [4, 2, 3, 1]}}}}
 """
-# It writes no file and needs no torch: a trial takes a second. Where `slow` is there, a step takes a tenth; where
+# It writes no file and needs no torch: a trial takes a second. Where `slow` is there, a step takes
+# a tenth; where
 # `endless` is there, a trial lasts longer than a test waits.
 TRAIN = """\
 import sys, time
@@ -79,22 +80,35 @@ class World:
         (self.home / "token").write_text(TOKEN)
         (folder / "job.yaml").write_text(SCRIPT)
         (folder / "train.py").write_text(TRAIN)
-        self._stack, self._launchers = contextlib.ExitStack(), LocalLaunchers()  # ranks outlive a service
+        self._stack, self._launchers = (
+            contextlib.ExitStack(),
+            LocalLaunchers(),
+        )  # ranks outlive a service
 
     def begin(self) -> None:
         self._stack = stack = contextlib.ExitStack()
         database = f"sqlite:///{self.home / 'journal.sqlite'}"
         self.journal = journal = stack.enter_context(contextlib.closing(Journal(database)))
         backend = stack.enter_context(
-            contextlib.closing(ProcessBackend(self.home, CLUSTER, LocalNodes(CLUSTER), self._launchers, journal))
+            contextlib.closing(
+                ProcessBackend(self.home, CLUSTER, LocalNodes(CLUSTER), self._launchers, journal)
+            )
         )
         self.controller = Controller(journal, backend, time.time)
         self.sweeper = Sweeper(self.controller, journal.sweeps, self.home)
         service = service_of(
-            self.controller, journal, self.home, cluster=CLUSTER.name, sweeper=self.sweeper, pages=PAGES_OF_SERVICE
+            self.controller,
+            journal,
+            self.home,
+            cluster=CLUSTER.name,
+            sweeper=self.sweeper,
+            pages=PAGES_OF_SERVICE,
         )
         stop = threading.Event()
-        threads = [threading.Thread(target=run, args=(stop,)) for run in (self.controller.run, self.sweeper.run)]
+        threads = [
+            threading.Thread(target=run, args=(stop,))
+            for run in (self.controller.run, self.sweeper.run)
+        ]
         port = stack.enter_context(serve_http(create_app(service)))
         self.url = f"http://127.0.0.1:{port}"
         write_service_file(self.home, port)
@@ -134,7 +148,9 @@ class World:
         notices, now_s = self.journal.notices, time.time()
         notices.register(["hook"])
         for at_s in (now_s - 2 * DAY_S, now_s):  # the first hour counts as told
-            Notifier(spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports).look()
+            Notifier(
+                spec, {}, notices, self.controller, lambda at_s=at_s: at_s, self.sweeper.reports
+            ).look()
         return str([notice.text for _, notice in notices.pending("hook", 9)][-1])
 
     def until(self, sweep_id: str, law: Callable[[Any], object]) -> Any:
@@ -173,9 +189,9 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
     assert sweep_id == "sweep-tune-1"
     over = world.until(sweep_id, lambda sweep: sweep["ended"] and not sweep["live"])
     assert over["ended"] == "finished"
-    assert [(trial["parameters"]["lr"], trial["status"], trial["value"]) for trial in over["trials"]] == [
-        (rate, "succeeded", pytest.approx(rate + 0.05)) for rate in (4, 2, 3, 1)
-    ]
+    assert [
+        (trial["parameters"]["lr"], trial["status"], trial["value"]) for trial in over["trials"]
+    ] == [(rate, "succeeded", pytest.approx(rate + 0.05)) for rate in (4, 2, 3, 1)]
     assert over["best"] == 3
     best = f"loss 1.05 by {over['trials'][3]['job']}: lr 1"
     for command in (("show", sweep_id), ("queue",), ("report",)):
@@ -194,7 +210,10 @@ def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhe
     assert over["device_s"] == pytest.approx(sum(map(world.held_s, over["trials"])))
     log = JobFolder(world.home, over["trials"][0]["job"]).attempt(1).log(0).read_text()
     assert "step 20 loss=4.05" in log
-    with pytest.raises(ServiceError, match="has ended already: finished"), contextlib.closing(Client(world.home)) as it:
+    with (
+        pytest.raises(ServiceError, match="has ended already: finished"),
+        contextlib.closing(Client(world.home)) as it,
+    ):
         it.cancel([sweep_id], whole_arrays=False)
 
 
@@ -224,15 +243,22 @@ def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit
     assert (played["jobs"], played["finished"]) == (4, 4)
     (world.folder / "more.yaml").write_text(SCRIPT.replace("name: tune", "name: more"))
     form = {"job": (world.folder / "more.yaml").read_text() + f"workdir: {world.folder}\n"}
-    answer = httpx.post(f"{world.url}/ui/what-if", data=form, headers={"Authorization": f"Bearer {TOKEN}"})
+    answer = httpx.post(
+        f"{world.url}/ui/what-if", data=form, headers={"Authorization": f"Bearer {TOKEN}"}
+    )
     shown = html.unescape(answer.text)
     page = httpx.post(
-        f"{world.url}/ui/submit", data={"text": form["job"]}, headers={"Authorization": f"Bearer {TOKEN}"}
+        f"{world.url}/ui/submit",
+        data={"text": form["job"]},
+        headers={"Authorization": f"Bearer {TOKEN}"},
     )
     assert "Submit the sweep of 4 trials" in page.text
     assert "4 of 4" in shown, "as it is"
     assert "8 of 8" in shown, "with the other sweep"
-    for name in [*(f"tune, trial {number}" for number in (2, 3)), *(f"more, trial {number}" for number in range(4))]:
+    for name in [
+        *(f"tune, trial {number}" for number in (2, 3)),
+        *(f"more, trial {number}" for number in range(4)),
+    ]:
         assert shown.count(f">{name} <") == 1, name
     with contextlib.closing(Client(world.home)) as client:
         client.cancel([sweep_id], whole_arrays=False)
@@ -240,14 +266,25 @@ def test_a_sweep_that_runs_is_played_with_the_trials_that_it_has_still_to_submit
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_the_reason(world: World) -> None:
+def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_the_reason(
+    world: World,
+) -> None:
     early = "  early_terminate: {type: median, min_iter: 3, startup_trials: 1}\n"
-    text = SCRIPT.replace("max_concurrent: 2", "max_concurrent: 1").replace("[4, 2, 3, 1]", "[2, 9, 1]") + early
+    text = (
+        SCRIPT.replace("max_concurrent: 2", "max_concurrent: 1").replace(
+            "[4, 2, 3, 1]", "[2, 9, 1]"
+        )
+        + early
+    )
     (world.folder / "job.yaml").write_text(text)
     (world.folder / "slow").touch()
     sweep_id = world.submit()
     over = world.until(sweep_id, lambda sweep: sweep["ended"] and not sweep["live"])
-    assert [trial["status"] for trial in over["trials"]] == ["succeeded", "stopped early", "succeeded"]
+    assert [trial["status"] for trial in over["trials"]] == [
+        "succeeded",
+        "stopped early",
+        "succeeded",
+    ]
     assert over["trials"][1]["reason"].startswith("stopped early at step ")
     assert over["best"] == 2
     job = world.controller.job(over["trials"][1]["job"])
@@ -260,9 +297,13 @@ def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_service_that_begins_again_amid_a_sweep_goes_on_with_the_same_trials(world: World) -> None:
+def test_a_service_that_begins_again_amid_a_sweep_goes_on_with_the_same_trials(
+    world: World,
+) -> None:
     sweep_id = world.submit()
-    world.until(sweep_id, lambda sweep: any(trial["status"] == "succeeded" for trial in sweep["trials"]))
+    world.until(
+        sweep_id, lambda sweep: any(trial["status"] == "succeeded" for trial in sweep["trials"])
+    )
     world.end()
     world.begin()
     over = world.until(sweep_id, lambda sweep: sweep["ended"] and not sweep["live"])
@@ -277,7 +318,9 @@ def test_a_program_with_a_bug_ends_the_sweep_after_its_first_trials(world: World
     (world.folder / "broken").touch()
     (world.folder / "job.yaml").write_text(SCRIPT.replace("[4, 2, 3, 1]", str([*range(20)])))
     over = world.until(world.submit(), lambda sweep: sweep["ended"])
-    assert over["ended"] in [f"its first {count} trials failed" for count in (FAILURES_MAX, FAILURES_MAX + 1)]
+    assert over["ended"] in [
+        f"its first {count} trials failed" for count in (FAILURES_MAX, FAILURES_MAX + 1)
+    ]
     assert len(over["trials"]) <= FAILURES_MAX + 2, "at most two were live meanwhile"
 
 
@@ -285,7 +328,10 @@ def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
     (spec,) = read_jobs(world.folder / "job.yaml")
     forged = spec.model_dump(mode="json")
     forged["trial"] |= {"of": "sweep-tune-1", "number": 7}
-    with contextlib.closing(Client(world.home)) as client, pytest.raises(SpecError, match="by the service alone"):
+    with (
+        contextlib.closing(Client(world.home)) as client,
+        pytest.raises(SpecError, match="by the service alone"),
+    ):
         client.submit_all([forged])
 
 
@@ -298,7 +344,9 @@ def test_a_trial_that_diverges_has_no_value_whatever_it_had_before(world: World)
     assert over["best"] == 2
 
 
-def test_a_search_that_fails_ends_its_sweep_and_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_fails_ends_its_sweep_and_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (world.folder / "endless").touch()
     bad = world.submit()
     world.until(bad, lambda sweep: len(sweep["trials"]) == 2)
@@ -324,7 +372,9 @@ def make_sweep(**fields: Any) -> Sweep:
         "width": {"min": 8, "max": 64},
         "act": {"values": ["relu", "gelu"]},
     }
-    return Sweep.model_validate({"method": "bayes", "parameters": parameters, "max_trials": 30, **fields})
+    return Sweep.model_validate(
+        {"method": "bayes", "parameters": parameters, "max_trials": 30, **fields}
+    )
 
 
 @pytest.mark.parametrize("method", ["random", "bayes"])
@@ -356,7 +406,9 @@ def test_bayes_comes_closer_than_chance() -> None:
         losses = []
         for number in range(60):
             parameters = study.ask()
-            losses.append((float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2)
+            losses.append(
+                (float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2
+            )
             study.tell(number, losses[-1])
         return sum(losses[30:])
 

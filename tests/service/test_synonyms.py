@@ -35,7 +35,9 @@ def test_each_command_is_in_one_panel_of_the_help(capsys: pytest.CaptureFixture[
     assert OTHERS not in printed
 
 
-@pytest.mark.parametrize(("word", "meant"), [("squeue", "`orc queue`"), ("SBATCH", "`orc submit FILE`")])
+@pytest.mark.parametrize(
+    ("word", "meant"), [("squeue", "`orc queue`"), ("SBATCH", "`orc submit FILE`")]
+)
 def test_a_word_of_another_tool_is_answered_by_its_meaning(
     word: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,8 +63,12 @@ def test_an_unknown_job_is_answered_with_the_newest_ids_of_that_name(world: Worl
     assert "did you mean" not in client.get("/jobs/quite-another").json()["error"]
 
 
-@pytest.mark.parametrize(("word", "command", "tool"), [(word, *answer) for word, answer in COMMANDS.items()])
-def test_the_guide_for_users_of_a_tool_has_its_words_and_ours(word: str, command: str, tool: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "command", "tool"), [(word, *answer) for word, answer in COMMANDS.items()]
+)
+def test_the_guide_for_users_of_a_tool_has_its_words_and_ours(
+    word: str, command: str, tool: str
+) -> None:
     section = GUIDE.partition(f"\n## {tool}\n")[2].partition("\n## ")[0]
     parts = (*word.split(), f"orc {command.split()[0]}")
     assert not section or [part for part in parts if part not in section.lower()] == []

@@ -28,7 +28,13 @@ from typer.core import TyperArgument, TyperGroup
 from orchestrator import cli
 from orchestrator.cli import app, main
 from orchestrator.planning.picture import Mark
-from orchestrator.service.terminal.output import clean_streams, console_on, show_spinner, tell, write_log
+from orchestrator.service.terminal.output import (
+    clean_streams,
+    console_on,
+    show_spinner,
+    tell,
+    write_log,
+)
 from tests.scheduling.factories import DEVICE
 from tests.service.worlds import World
 
@@ -50,7 +56,9 @@ class Screen(io.StringIO):
         return self.is_terminal
 
 
-def commands(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def commands(
+    group: TyperGroup, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (arguments, command) of each command of the application."""
     for name, command in group.commands.items():
         if isinstance(command, TyperGroup):
@@ -62,10 +70,16 @@ def commands(group: TyperGroup, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
 APPLICATION = typer.main.get_command(app)
 
 COMMANDS = list(commands(APPLICATION))
-STARTING = {("demo",), ("up",), ("join",)}  # would start a service or Ray of their own, were their arguments good
+STARTING = {
+    ("demo",),
+    ("up",),
+    ("join",),
+}  # would start a service or Ray of their own, were their arguments good
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, arguments: list[str], *, is_terminal: bool = False) -> tuple[str, int]:
+def printed(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], *, is_terminal: bool = False
+) -> tuple[str, int]:
     """Return all that a command printed, and its exit code. It ends by itself, with no traceback."""
     out, error = (Screen(is_terminal=is_terminal) for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
@@ -85,7 +99,9 @@ def values_of(parameter: Any, value: str) -> list[str]:
     return [parameter.opts[0], value] if parameter.required else []
 
 
-@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS]
+)
 def test_poisoned_words_come_back_as_readable_escapes(
     path: tuple[str, ...], command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -185,12 +201,19 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, P
     service.server.server_close()
 
 
-FOLLOWING = {("open",), ("get",), ("down",), ("restore",)}  # a browser, files, and the end of the process 1
+FOLLOWING = {
+    ("open",),
+    ("get",),
+    ("down",),
+    ("restore",),
+}  # a browser, files, and the end of the process 1
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_terminal", [True, False])
-@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("path", "command"), COMMANDS, ids=[" ".join(path) for path, _ in COMMANDS]
+)
 def test_a_poisoned_service_steers_no_terminal(
     path: tuple[str, ...],
     command: Any,
@@ -206,7 +229,9 @@ def test_a_poisoned_service_steers_no_terminal(
     service.requests = 0
     monkeypatch.setenv("ORC_HOME", str(home))
     job = tmp_path / f"job{CLIPBOARD}.yaml".replace("/", "")
-    job.write_text("name: a\nglobal_batch_size: 1\ncommand: python train.py\n'\\e]52;x\\a': 1\n\"\\e]52;x\\a\": 1\n")
+    job.write_text(
+        "name: a\nglobal_batch_size: 1\ncommand: python train.py\n'\\e]52;x\\a': 1\n\"\\e]52;x\\a\": 1\n"
+    )
     arguments = [word for parameter in command.params for word in values_of(parameter, str(job))]
     arguments += ["--every", "0.2"] if path == ("watch",) else []
     text, _ = printed(monkeypatch, [*path, *arguments], is_terminal=is_terminal)
@@ -219,9 +244,13 @@ def test_a_poisoned_service_steers_no_terminal(
         assert not STEERING.search(text), text
 
 
-def test_a_key_of_a_job_file_steers_no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_key_of_a_job_file_steers_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text('name: a\nglobal_batch_size: 1\ncommand: python train.py\n"\\e]52;c;x\\a\\e[31m": "\\u009d"\n')
+    job.write_text(
+        'name: a\nglobal_batch_size: 1\ncommand: python train.py\n"\\e]52;c;x\\a\\e[31m": "\\u009d"\n'
+    )
     for is_terminal in (False, True):
         for arguments in (
             ["plan", str(job)],
@@ -231,11 +260,15 @@ def test_a_key_of_a_job_file_steers_no_terminal(monkeypatch: pytest.MonkeyPatch,
             text, code = printed(monkeypatch, arguments, is_terminal=is_terminal)
             assert code == 2
             assert "\x1b]" not in text
-            assert "\\x1b]52;c;x\\x07" in text or "\\u001b]52;c;x\\u0007" in text, "all of it can be read"
+            assert "\\x1b]52;c;x\\x07" in text or "\\u001b]52;c;x\\u0007" in text, (
+                "all of it can be read"
+            )
             assert not re.search("[\x07\x80-\x9f]", text)
 
 
-def test_a_log_steers_no_terminal_and_reaches_a_file_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_steers_no_terminal_and_reaches_a_file_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     coloured = "\x1b[31mred\x1b[0m 10%\r20%\n"
     for is_terminal in (True, False):
         screen = Screen(is_terminal=is_terminal)
@@ -300,19 +333,29 @@ def test_a_bugs_traceback_takes_the_same_door(monkeypatch: pytest.MonkeyPatch) -
 
 
 AROUND = {"__stdout__", "__stderr__", "buffer"}  # attributes that lead around the door
-WRITERS = {"orchestrator/service/terminal/output.py", "orchestrator/service/terminal/clean_console.py"}
+WRITERS = {
+    "orchestrator/service/terminal/output.py",
+    "orchestrator/service/terminal/clean_console.py",
+}
 
 
 def test_no_command_goes_around_the_door() -> None:
     """No console but ours, no file descriptor and no raw stream, in whatever the commands import of the service."""
     around = []
     folders = ("terminal", "commands", "demo", "views", "transfer")
-    paths = [path for folder in folders for path in (ROOT / "orchestrator/service" / folder).rglob("*.py")]
+    paths = [
+        path
+        for folder in folders
+        for path in (ROOT / "orchestrator/service" / folder).rglob("*.py")
+    ]
     for path in (*paths, ROOT / "orchestrator/cli.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             is_raw = isinstance(node, ast.Attribute) and node.attr in AROUND
             is_raw |= isinstance(node, ast.Attribute) and ast.unparse(node) == "os.write"
-            is_console = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Console"
+            is_console = (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).rpartition(".")[2] == "Console"
+            )
             if (is_raw or is_console) and str(path.relative_to(ROOT)) not in WRITERS:
                 around.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not around

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.server.intake import read_jobs_elsewhere
-from orchestrator.service.server.sending import with_uploads
+from orchestrator.service.client.sending import with_uploads
+from orchestrator.service.intake.intake import read_jobs_elsewhere
 from orchestrator.service.transfer import store
 from orchestrator.service.transfer.archive import Limits, list_files, unpack
 from orchestrator.service.transfer.ignore import read_ignore
@@ -90,7 +90,11 @@ def test_too_much_is_refused_with_what_takes_most_and_how_to_leave_it_out(projec
     (project / "runs" / "weights.bin").write_bytes(b"w" * 20_000)
     with pytest.raises(SpecError) as caught:
         list_files(project, LIMITS)
-    assert [part for part in ("too much", "runs", ".orcignore", "50 entries") if part not in str(caught.value)] == []
+    assert [
+        part
+        for part in ("too much", "runs", ".orcignore", "50 entries")
+        if part not in str(caught.value)
+    ] == []
 
 
 def test_a_link_that_leaves_the_folder_is_not_followed(project: Path, tmp_path: Path) -> None:
@@ -103,7 +107,9 @@ def test_a_link_that_leaves_the_folder_is_not_followed(project: Path, tmp_path: 
     assert b"token" not in b"".join(listing.stream())
 
 
-def test_a_file_that_becomes_a_link_while_it_is_sent_is_not_followed(project: Path, tmp_path: Path) -> None:
+def test_a_file_that_becomes_a_link_while_it_is_sent_is_not_followed(
+    project: Path, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text("token------")
     listing = list_files(project, LIMITS)
     (project / "train.py").unlink()
@@ -123,7 +129,9 @@ BAD = {
     "absolute link": archive(("a", "link", 0, "/etc/passwd")),
     "link above": archive(("a/b", "link", 0, "../../c")),
     "links that together leave": archive(
-        ("p/q/r/x", "link", 0, "../../../t"), ("t", "folder", 0, ""), ("y", "link", 0, "p/q/r/x/../../u")
+        ("p/q/r/x", "link", 0, "../../../t"),
+        ("t", "folder", 0, ""),
+        ("y", "link", 0, "p/q/r/x/../../u"),
     ),
     "written through a link": archive(
         ("a", "link", 0, "b"), ("b", "folder", 0, ""), ("a/c", "file", 1, ""), content=b"x"
@@ -160,7 +168,9 @@ def test_a_bad_archive_is_refused_and_leaves_nothing(name: str, tmp_path: Path) 
     st.binary(max_size=300)
     | st.lists(st.tuples(st.text(), st.text(), st.integers(), st.text())).map(lambda r: archive(*r))
 )
-def test_any_bytes_are_an_archive_or_one_clear_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_any_bytes_are_an_archive_or_one_clear_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
     target = tmp_path_factory.mktemp("any") / "copy"
     try:
         unpack(reader(data), target, LIMITS)
@@ -209,7 +219,9 @@ def test_an_upload_is_kept_while_a_live_job_names_it_and_goes_when_it_was_long_u
     assert uploads.missing([first, second, third]) == [first, second]
 
 
-def test_uploads_have_a_bound_together(tmp_path: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_have_a_bound_together(
+    tmp_path: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "TOTAL_BYTES_MAX", 1000)
     clock, used = Clock(), set[str]()
     uploads = Uploads(tmp_path / "home", lambda: used, clock)
@@ -221,7 +233,9 @@ def test_uploads_have_a_bound_together(tmp_path: Path, project: Path, monkeypatc
     clock.now_s += store.GRACE_S + 1
     second = store_upload(uploads, project)
     assert uploads.missing([first, second]) == [first]
-    assert not [path for path in (tmp_path / "home" / "uploads").iterdir() if path.name.startswith(".")]
+    assert not [
+        path for path in (tmp_path / "home" / "uploads").iterdir() if path.name.startswith(".")
+    ]
 
 
 def test_a_bomb_is_refused_before_it_unpacks(tmp_path: Path) -> None:
@@ -268,7 +282,13 @@ def test_an_upload_has_the_digest_that_it_says(world: World, project: Path) -> N
 
 
 def script(workdir: str) -> dict[str, Any]:
-    spec = {**job_spec(), "model": None, "command": ["python", "train.py"], "workdir": workdir, "name": "s"}
+    spec = {
+        **job_spec(),
+        "model": None,
+        "command": ["python", "train.py"],
+        "workdir": workdir,
+        "name": "s",
+    }
     return {name: value for name, value in spec.items() if name != "data"}
 
 
@@ -283,7 +303,9 @@ def script(workdir: str) -> dict[str, Any]:
         ("/no/such/folder", "the folder does not exist"),
     ],
 )
-def test_a_job_that_names_what_is_not_there_is_refused(world: World, project: Path, workdir: str, message: str) -> None:
+def test_a_job_that_names_what_is_not_there_is_refused(
+    world: World, project: Path, workdir: str, message: str
+) -> None:
     ada = world.by(Role.MEMBER)
     digest, data = pack_folder(project)
     assert ada.put(f"/uploads/{digest}", content=data).status_code == 200
@@ -299,7 +321,9 @@ class Carrier:
         self.client, self.sent = client, list[str]()
 
     def missing_uploads(self, digests: list[str]) -> list[str]:
-        return list(self.client.post("/uploads/missing", json={"digests": digests}).json()["missing"])
+        return list(
+            self.client.post("/uploads/missing", json={"digests": digests}).json()["missing"]
+        )
 
     def upload(self, digest: str, data: Iterator[bytes], size_bytes: int) -> None:
         body = b"".join(data)
@@ -349,7 +373,9 @@ def test_absolute_paths_are_those_of_the_service_and_need_not_exist_here(project
 # --------------------------------------------------------------------------------------------------------- the output
 
 
-def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(world: World, tmp_path: Path) -> None:
+def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(
+    world: World, tmp_path: Path
+) -> None:
     clients = {name: world.by(Role.MEMBER, name) for name in ("ada", "bob", "cyd")}
     job_id = clients["ada"].post("/jobs", json={"spec": job_spec()}).json()["id"]
     url = f"/jobs/{job_id}/output"
@@ -360,8 +386,15 @@ def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(worl
     (output / "latest").symlink_to("model.pt")
     (output / "stolen").symlink_to(world.home / "journal.sqlite")
     answers = {name: client.get(url) for name, client in clients.items()}
-    operator, viewer = world.by(Role.OPERATOR, "ops").get(url), world.by(Role.VIEWER, "eve").get(url)
-    assert {name: answer.status_code for name, answer in answers.items()} == {"ada": 200, "bob": 200, "cyd": 403}
+    operator, viewer = (
+        world.by(Role.OPERATOR, "ops").get(url),
+        world.by(Role.VIEWER, "eve").get(url),
+    )
+    assert {name: answer.status_code for name, answer in answers.items()} == {
+        "ada": 200,
+        "bob": 200,
+        "cyd": 403,
+    }
     assert (operator.status_code, viewer.status_code) == (200, 403)
     headers = answers["ada"].headers
     assert (headers["x-output-bytes"], headers["x-output-left-out"]) == ("7", "1")
@@ -385,12 +418,16 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     assert workdir == str(folder.workdir)
     (folder.workdir / "src" / "model.pt").write_text("weights")
     (folder.workdir / "go.sh").write_text("changed")
-    shutil.copy2(folder.workdir / "train.py", folder.workdir / "runs" / "copy.py")  # with the time of the upload
+    shutil.copy2(
+        folder.workdir / "train.py", folder.workdir / "runs" / "copy.py"
+    )  # with the time of the upload
     copy_upload(job, world.home)
     assert (folder.workdir / "src" / "model.pt").exists(), "a restart keeps what the job wrote"
     assert not (world.home / "uploads" / digest / "files" / "src" / "model.pt").exists()
     unpack(reader(ada.get(f"/jobs/{job_id}/output").content), tmp_path / "got", LIMITS)
-    written = {path: content for path, content in tree(tmp_path / "got").items() if content is not None}
+    written = {
+        path: content for path, content in tree(tmp_path / "got").items() if content is not None
+    }
     assert written == {
         "src/model.pt": (b"weights", False),
         "go.sh": (b"changed", True),
@@ -398,7 +435,9 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     }
 
 
-def test_an_upload_is_found_in_a_home_that_was_restored_elsewhere(world: World, project: Path, tmp_path: Path) -> None:
+def test_an_upload_is_found_in_a_home_that_was_restored_elsewhere(
+    world: World, project: Path, tmp_path: Path
+) -> None:
     from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 
     ada, restored = world.by(Role.MEMBER), tmp_path / "restored"

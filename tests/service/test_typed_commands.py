@@ -36,7 +36,17 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     bin_ = tmp_path / "env/bin"
     bin_.mkdir(parents=True)
     (bin_ / "python3.11").symlink_to(sys.executable)
-    for name in ("trl", "llamafactory-cli", "axolotl", "litgpt", "tune", "accelerate", "torchrun", "deepspeed", "mine"):
+    for name in (
+        "trl",
+        "llamafactory-cli",
+        "axolotl",
+        "litgpt",
+        "tune",
+        "accelerate",
+        "torchrun",
+        "deepspeed",
+        "mine",
+    ):
         (bin_ / name).write_text(f"#!{bin_}/python3.11\n")
         (bin_ / name).chmod(0o755)
     litgpt = tmp_path / "env/lib/python3.11/site-packages/litgpt/finetune"
@@ -46,15 +56,21 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/mod.py").write_text(TRAIN)
-    (tmp_path / "cli.py").write_text("from lightning.pytorch.cli import LightningCLI\nLightningCLI()\n")
+    (tmp_path / "cli.py").write_text(
+        "from lightning.pytorch.cli import LightningCLI\nLightningCLI()\n"
+    )
     (tmp_path / "train.yaml").write_text(YAML + "bf16: true\noutput_dir: saves\n")
-    (tmp_path / "x.yaml").write_text("trainer: {accumulate_grad_batches: 4}\ndata: {batch_size: 6}\n")
+    (tmp_path / "x.yaml").write_text(
+        "trainer: {accumulate_grad_batches: 4}\ndata: {batch_size: 6}\n"
+    )
     return tmp_path
 
 
 def propose(folder: Path, typed: str) -> tuple[str, JobSpec]:
     text = proposal(typed.split(), folder, {})
-    return text, parse_job(text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n", "proposal")
+    return text, parse_job(
+        text if "\nglobal_batch_size:" in text else f"{text}global_batch_size: 8\n", "proposal"
+    )
 
 
 # typed => command | trainer, launch, micro-batch, global batch, devices; - stands for none
@@ -84,13 +100,21 @@ def test_a_typed_command_becomes_a_job_that_keeps_it(
 ) -> None:
     (environment / "env/bin/python").symlink_to(sys.executable)
     interpreter = environment / "env/bin/python"
-    line = line.format(bin=interpreter.parent, python=interpreter.with_name("python3.11"), own=interpreter)
+    line = line.format(
+        bin=interpreter.parent, python=interpreter.with_name("python3.11"), own=interpreter
+    )
     typed, command, expected = re.split(r" => | \| ", line)
     monkeypatch.chdir(environment)
     text, spec = propose(environment, typed)
     assert spec.command == tuple(command.split()), text
     knob, has_batch = spec.knobs.micro_batch_size, "\nglobal_batch_size:" in text
-    summary = (spec.trainer, spec.launch, knob and knob.default, has_batch and spec.global_batch_size, spec.gpus.max)
+    summary = (
+        spec.trainer,
+        spec.launch,
+        knob and knob.default,
+        has_batch and spec.global_batch_size,
+        spec.gpus.max,
+    )
     assert [str(value or "-") for value in summary] == expected.split(), text
     assert spec.workdir == str(environment)
     assert not (environment / "it-was-run").exists()
@@ -104,7 +128,11 @@ def test_the_origin_of_the_interpreter_is_noted(environment: Path) -> None:
 def test_a_yaml_driven_trainer_has_its_file_copied_with_each_plan(environment: Path) -> None:
     _, spec = propose(environment, "llamafactory-cli train train.yaml")
     assert spec.config is not None
-    assert (spec.config.file, spec.config.flag, spec.precision) == ("train.yaml", None, Precision.BF16)
+    assert (spec.config.file, spec.config.flag, spec.precision) == (
+        "train.yaml",
+        None,
+        Precision.BF16,
+    )
     keys = {name: knob.key for name, knob in spec.knobs.items()}
     assert keys["output_dir"] == "output_dir"
     assert keys["resume_from"] == "resume_from_checkpoint"
@@ -112,7 +140,9 @@ def test_a_yaml_driven_trainer_has_its_file_copied_with_each_plan(environment: P
     assert spec.progress is not None
 
 
-def test_litgpt_divides_its_global_batch_itself_and_only_some_of_it_resumes(environment: Path) -> None:
+def test_litgpt_divides_its_global_batch_itself_and_only_some_of_it_resumes(
+    environment: Path,
+) -> None:
     _, spec = propose(environment, "litgpt finetune_full ckpt")
     assert spec.knobs.derives_accumulation
     assert spec.knobs.resume_from == Knob(flag="--resume")
@@ -120,7 +150,8 @@ def test_litgpt_divides_its_global_batch_itself_and_only_some_of_it_resumes(envi
 
 
 @pytest.mark.parametrize(
-    "typed", ["llamafactory-cli webui", "trl env", "tune ls", "accelerate config", "no-such-program"]
+    "typed",
+    ["llamafactory-cli webui", "trl env", "tune ls", "accelerate config", "no-such-program"],
 )
 def test_a_command_that_starts_no_training_is_refused(environment: Path, typed: str) -> None:
     with pytest.raises(SpecError) as refused:
@@ -141,14 +172,18 @@ OTHER_STEPS = """
 
 
 @pytest.mark.parametrize("name", STEPS.split())
-def test_a_number_of_optimizer_steps_is_known_by_any_name_that_counts_them(environment: Path, name: str) -> None:
+def test_a_number_of_optimizer_steps_is_known_by_any_name_that_counts_them(
+    environment: Path, name: str
+) -> None:
     typed = f"{name}2000" if name.endswith("=") else f"{name} 2000"
     text, spec = propose(environment, f"python train.py --lr 1 {typed}")
     assert (spec.steps, spec.command[-1].endswith("2000")) == (2000, True), text
 
 
 @pytest.mark.parametrize("name", OTHER_STEPS.split())
-def test_steps_of_something_else_are_no_number_of_optimizer_steps(environment: Path, name: str) -> None:
+def test_steps_of_something_else_are_no_number_of_optimizer_steps(
+    environment: Path, name: str
+) -> None:
     typed = f"{name}2000" if name.endswith("=") else f"{name} 2000"
     text, spec = propose(environment, f"python train.py --lr 1 {typed}")
     assert spec.steps is None
@@ -159,11 +194,19 @@ def test_numbers_of_steps_that_disagree_are_named_and_none_is_taken(environment:
     text, spec = propose(environment, "python train.py --lr 1 --steps 2000 --n_steps 16")
     assert spec.steps is None
     assert "# CHECK: these disagree, none is taken: --steps 2000; --n_steps 16." in text
-    assert propose(environment, "python train.py --lr 1 --steps 9 --max_steps 2000 --steps 2000")[1].steps == 2000
+    assert (
+        propose(environment, "python train.py --lr 1 --steps 9 --max_steps 2000 --steps 2000")[
+            1
+        ].steps
+        == 2000
+    )
 
 
 def test_a_default_number_of_steps_does_not_count_beside_typed_epochs(environment: Path) -> None:
-    with_steps = TRAIN + 'p.add_argument("--steps", type=int, default=70)\np.add_argument("--epochs", type=int)\n'
+    with_steps = (
+        TRAIN
+        + 'p.add_argument("--steps", type=int, default=70)\np.add_argument("--epochs", type=int)\n'
+    )
     (environment / "train.py").write_text(with_steps)
     assert propose(environment, "python train.py --lr 1")[1].steps == 70
     assert propose(environment, "python train.py --lr 1 --epochs 3")[1].steps is None

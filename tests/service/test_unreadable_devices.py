@@ -21,7 +21,11 @@ def see(world: World, *errors: str) -> None:
     (node,) = world.controller.state.declared
     free_bytes = tuple(0 if error else node.device.memory for error in errors or ("", ""))
     node = replace(node, free_bytes=free_bytes, driver_errors=errors)
-    event = NodesSeen(nodes=(node,), declared=world.controller.state.declared, at_s=world.controller.state.at_s + 1)
+    event = NodesSeen(
+        nodes=(node,),
+        declared=world.controller.state.declared,
+        at_s=world.controller.state.at_s + 1,
+    )
     world.controller._apply([event])
 
 
@@ -31,7 +35,9 @@ def devices_by_state(world: World) -> dict[str, float]:
     return {sample.labels["state"]: sample.value for sample in samples}
 
 
-@pytest.mark.parametrize(("errors", "place"), [((WHY, WHY), "virtual"), (("", WHY), "device 1 of virtual")])
+@pytest.mark.parametrize(
+    ("errors", "place"), [((WHY, WHY), "virtual"), (("", WHY), "device 1 of virtual")]
+)
 def test_a_driver_that_cannot_be_read_is_told_everywhere_and_no_more_once_it_is_back(
     world: World, errors: tuple[str, ...], place: str
 ) -> None:
@@ -42,7 +48,9 @@ def test_a_driver_that_cannot_be_read_is_told_everywhere_and_no_more_once_it_is_
     cluster = world.client.get("/cluster").json()
     assert text in cluster["problems"][0]
     assert cluster["nodes"][0]["driver_errors"] == [*errors]
-    assert node_from_view(cluster["nodes"][0]).free_bytes == (2**28, 2**28), "as if the driver were back"
+    assert node_from_view(cluster["nodes"][0]).free_bytes == (2**28, 2**28), (
+        "as if the driver were back"
+    )
     (takes,) = nodes_table(cluster["nodes"], []).columns[1].cells
     assert WHY in str(takes)
     assert devices_by_state(world)["unreadable"] == count
@@ -58,7 +66,9 @@ def test_a_driver_that_cannot_be_read_is_told_everywhere_and_no_more_once_it_is_
     assert devices_by_state(world)["unreadable"] == 0
 
 
-def test_a_job_that_waits_for_the_driver_says_so_in_the_queue_and_when_explained(world: World) -> None:
+def test_a_job_that_waits_for_the_driver_says_so_in_the_queue_and_when_explained(
+    world: World,
+) -> None:
     see(world, WHY, WHY)
     job_id = world.submit()
     world.controller.turn(0.0)
@@ -71,7 +81,9 @@ def test_a_job_that_waits_for_the_driver_says_so_in_the_queue_and_when_explained
 
 
 def test_a_doctor_names_the_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = nvml.NvmlReading(devices=(nvml.NvmlDevice(index=0), nvml.NvmlDevice(index=1, error="GPU is lost")))
+    lost = nvml.NvmlReading(
+        devices=(nvml.NvmlDevice(index=0), nvml.NvmlDevice(index=1, error="GPU is lost"))
+    )
     monkeypatch.setattr(nvml, "devices", lambda: lost)
     finding = doctor._nvml()
     assert (finding.verdict, finding.found) == (BAD, "cannot be read: device 1: GPU is lost")

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.service.server.client import process_is_alive, service_file
+from orchestrator.service.client.client import process_is_alive, service_file
 from tests.commands import COMMAND_S
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,9 @@ launch: self
 
 
 def git(*arguments: str) -> bytes:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=True).stdout
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, check=True
+    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +127,9 @@ def schema_of(home: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(older: Path, home: Home) -> None:
+def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
+    older: Path, home: Home
+) -> None:
     home.orc(older, "up")
     running, waiting = home.submit(older, "running"), home.submit(older, "waiting")
     until((home.folder / "running" / "started").exists)
@@ -138,7 +142,11 @@ def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(
     for name in ("running", "waiting"):
         (home.folder / name / "go").touch()
     for name, job_id in (("running", running), ("waiting", waiting)):
-        until(lambda job_id=job_id: home.orc(ROOT, "show", job_id)["status"] not in ("queued", "running"))
+        until(
+            lambda job_id=job_id: (
+                home.orc(ROOT, "show", job_id)["status"] not in ("queued", "running")
+            )
+        )
         shown = home.orc(ROOT, "show", job_id)
         assert (shown["status"], len(shown["attempts"])) == ("succeeded", 1), shown
         assert (home.folder / name / "started").read_text() == "once\n", "it was run again"
@@ -149,5 +157,7 @@ def statuses(home: Path, job_id: str) -> list[str]:
     """Return the statuses of the runs that MLflow has of a job's attempts."""
     client = MlflowClient(MlflowServer(home).uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    runs = client.search_runs(experiments, f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'")
+    runs = client.search_runs(
+        experiments, f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'"
+    )
     return [run.info.status for run in runs]

@@ -47,10 +47,18 @@ def test_a_verb_is_for_members_of_the_jobs_team_and_audited(world: World) -> Non
         assert clients["cyd"].post(f"/jobs/{verb}", json={"jobs": [job_id]}).status_code == 403
     body = {"settings": {"priority": "high"}}
     assert clients["cyd"].post(f"/jobs/{job_id}/update", json=body).status_code == 403
-    assert world.by(Role.VIEWER, "eve").post("/jobs/hold", json={"jobs": [job_id]}).status_code == 403
-    assert clients["bob"].post("/jobs/hold", json={"jobs": [job_id]}).json() == {"changed": [job_id]}
+    assert (
+        world.by(Role.VIEWER, "eve").post("/jobs/hold", json={"jobs": [job_id]}).status_code == 403
+    )
+    assert clients["bob"].post("/jobs/hold", json={"jobs": [job_id]}).json() == {
+        "changed": [job_id]
+    }
     rows = world.by(Role.ADMIN, "root").get("/audit").json()["rows"]
-    assert (rows[0]["user"], rows[0]["action"], rows[0]["status"]) == ("bob", f"POST /jobs/hold {job_id}", 200)
+    assert (rows[0]["user"], rows[0]["action"], rows[0]["status"]) == (
+        "bob",
+        f"POST /jobs/hold {job_id}",
+        200,
+    )
 
 
 def test_a_verb_told_twice_changes_nothing_and_all_or_none_are_changed(world: World) -> None:
@@ -73,7 +81,10 @@ def test_a_suspended_job_ends_its_attempt_and_goes_on_when_it_is_resumed(world: 
     world.controller.drain("virtual", undo=True)
     world.turn_until("running")
     refused = world.client.post("/jobs/hold", json={"jobs": [job_id]})
-    assert (refused.status_code, f"`orc suspend {job_id}`" in refused.json()["error"]) == (409, True)
+    assert (refused.status_code, f"`orc suspend {job_id}`" in refused.json()["error"]) == (
+        409,
+        True,
+    )
     world.client.post("/jobs/suspend", json={"jobs": [job_id]})
     world.turn_until("queued")
     shown = world.client.get(f"/jobs/{job_id}").json()["job"]
@@ -86,16 +97,32 @@ def test_a_suspended_job_ends_its_attempt_and_goes_on_when_it_is_resumed(world: 
 def test_an_update_is_judged_as_a_submission_and_names_what_it_may_change(world: World) -> None:
     job_id = world.submit()
     send = world.client.post
-    assert send(f"/jobs/{job_id}/update", json={"settings": {"priority": "high"}}).json() == {"changed": [job_id]}
-    assert send(f"/jobs/{job_id}/update", json={"settings": {"priority": "100"}}).json() == {"changed": []}
+    assert send(f"/jobs/{job_id}/update", json={"settings": {"priority": "high"}}).json() == {
+        "changed": [job_id]
+    }
+    assert send(f"/jobs/{job_id}/update", json={"settings": {"priority": "100"}}).json() == {
+        "changed": []
+    }
     unknown = send(f"/jobs/{job_id}/update", json={"settings": {"gpus": "4"}})
-    assert (unknown.status_code, "priority, deadline, time_limit" in unknown.json()["error"]) == (422, True)
-    for settings in ({"priority": "urgent"}, {"deadline": "1969-01-01T00:00 UTC"}, {"time_limit": "-1"}, {}):
-        assert send(f"/jobs/{job_id}/update", json={"settings": settings}).status_code == 422, settings
+    assert (unknown.status_code, "priority, deadline, time_limit" in unknown.json()["error"]) == (
+        422,
+        True,
+    )
+    for settings in (
+        {"priority": "urgent"},
+        {"deadline": "1969-01-01T00:00 UTC"},
+        {"time_limit": "-1"},
+        {},
+    ):
+        assert send(f"/jobs/{job_id}/update", json={"settings": settings}).status_code == 422, (
+            settings
+        )
     assert world.client.get(f"/jobs/{job_id}").json()["job"]["priority"] == 100
 
 
-def test_a_job_above_its_teams_limit_is_refused_and_one_without_gets_the_default(tmp_path: Path) -> None:
+def test_a_job_above_its_teams_limit_is_refused_and_one_without_gets_the_default(
+    tmp_path: Path,
+) -> None:
     team = {"name": "vision", "users": ["ada"], "time_limit": "1h", "max_time_limit": "2h"}
     world = World(tmp_path, PolicySpec(teams=[team]))
     ada = world.by(Role.MEMBER)
@@ -103,7 +130,10 @@ def test_a_job_above_its_teams_limit_is_refused_and_one_without_gets_the_default
     assert (refused.status_code, "at most 2.0 h" in refused.json()["error"]) == (422, True)
     job_id = ada.post("/jobs", json={"spec": job_spec()}).json()["id"]
     assert world.controller.state.jobs[job_id].spec.time_limit == 3600.0
-    assert ada.post(f"/jobs/{job_id}/update", json={"settings": {"time_limit": "3h"}}).status_code == 422
+    assert (
+        ada.post(f"/jobs/{job_id}/update", json={"settings": {"time_limit": "3h"}}).status_code
+        == 422
+    )
     world.journal.close()
 
 
@@ -116,7 +146,11 @@ def test_an_ended_job_is_submitted_again_as_a_new_one_with_its_settings(still: W
         job.cancel()
         again = job.retry(priority="high", **{"training.max_steps": 7})
         record = again.info()
-        assert (record["retry_of"], record["continues_from"], record["priority"]) == (job.id, None, 100)
+        assert (record["retry_of"], record["continues_from"], record["priority"]) == (
+            job.id,
+            None,
+            100,
+        )
         spec = still.controller.state.jobs[again.id].spec
         assert (spec.training.max_steps, spec.time_limit) == (7, None)
         with pytest.raises(SpecError, match="nonsense"):
@@ -132,13 +166,25 @@ def ended_job(spec: JobSpec, status: JobStatus = JobStatus.FAILED) -> Job:
     return Job(id="lm-1", spec=spec, order=1, submitted_at_s=0.0, status=status, attempts=(ended,))
 
 
-def test_a_retry_continues_where_the_training_is_the_same_and_else_says_why_it_starts_over() -> None:
+def test_a_retry_continues_where_the_training_is_the_same_and_else_says_why_it_starts_over() -> (
+    None
+):
     spec = decoder_spec()
     job, script = ended_job(spec), ended_job(script_spec())
     assert continuation(job, spec, ["time_limit", "gpus"])[:2] == ("lm-1", 4)
-    assert continuation(job, spec, ["training.learning_rate"]).why == "starts over: `training` changes the training"
-    assert continuation(ended_job(spec, JobStatus.SUCCEEDED), spec, []).why == "starts over: it had succeeded"
-    assert continuation(replace(job, attempts=()), spec, []) == (None, 0, "starts over: nothing was saved")
+    assert (
+        continuation(job, spec, ["training.learning_rate"]).why
+        == "starts over: `training` changes the training"
+    )
+    assert (
+        continuation(ended_job(spec, JobStatus.SUCCEEDED), spec, []).why
+        == "starts over: it had succeeded"
+    )
+    assert continuation(replace(job, attempts=()), spec, []) == (
+        None,
+        0,
+        "starts over: nothing was saved",
+    )
     unsaved = replace(job, attempts=(), continues_from="lm-0", continues_step=3)
     assert continuation(unsaved, spec, [])[:2] == ("lm-0", 3)
     assert continuation(job, spec.model_copy(update={"user": "bob"}), []).continues_from is None
@@ -152,10 +198,14 @@ def test_a_retry_names_data_that_changed_since_the_first_attempt(tmp_path: Path)
         os.utime(file, (changed_at_s, changed_at_s))
     spec = decoder_spec(data={"text": [str(old), str(new)], "sequence_length": 32})
     job = ended_job(spec)
-    assert changed_files(replace(job, attempts=(replace(job.attempts[0], launched_at_s=100.0),)), spec) == [str(new)]
+    assert changed_files(
+        replace(job, attempts=(replace(job.attempts[0], launched_at_s=100.0),)), spec
+    ) == [str(new)]
 
 
-def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_alone(tmp_path: Path) -> None:
+def test_a_retry_begins_with_the_files_of_the_newest_checkpoint_and_leaves_them_alone(
+    tmp_path: Path,
+) -> None:
     old, new = JobFolder(tmp_path, "lm-1"), JobFolder(tmp_path, "lm-2")
     for step in (4, 8):
         unfinished = checkpoint_folder.writing_path(old.checkpoints, 1, step)
@@ -188,13 +238,18 @@ def test_many_jobs_are_cancelled_by_a_filter_that_somebody_confirms(still: World
     assert orc("cancel")[0] == orc("cancel", ids[0], "--all")[0] == 2
     code, output = orc("cancel", "--user", "ada", "--yes", "--json")
     assert (code, json.loads(output)["cancelled"]) == (0, [ids[0], ids[2]])
-    code, output = orc("queue", "--user", "ada", "--status", "cancelled", "--sort", "priority", "--json")
+    code, output = orc(
+        "queue", "--user", "ada", "--status", "cancelled", "--sort", "priority", "--json"
+    )
     assert [job["id"] for job in json.loads(output)["jobs"]] == [ids[0], ids[2]]
     assert orc("queue", "--status", "idle")[0] == 2
     assert set(STATUSES) == {status.value for status in JobStatus}
     assert orc("hold", ids[1]) == (0, f"{ids[1]}: held.\n")
     assert orc("update", ids[1], "priority=7", "time_limit=2h") == (0, f"{ids[1]}: updated.\n")
     assert orc("release", ids[1])[0] == 0
-    assert orc("cancel", ids[0], ids[1]) == (0, f"{ids[1]} is being cancelled. Ended before: {ids[0]}.\n")
+    assert orc("cancel", ids[0], ids[1]) == (
+        0,
+        f"{ids[1]} is being cancelled. Ended before: {ids[0]}.\n",
+    )
     code, output = orc("retry", ids[0], "--set", "priority=low")
     assert (code, output) == (0, f"lm-4 retries {ids[0]}: starts over: nothing was saved.\n")

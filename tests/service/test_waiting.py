@@ -6,12 +6,17 @@ import httpx
 import pytest
 
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.waiting import waiting_app
+from orchestrator.service.server.routes.waiting import waiting_app
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/healthz", 200), ("GET", "/readyz", 503), ("GET", "/jobs", 503), ("POST", "/jobs/batch", 503)],
+    [
+        ("GET", "/healthz", 200),
+        ("GET", "/readyz", 503),
+        ("GET", "/jobs", 503),
+        ("POST", "/jobs/batch", 503),
+    ],
 )
 def test_a_waiting_service_is_alive_and_not_ready(method: str, path: str, status: int) -> None:
     with serve_http(waiting_app()) as port:

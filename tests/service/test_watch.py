@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.server.daemon import serve_http
-from orchestrator.service.server.lifecycle import write_service_file
 from tests.service.services import TOKEN
 from tests.service.worlds import World
 
@@ -60,7 +60,9 @@ def test_a_terminal_sees_a_job_that_is_submitted_while_it_watches_and_ctrl_c_end
         stdout=slave,
         stderr=slave,
         env=environment(folder),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of a shell may ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a job of a shell may ignore it
     )
     try:
         assert "1 of 2 busy" in read_until(terminal, "lm-1")
@@ -77,7 +79,9 @@ def test_a_terminal_sees_a_job_that_is_submitted_while_it_watches_and_ctrl_c_end
 
 def test_a_file_gets_the_queue_once_within_80_columns(home: tuple[World, Path]) -> None:
     _, folder = home
-    ended = subprocess.run(WATCH, env=environment(folder), capture_output=True, text=True, timeout=SEEN_S)
+    ended = subprocess.run(
+        WATCH, env=environment(folder), capture_output=True, text=True, timeout=SEEN_S
+    )
     assert ended.returncode == 0, ended.stderr
     assert "1 running, 0 waiting" in ended.stdout
     assert "lm-1" in ended.stdout
@@ -86,10 +90,16 @@ def test_a_file_gets_the_queue_once_within_80_columns(home: tuple[World, Path]) 
 
 def complete(home: Path, typed: str) -> list[str]:
     """The words that bash is offered for a command line."""
-    variables = {"_ORC_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    variables = {
+        "_ORC_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split(" ")) - 1),
+    }
     program = [sys.executable, "-c", "from orchestrator.cli import app; app(prog_name='orc')"]
     env = environment(home) | variables
-    return subprocess.run(program, env=env, capture_output=True, text=True, timeout=SEEN_S, check=False).stdout.split()
+    return subprocess.run(
+        program, env=env, capture_output=True, text=True, timeout=SEEN_S, check=False
+    ).stdout.split()
 
 
 def test_the_shell_completes_job_ids_and_offers_none_without_a_service(

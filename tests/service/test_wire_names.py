@@ -66,9 +66,15 @@ def wire_names(world: World) -> dict[str, list[str]]:
         "job file": sorted({*properties(job_json_schema())}),
         "cluster file": sorted({*properties(cluster_json_schema())}),
         "journal": sorted(stored),
-        "routes": sorted(f"{method.upper()} {path}" for path, item in document["paths"].items() for method in item),
+        "routes": sorted(
+            f"{method.upper()} {path}"
+            for path, item in document["paths"].items()
+            for method in item
+        ),
         "API": sorted({*properties(document["components"])}),
-        "metrics": sorted({*METRIC.findall((ROOT / "orchestrator/service/server/metrics.py").read_text())}),
+        "metrics": sorted(
+            {*METRIC.findall((ROOT / "orchestrator/service/server/metrics.py").read_text())}
+        ),
         "MLflow": sorted({*names_recorded(ROOT / "orchestrator/backends/mlflow/content.py")}),
     }
 
@@ -77,5 +83,7 @@ def test_no_name_that_others_read_has_gone(world: World) -> None:
     current = wire_names(world)
     for place, names in json.loads(FILE.read_text()).items():
         missing = sorted({*names} - {*current[place]})
-        assert not missing, f"{place}: others read {', '.join(missing)}; a rename needs both names, or a migration"
+        assert not missing, (
+            f"{place}: others read {', '.join(missing)}; a rename needs both names, or a migration"
+        )
         assert len(names) > 5, place

@@ -11,10 +11,10 @@ from fastapi.testclient import TestClient
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.oidc.provider import Provider
 from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
-from orchestrator.service.server.api import create_app
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.routes.api import create_app
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
@@ -67,8 +67,12 @@ class World:
             users=users or {},
         )
         self.app = app = create_app(service)
-        self.stranger = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
-        self.client = TestClient(app, base_url="http://127.0.0.1:8000", headers={"Authorization": f"Bearer {TOKEN}"})
+        self.stranger = TestClient(
+            app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False
+        )
+        self.client = TestClient(
+            app, base_url="http://127.0.0.1:8000", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
 
     def _shut_down(self) -> None:
         self.ended = True
@@ -77,7 +81,11 @@ class World:
         """A client with a token of a user of this role."""
         self.accounts.set_user(name, role)
         secret, _ = self.accounts.create_token(name, 3600.0)
-        return TestClient(self.app, base_url="http://127.0.0.1:8000", headers={"Authorization": f"Bearer {secret}"})
+        return TestClient(
+            self.app,
+            base_url="http://127.0.0.1:8000",
+            headers={"Authorization": f"Bearer {secret}"},
+        )
 
     def submit(self) -> str:
         answer = self.client.post("/jobs", json={"spec": job_spec()})

@@ -24,7 +24,16 @@ max_concurrent: 4
 def test_an_array_is_every_combination_in_order() -> None:
     specs = parse_jobs(SWEEP, "sweep.yaml")
     assert len(specs) == 6
-    assert specs[4].command[2:] == ("--lr", "0.0001", "--seed", "1", "--out", "runs/4", "--keep", "${HOME}")
+    assert specs[4].command[2:] == (
+        "--lr",
+        "0.0001",
+        "--seed",
+        "1",
+        "--out",
+        "runs/4",
+        "--keep",
+        "${HOME}",
+    )
     assert [spec.name for spec in specs] == ["sweep-0.001"] * 3 + ["sweep-0.0001"] * 3
     assert {spec.steps for spec in specs} == {100}
     assert {spec.family_name for spec in specs} == {"sweep"}
@@ -34,8 +43,14 @@ def test_an_array_is_every_combination_in_order() -> None:
 
 
 def test_a_list_gives_each_job() -> None:
-    text = SWEEP.partition("array:")[0] + "array: [{lr: a, seed: 1, steps: 5}, {lr: b, seed: 2, steps: 6}]\n"
-    assert [(spec.name, spec.steps) for spec in parse_jobs(text, "sweep.yaml")] == [("sweep-a", 5), ("sweep-b", 6)]
+    text = (
+        SWEEP.partition("array:")[0]
+        + "array: [{lr: a, seed: 1, steps: 5}, {lr: b, seed: 2, steps: 6}]\n"
+    )
+    assert [(spec.name, spec.steps) for spec in parse_jobs(text, "sweep.yaml")] == [
+        ("sweep-a", 5),
+        ("sweep-b", 6),
+    ]
 
 
 def test_its_jobs_survive_the_way_to_the_service() -> None:
@@ -54,7 +69,11 @@ def test_an_array_is_refused_where_one_job_is_expected() -> None:
         ("seed: [0, 1, 2]", "seed: 3", "not the values of an array"),
         ("seed: [0, 1, 2]", "seed: []", "not the values of an array"),
         ("seed: [0, 1, 2]", "index: [0, 1, 2]", "not the values of an array|no part of the job"),
-        ("seed: [0, 1, 2]", "sed: [0, 1, 2]", r"(?s)no part of the job says this placeholder.*'sed'.*\{seed\}"),
+        (
+            "seed: [0, 1, 2]",
+            "sed: [0, 1, 2]",
+            r"(?s)no part of the job says this placeholder.*'sed'.*\{seed\}",
+        ),
         ("seed: [0, 1, 2]", f"seed: {list(range(JOBS_MAX))}", "too many jobs"),
         ("max_concurrent: 4", "max_concurrent: 0", r"max_concurrent: not a number of jobs"),
         ("1e-3", "A b", "name: the name has a form that is not allowed"),

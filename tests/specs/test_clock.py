@@ -9,11 +9,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.specs.clock import DAYS, Deadline, Window, deadline_at, local_text, parse_deadline, parse_window
+from orchestrator.specs.clock import (
+    DAYS,
+    Deadline,
+    Window,
+    deadline_at,
+    local_text,
+    parse_deadline,
+    parse_window,
+)
 from tests.examples import examples
 
-ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Africa/Cairo", "Asia/Kathmandu")
-CHANGES = [  # clocks forward, back, and by half an hour; at midnight; and a day on which nothing happens
+ZONES = (
+    "UTC",
+    "Europe/Berlin",
+    "America/New_York",
+    "Australia/Lord_Howe",
+    "Africa/Cairo",
+    "Asia/Kathmandu",
+)
+# clocks forward, back, and by half an hour; at midnight; and a day on which nothing happens
+CHANGES = [
     datetime(2026, 3, 29, 1, tzinfo=UTC),
     datetime(2026, 10, 25, 1, tzinfo=UTC),
     datetime(2026, 3, 8, 7, tzinfo=UTC),
@@ -24,7 +40,9 @@ CHANGES = [  # clocks forward, back, and by half an hour; at midnight; and a day
 ]
 MINUTES = st.integers(0, 1439)
 MOMENTS = st.builds(
-    lambda change, offset_s: change.timestamp() + offset_s, st.sampled_from(CHANGES), st.integers(-3 * 86400, 3 * 86400)
+    lambda change, offset_s: change.timestamp() + offset_s,
+    st.sampled_from(CHANGES),
+    st.integers(-3 * 86400, 3 * 86400),
 )
 WINDOWS = st.builds(
     lambda opens, length, days, zone: Window(
@@ -47,7 +65,8 @@ def shows(window: Window, at_s: float) -> bool:
     shown = local.hour * 60 + local.minute
     length = (window.closes_min - window.opens_min) % 1440 or 1440
     return any(
-        (local - timedelta(days=ago)).weekday() in window.days and 0 <= shown + ago * 1440 - window.opens_min < length
+        (local - timedelta(days=ago)).weekday() in window.days
+        and 0 <= shown + ago * 1440 - window.opens_min < length
         for ago in (0, 1)
     )
 
@@ -65,7 +84,9 @@ def test_it_is_open_exactly_while_clocks_show_its_hours(window: Window, at_s: fl
 
 @QUICK
 @given(WINDOWS, MOMENTS)
-def test_nothing_of_it_is_missed_between_now_and_the_next_opening(window: Window, at_s: float) -> None:
+def test_nothing_of_it_is_missed_between_now_and_the_next_opening(
+    window: Window, at_s: float
+) -> None:
     opens_s, _ = window.span(at_s)
     step_s = max(60.0, (opens_s - at_s) / 200)
     moments = (at_s + number * step_s for number in range(200))
@@ -74,7 +95,9 @@ def test_nothing_of_it_is_missed_between_now_and_the_next_opening(window: Window
 
 @QUICK
 @given(WINDOWS, st.integers(-3, 3), st.integers(0, 2 * 86400))
-def test_hours_counted_from_a_moment_are_the_same_hours(window: Window, days: int, later_s: int) -> None:
+def test_hours_counted_from_a_moment_are_the_same_hours(
+    window: Window, days: int, later_s: int
+) -> None:
     """The law needs clocks that do not change: in July those of Cairo, New York and Lord Howe do not."""
     begin_s = CHANGES[-1].timestamp() + days * 86400
     assert window.counted_from(begin_s).holds(later_s) == window.holds(begin_s + later_s)
@@ -87,11 +110,15 @@ def test_a_window_survives_the_round_trip_through_its_text(window: Window) -> No
 
 
 @pytest.mark.parametrize(
-    ("day", "hours"), [("2026-03-28", 9), ("2026-10-24", 11), ("2026-07-01", 10)], ids=["forward", "back", "summer"]
+    ("day", "hours"),
+    [("2026-03-28", 9), ("2026-10-24", 11), ("2026-07-01", 10)],
+    ids=["forward", "back", "summer"],
 )
 def test_a_night_is_as_long_as_it_is(day: str, hours: int) -> None:
     """A night from ten to eight has nine hours when clocks go forward, and eleven when they go back."""
-    evening = datetime.fromisoformat(f"{day}T20:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
+    evening = (
+        datetime.fromisoformat(f"{day}T20:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
+    )
     opens_s, closes_s = parse_window("22:00-08:00 Europe/Berlin").span(evening)
     assert (opens_s, closes_s) == (evening + 2 * 3600, evening + (2 + hours) * 3600)
 
@@ -130,7 +157,9 @@ def test_a_mistake_is_one_clear_error(text: object, message: str) -> None:
 
 @QUICK
 @given(MOMENTS, st.integers(0, 86399), st.sampled_from(ZONES))
-def test_a_deadline_is_the_next_time_that_clocks_show_it(at_s: float, time_s: int, zone: str) -> None:
+def test_a_deadline_is_the_next_time_that_clocks_show_it(
+    at_s: float, time_s: int, zone: str
+) -> None:
     deadline = Deadline(time_s=time_s, zone=zone)
     due_s = deadline.due_s(at_s)
     assert at_s < due_s <= at_s + 25 * 3600
@@ -178,4 +207,9 @@ def test_a_mistaken_deadline_is_one_clear_error(text: object, message: str) -> N
 
 
 def test_days_may_go_round_the_week() -> None:
-    assert [DAYS[day] for day in parse_window("22:00-08:00 fri-mon").days] == ["mon", "fri", "sat", "sun"]
+    assert [DAYS[day] for day in parse_window("22:00-08:00 fri-mon").days] == [
+        "mon",
+        "fri",
+        "sat",
+        "sun",
+    ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, NodeSpec, cluster_json_schema
+from orchestrator.specs.cluster import DeviceSpec, NodeSpec, cluster_json_schema
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.devices import DEVICES, match_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster
@@ -21,7 +22,9 @@ nodes:
 
 
 def device(name: str) -> DeviceSpec:
-    return NodeSpec.model_validate({"name": "node", "devices": 1, "device": name, "host_memory": "1GiB"}).device
+    return NodeSpec.model_validate(
+        {"name": "node", "devices": 1, "device": name, "host_memory": "1GiB"}
+    ).device
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -41,7 +44,13 @@ def test_every_device_is_complete_and_physically_plausible(name: str) -> None:
 
 def test_newer_devices_of_a_line_are_faster() -> None:
     line = [device(name) for name in ("v100-32gb", "a100-80gb", "h100-80gb", "b200-180gb")]
-    for rate in ("memory_bandwidth", "link_bandwidth", "fp16_tflops", "fp32_tflops", "multiprocessors"):
+    for rate in (
+        "memory_bandwidth",
+        "link_bandwidth",
+        "fp16_tflops",
+        "fp32_tflops",
+        "multiprocessors",
+    ):
         values = [getattr(card, rate) for card in line]
         assert values == sorted(values), rate
     cards = [device(name) for name in ("rtx3090-24gb", "rtx4090-24gb", "rtx5090-32gb")]
@@ -54,13 +63,19 @@ def test_a_device_before_ampere_has_no_bf16_and_computes_it_in_fp32(name: str) -
     assert not card.has(Precision.BF16)
     assert card.has(Precision.FP16)
     assert card.peak_flops(Precision.BF16) == card.peak_flops(Precision.FP32)
-    assert all(device(other).has(Precision.BF16) for other in DEVICES if not other.startswith(("t4", "v100", "rtx20")))
+    assert all(
+        device(other).has(Precision.BF16)
+        for other in DEVICES
+        if not other.startswith(("t4", "v100", "rtx20"))
+    )
 
 
 def test_a_cluster_file_may_name_a_device_or_describe_it() -> None:
     named = parse_cluster(CLUSTER.format(device="a100-80gb"), "lab.yaml").nodes[0].device
     description = (
-        "{" + ", ".join(f"{key}: {value}" for key, value in DEVICES["a100-80gb"].items()) + ", name: a100-80gb}"
+        "{"
+        + ", ".join(f"{key}: {value}" for key, value in DEVICES["a100-80gb"].items())
+        + ", name: a100-80gb}"
     )
     assert parse_cluster(CLUSTER.format(device=description), "lab.yaml").nodes[0].device == named
 
@@ -87,7 +102,10 @@ def test_a_cluster_without_nodes_is_refused() -> None:
 
 def test_the_schema_takes_names_of_the_catalogue_and_descriptions() -> None:
     alternatives = cluster_json_schema()["$defs"]["NodeSpec"]["properties"]["device"]["anyOf"]
-    assert [alternatives[0]["enum"], alternatives[1]] == [list(DEVICES), {"$ref": "#/$defs/DeviceSpec"}]
+    assert [alternatives[0]["enum"], alternatives[1]] == [
+        list(DEVICES),
+        {"$ref": "#/$defs/DeviceSpec"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +122,9 @@ def test_the_schema_takes_names_of_the_catalogue_and_descriptions() -> None:
         ("", []),
     ],
 )
-def test_people_name_cards_as_they_are_sold_and_shops_and_drivers_write_them(text: str, names: list[str]) -> None:
+def test_people_name_cards_as_they_are_sold_and_shops_and_drivers_write_them(
+    text: str, names: list[str]
+) -> None:
     assert list(match_devices(text)) == names
 
 
@@ -117,7 +137,8 @@ def test_every_card_is_meant_by_its_own_name(name: str) -> None:
 def test_a_size_in_decimal_units_is_as_large_as_the_vendor_says() -> None:
     sizes = {
         unit: parse_cluster(
-            f"name: lab\nnodes: [{{name: n, devices: 1, device: t4-16gb, host_memory: 24{unit}}}]", "lab.yaml"
+            f"name: lab\nnodes: [{{name: n, devices: 1, device: t4-16gb, host_memory: 24{unit}}}]",
+            "lab.yaml",
         )
         .nodes[0]
         .host_memory

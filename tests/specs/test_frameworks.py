@@ -8,7 +8,14 @@ from typing import Any, get_args
 import pytest
 
 from orchestrator.planning.render import script_command
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, Sharding, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Precision,
+    Sharding,
+    ZeroStage,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, knobs_of
 from orchestrator.specs.job.spec import JobSpec
@@ -19,7 +26,13 @@ FRAMEWORKS = get_args(Framework)
 
 
 def job(trainer: str, command: str = "python train.py", **changes: Any) -> JobSpec:
-    fields = {"name": "a", "global_batch_size": 16, "trainer": trainer, "command": command, **changes}
+    fields = {
+        "name": "a",
+        "global_batch_size": 16,
+        "trainer": trainer,
+        "command": command,
+        **changes,
+    }
     return job_from_data(fields, "job")
 
 
@@ -36,7 +49,13 @@ def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
         }
     )
     command = script_command(
-        spec, plan, output_dir="OUT", resume_from="CKPT", deepspeed_config_path=None, config_path="CONFIG", devices=(0,)
+        spec,
+        plan,
+        output_dir="OUT",
+        resume_from="CKPT",
+        deepspeed_config_path=None,
+        config_path="CONFIG",
+        devices=(0,),
     )
     return (*command.arguments[2:], *(f"{key}={word}" for key, word in command.keys.items()))
 
@@ -54,14 +73,19 @@ def test_megatron_recomputes_all_layers_the_first_of_a_stage_or_none() -> None:
     none, full = ActivationCheckpointing.NONE, ActivationCheckpointing.FULL
     arguments_of = {
         (mode, layers): " ".join(
-            render_arguments(spec, activation_checkpointing=mode, full_checkpointing_layers=layers)[5:-2]
+            render_arguments(spec, activation_checkpointing=mode, full_checkpointing_layers=layers)[
+                5:-2
+            ]
         )
         for mode, layers in ((none, 0), (none, 3), (full, 0))
     }
     assert arguments_of == {
         (none, 0): "",
         (none, 3): "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
-        (full, 0): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        (
+            full,
+            0,
+        ): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     }
 
 
@@ -70,7 +94,9 @@ def test_torchtitan_shards_wherever_there_are_several_ranks() -> None:
     alone = render_arguments(spec, layout=ParallelLayout(), gradient_accumulation_steps=8)
     assert not [word for word in alone if "fsdp" in word]
     shards = {"zero_stage": ZeroStage.GRADIENTS, "sharding": Sharding.FSDP}
-    assert "--parallelism.fsdp_reshard_after_forward never" in " ".join(render_arguments(spec, **shards))
+    assert "--parallelism.fsdp_reshard_after_forward never" in " ".join(
+        render_arguments(spec, **shards)
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,13 +151,16 @@ def test_torchtitan_shards_wherever_there_are_several_ranks() -> None:
         ),
     ],
 )
-def test_a_plan_is_rendered_in_the_flags_of_the_framework(trainer: str, command: str, flags: str) -> None:
+def test_a_plan_is_rendered_in_the_flags_of_the_framework(
+    trainer: str, command: str, flags: str
+) -> None:
     assert render_arguments(job(trainer, command)) == tuple(flags.split())
 
 
 def test_values_of_the_command_are_the_defaults_of_knobs() -> None:
     spec = job(
-        "hf", "python train.py --per_device_train_batch_size=4 --gradient_accumulation_steps 2 --fp16 true --lr 1e-4"
+        "hf",
+        "python train.py --per_device_train_batch_size=4 --gradient_accumulation_steps 2 --fp16 true --lr 1e-4",
     )
     assert spec.command == ("python", "train.py", "--lr", "1e-4")
     assert spec.precision is Precision.FP16
@@ -156,7 +185,9 @@ def test_settings_of_the_job_override_its_trainer() -> None:
     assert spec.knobs.micro_batch_size is not None
     assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.also) == ("--bs", ())
     assert spec.knobs.resume_from is None
-    assert spec.knobs.zero_stage is None, "shards are said in accelerate's file, and torchrun reads none"
+    assert spec.knobs.zero_stage is None, (
+        "shards are said in accelerate's file, and torchrun reads none"
+    )
     assert spec.knobs.activation_checkpointing is None, "the command says it for every plan"
     assert (spec.resume.checkpoints, spec.resume.holds) == (("mine-*",), ("trainer_state.json",))
     assert [phase for phase, _ in spec.phases] == ["training", "evaluation", "encoding"]
@@ -165,21 +196,35 @@ def test_settings_of_the_job_override_its_trainer() -> None:
 def test_a_default_of_its_own_leaves_a_knob_as_it_is() -> None:
     spec = job("lightning", knobs={"micro_batch_size": {"default": 8}})
     assert spec.knobs.micro_batch_size is not None
-    assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.default) == ("--data.batch_size", 8)
+    assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.default) == (
+        "--data.batch_size",
+        8,
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "phrases"),
     [
-        ("command: python t.py\ntrainer: hff\n", ["job.yaml:4: trainer", "'hff'", "did you mean 'hf'?"]),
-        ("command: accelerate launch t.py\ntrainer: hf\n", ["command", "leave out accelerate's own words"]),
+        (
+            "command: python t.py\ntrainer: hff\n",
+            ["job.yaml:4: trainer", "'hff'", "did you mean 'hf'?"],
+        ),
+        (
+            "command: accelerate launch t.py\ntrainer: hf\n",
+            ["command", "leave out accelerate's own words"],
+        ),
         ("command: python t.py\ntrainer: hf\nknobs: 3\n", ["job.yaml:5: knobs"]),
         ("model: {factory: m.py:make}\ntrainer: hf\n", ["needs a `command`"]),
         ('command: "python \'t"\ntrainer: hf\n', ["command", "No closing quotation"]),
-        ("command: python t.py\ntrainer: hf\nresume: {checkpoint: a}\n", ["job.yaml:5: resume.checkpoint"]),
+        (
+            "command: python t.py\ntrainer: hf\nresume: {checkpoint: a}\n",
+            ["job.yaml:5: resume.checkpoint"],
+        ),
     ],
 )
-def test_a_mistake_beside_a_trainer_is_one_error_with_its_place(text: str, phrases: list[str]) -> None:
+def test_a_mistake_beside_a_trainer_is_one_error_with_its_place(
+    text: str, phrases: list[str]
+) -> None:
     with pytest.raises(SpecError) as refused:
         parse_job(f"name: a\nglobal_batch_size: 8\n{text}", "job.yaml")
     for part in phrases:
@@ -241,7 +286,9 @@ def test_a_preset_file_fills_in_what_the_job_leaves_out_and_extends_a_framework(
     assert (knob.flag, knob.default) == ("--samples", 4)
     assert preset.knobs.output_dir == job("hf").knobs.output_dir
     preset_job = parse_job(
-        JOB + "launch: ranks\nknobs: {micro_batch_size: {flag: --mine}}\n", "job.yaml", read_text=lambda _: OURS
+        JOB + "launch: ranks\nknobs: {micro_batch_size: {flag: --mine}}\n",
+        "job.yaml",
+        read_text=lambda _: OURS,
     )
     assert preset_job.knobs.micro_batch_size is not None
     assert (preset_job.launch, preset_job.knobs.micro_batch_size.flag) == ("ranks", "--mine")
@@ -257,7 +304,9 @@ def test_a_preset_file_fills_in_what_the_job_leaves_out_and_extends_a_framework(
         ("extends: [hf]\n", "extends a framework"),
     ],
 )
-def test_a_preset_file_that_is_none_is_refused_with_what_may_stand_there(text: str, message: str) -> None:
+def test_a_preset_file_that_is_none_is_refused_with_what_may_stand_there(
+    text: str, message: str
+) -> None:
     with pytest.raises(SpecError, match=message):
         parse_job(JOB, "job.yaml", read_text=lambda _: text)
 

@@ -11,7 +11,12 @@ import pytest
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.globs import parse_glob
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.patterns import PATTERN_CHARACTERS_MAX, LinePattern, compile_pattern, count_of
+from orchestrator.specs.patterns import (
+    PATTERN_CHARACTERS_MAX,
+    LinePattern,
+    compile_pattern,
+    count_of,
+)
 from tests.specs.test_parse import SCRIPT
 
 ATOMS = (
@@ -53,10 +58,32 @@ ATOMS = (
     *("(?P<n>a)", "(?s).", "|", "\\x41", "\\p{L}", "(?#c)", "(?>a)", "a++"),
 )
 REFUSED_PATTERNS = (
-    *("a{2,99999}b", "(" * 3000 + ")" * 3000, "(?=a)", "(?<=a)b", "(a)\\1", "\\u0041", "a\\Z", "[z-a]", "(", "*"),
+    *(
+        "a{2,99999}b",
+        "(" * 3000 + ")" * 3000,
+        "(?=a)",
+        "(?<=a)b",
+        "(a)\\1",
+        "\\u0041",
+        "a\\Z",
+        "[z-a]",
+        "(",
+        "*",
+    ),
     *("x" * (PATTERN_CHARACTERS_MAX + 1), "(?:(?:(?:a{100}){100}){100}){100}"),
 )
-REFUSED_GLOBS = ("", "\x00", "~/model.pt", "~ada/x", "[z-a]", "/", ".", "./", "a/" * 65 + "b", "x" * 1001)
+REFUSED_GLOBS = (
+    "",
+    "\x00",
+    "~/model.pt",
+    "~ada/x",
+    "[z-a]",
+    "/",
+    ".",
+    "./",
+    "a/" * 65 + "b",
+    "x" * 1001,
+)
 CPU_S_MAX = 0.25  # of one pattern on one line
 
 
@@ -69,11 +96,14 @@ def quoted(pattern: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "key", ["success: {{log: {}}}", "phases: {{encoding: {}}}", "progress: {}", "resume: {{step: {}}}"]
+    "key",
+    ["success: {{log: {}}}", "phases: {{encoding: {}}}", "progress: {}", "resume: {{step: {}}}"],
 )
 def test_a_pattern_that_the_engine_refuses_is_one_error_at_submission(key: str) -> None:
     for pattern in REFUSED_PATTERNS:
-        text = key.format(quoted(f"({pattern})" if key.startswith(("progress", "resume")) else pattern))
+        text = key.format(
+            quoted(f"({pattern})" if key.startswith(("progress", "resume")) else pattern)
+        )
         with pytest.raises(SpecError) as refused:
             job_with(text)
         assert refused.value.path.split(".")[0] == key.split(":")[0], text[:80]
@@ -82,7 +112,13 @@ def test_a_pattern_that_the_engine_refuses_is_one_error_at_submission(key: str) 
 def test_what_submission_accepts_is_evaluated_in_bounded_time() -> None:
     draw = random.Random(53)
     accepted = 0
-    lines = ["a" * 45 + "!", "a" * 16_000, "".join(draw.choices("ab x1\t", k=16_000)), "é" * 8000, "\x00" * 1000]
+    lines = [
+        "a" * 45 + "!",
+        "a" * 16_000,
+        "".join(draw.choices("ab x1\t", k=16_000)),
+        "é" * 8000,
+        "\x00" * 1000,
+    ]
     for _ in range(400):
         pattern = "".join(draw.choices(ATOMS, k=draw.randint(1, 6)))
         try:
@@ -109,11 +145,16 @@ def test_a_kept_pattern_that_the_engine_refuses_is_told_and_matches_nothing() ->
 
 
 def test_a_count_is_what_decimal_digits_write() -> None:
-    assert [count_of(text) for text in ("7", "007", "", "-1", "²", "٣", "1e3", "9" * 5000)] == [7, 7, *[None] * 6]
+    assert [count_of(text) for text in ("7", "007", "", "-1", "²", "٣", "1e3", "9" * 5000)] == [
+        7,
+        7,
+        *[None] * 6,
+    ]
 
 
 @pytest.mark.parametrize(
-    "key", ["success: {{artifacts: [{}]}}", "resume: {{checkpoints: [{}]}}", "resume: {{holds: [{}]}}"]
+    "key",
+    ["success: {{artifacts: [{}]}}", "resume: {{checkpoints: [{}]}}", "resume: {{holds: [{}]}}"],
 )
 def test_a_pattern_of_files_that_cannot_work_is_one_error_at_submission(key: str) -> None:
     for pattern in REFUSED_GLOBS:

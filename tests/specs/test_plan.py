@@ -33,7 +33,10 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         {"layout": PIPELINE, "zero_stage": ZeroStage.PARAMETERS, "gradient_accumulation_steps": 2},
         "zero_stage=3 with pp > 1",
     ),
-    "too few micro-batches for the pipeline": ({"layout": PIPELINE}, "cannot fill a pipeline of 2 ranks"),
+    "too few micro-batches for the pipeline": (
+        {"layout": PIPELINE},
+        "cannot fill a pipeline of 2 ranks",
+    ),
     "micro-batches that interleaved stages cannot share": (
         {"layout": PIPELINE, "pipeline_stages_per_rank": 2, "gradient_accumulation_steps": 5},
         "cannot go in 2 equal rounds",
@@ -41,7 +44,10 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
     "layers of a last stage without a pipeline": ({"last_stage_layers": 3}, "need pp > 1"),
     "fewer layers than none": ({"layout": PIPELINE, "first_stage_layers": -1}, "at least 0"),
     "interleaved stages without a pipeline": ({"pipeline_stages_per_rank": 2}, "needs pp > 1"),
-    "tensor parallel under DDP": ({"layout": ParallelLayout(dp=2, tp=2)}, "DistributedDataParallel"),
+    "tensor parallel under DDP": (
+        {"layout": ParallelLayout(dp=2, tp=2)},
+        "DistributedDataParallel",
+    ),
     "copies of nothing": ({"layout": ON_TWO, "dp_replicate": 2}, "hybrid sharding"),
     "copies that are all of dp": (
         {"layout": ON_TWO, "dp_replicate": 2, "zero_stage": ZeroStage.PARAMETERS},
@@ -52,7 +58,11 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         "is zero_stage=2 on engine=torch",
     ),
     "torch at stage 1 under a pipeline": (
-        {"layout": ParallelLayout(dp=2, pp=2), "zero_stage": ZeroStage.OPTIMIZER, "gradient_accumulation_steps": 2},
+        {
+            "layout": ParallelLayout(dp=2, pp=2),
+            "zero_stage": ZeroStage.OPTIMIZER,
+            "gradient_accumulation_steps": 2,
+        },
         "reduces gradients once a step",
     ),
     "torch offloads the optimizer alone": (
@@ -60,7 +70,11 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         "parameters and optimizer together",
     ),
     "torch to NVMe": (
-        {"zero_stage": ZeroStage.PARAMETERS, "offload": Offload.PARAMETERS, "offload_target": OffloadTarget.NVME},
+        {
+            "zero_stage": ZeroStage.PARAMETERS,
+            "offload": Offload.PARAMETERS,
+            "offload_target": OffloadTarget.NVME,
+        },
         "host memory only",
     ),
     "NVMe without offload": ({"offload_target": OffloadTarget.NVME}, "needs an offload"),
@@ -69,13 +83,22 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
         {"engine": DEEPSPEED, "offload": Offload.PARAMETERS, "zero_stage": ZeroStage.GRADIENTS},
         "zero_stage=3",
     ),
-    "DeepSpeed and tensor parallel": ({"engine": DEEPSPEED, "layout": TENSOR}, "data parallel only"),
+    "DeepSpeed and tensor parallel": (
+        {"engine": DEEPSPEED, "layout": TENSOR},
+        "data parallel only",
+    ),
     "DeepSpeed and pipeline": (
         {"engine": DEEPSPEED, "layout": PIPELINE, "gradient_accumulation_steps": 2},
         "data parallel only",
     ),
-    "DeepSpeed, stage 0, bf16": ({"engine": DEEPSPEED, "precision": Precision.BF16}, "bf16 needs zero_stage >= 1"),
-    "DeepSpeed, stage 0, fp16": ({"engine": DEEPSPEED, "precision": Precision.FP16}, "fp16 needs zero_stage >= 1"),
+    "DeepSpeed, stage 0, bf16": (
+        {"engine": DEEPSPEED, "precision": Precision.BF16},
+        "bf16 needs zero_stage >= 1",
+    ),
+    "DeepSpeed, stage 0, fp16": (
+        {"engine": DEEPSPEED, "precision": Precision.FP16},
+        "fp16 needs zero_stage >= 1",
+    ),
     "flat pieces and Adafactor": (
         {"engine": DEEPSPEED, "zero_stage": ZeroStage.OPTIMIZER, "optimizer": Optimizer.ADAFACTOR},
         "whole matrices",
@@ -114,7 +137,9 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "reason"), EXCLUDED.values(), ids=EXCLUDED.keys())
-def test_illegal_combinations_cannot_be_constructed_and_give_the_reason(fields: dict[str, Any], reason: str) -> None:
+def test_illegal_combinations_cannot_be_constructed_and_give_the_reason(
+    fields: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(IllegalPlan, match=reason):
         Plan(**{"engine": TORCH, "micro_batch_size": 1, **fields})
 
@@ -123,8 +148,28 @@ def legal_plans(ranks: int) -> list[Plan]:
     """Every combination of settings on that many ranks that can be constructed."""
     degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
     legal = []
-    for engine, dp, tp, copies, stages, zero, offload, target, precision, optimizer in itertools.product(
-        (TORCH, DEEPSPEED), degrees, degrees, (1, 2), (1, 2), ZeroStage, Offload, OffloadTarget, Precision, Optimizer
+    for (
+        engine,
+        dp,
+        tp,
+        copies,
+        stages,
+        zero,
+        offload,
+        target,
+        precision,
+        optimizer,
+    ) in itertools.product(
+        (TORCH, DEEPSPEED),
+        degrees,
+        degrees,
+        (1, 2),
+        (1, 2),
+        ZeroStage,
+        Offload,
+        OffloadTarget,
+        Precision,
+        Optimizer,
     ):
         if ranks % (dp * tp):
             continue
@@ -153,6 +198,8 @@ def test_every_plan_survives_its_file_and_reads_as_itself() -> None:
     assert len(plans) > 100
     for plan in plans:
         assert plan_from_json(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
-    assert len({in_short(plan) for plan in plans if plan.engine is TORCH}) == sum(p.engine is TORCH for p in plans)
+    assert len({in_short(plan) for plan in plans if plan.engine is TORCH}) == sum(
+        p.engine is TORCH for p in plans
+    )
     assert len({tuple(settings(plan).items()) for plan in plans}) == len(plans)
     assert all(changes(first, other) for first, other in itertools.pairwise(plans))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.service.server.intake import EMBEDDED_CLUSTER
+from orchestrator.service.intake.intake import EMBEDDED_CLUSTER
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
@@ -23,20 +23,31 @@ policy:
 def test_users_are_in_the_team_that_names_them_and_all_others_in_one() -> None:
     policy = parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy
     assert policy.half_life == 2 * 86_400
-    assert [policy.team_of(user).name for user in ("ada", "bob", "cyd", "")] == ["vision", "vision", "others", "others"]
+    assert [policy.team_of(user).name for user in ("ada", "bob", "cyd", "")] == [
+        "vision",
+        "vision",
+        "others",
+        "others",
+    ]
     assert policy.team_of("cyd").shares == 1
-    more = parse_cluster(EMBEDDED_CLUSTER + POLICY + "    - {name: others, shares: 5}\n", "c.yaml").policy
+    more = parse_cluster(
+        EMBEDDED_CLUSTER + POLICY + "    - {name: others, shares: 5}\n", "c.yaml"
+    ).policy
     assert more.team_of("cyd").shares == 5
 
 
 def test_a_cluster_is_shared_where_teams_are_named() -> None:
     assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.is_shared
     assert not parse_cluster(EMBEDDED_CLUSTER, "c.yaml").policy.is_shared
-    assert not parse_cluster(EMBEDDED_CLUSTER + "\npolicy: {objective: makespan}\n", "c.yaml").policy.is_shared
+    assert not parse_cluster(
+        EMBEDDED_CLUSTER + "\npolicy: {objective: makespan}\n", "c.yaml"
+    ).policy.is_shared
 
 
 def test_the_queue_aims_at_the_mean_completion_unless_the_file_says_the_makespan() -> None:
-    assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.objective is Objective.COMPLETION
+    assert (
+        parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.objective is Objective.COMPLETION
+    )
     policy = parse_cluster(EMBEDDED_CLUSTER + POLICY + "  objective: makespan\n", "c.yaml").policy
     assert policy.objective is Objective.MAKESPAN
     with pytest.raises(SpecError) as refused:
@@ -66,8 +77,12 @@ def test_a_mistake_in_a_policy_is_one_clear_error(text: str, message: str) -> No
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(("level", "priority"), [("high", 100), ("normal", 0), ("low", -100), (7, 7), ("7", 7)])
+@pytest.mark.parametrize(
+    ("level", "priority"), [("high", 100), ("normal", 0), ("low", -100), (7, 7), ("7", 7)]
+)
 def test_priority_is_a_class_or_a_number(level: object, priority: int) -> None:
-    spec = JobSpec.model_validate({"name": "j", "command": "x", "global_batch_size": 1, "priority": level})
+    spec = JobSpec.model_validate(
+        {"name": "j", "command": "x", "global_batch_size": 1, "priority": level}
+    )
     assert spec.priority == priority
     assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec

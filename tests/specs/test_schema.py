@@ -17,7 +17,12 @@ from orchestrator.specs.parse import parse_cluster, parse_jobs
 SCHEMAS = {"job": job_json_schema(), "cluster": cluster_json_schema()}
 WORDS_MAX = 25
 SCRIPT = {"name": "a", "command": "python train.py --seed {seed} --lr {lr}", "global_batch_size": 8}
-MODEL = {"name": "a", "global_batch_size": 8, "model": {"hf": "./model"}, "data": {"text": ["corpus.txt"]}}
+MODEL = {
+    "name": "a",
+    "global_batch_size": 8,
+    "model": {"hf": "./model"},
+    "data": {"text": ["corpus.txt"]},
+}
 NODE = {"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}
 CLUSTER = {"name": "c", "nodes": [NODE]}
 OF_A_MODEL = ("model", "data", "training")
@@ -27,7 +32,12 @@ BESIDE: dict[str, dict[str, Any]] = {
     "sweep": {"sweep": {"metric": {"log": r"loss=([\d.]+)"}, "max_trials": 20}},
     "max_concurrent": {"array": {"lr": ["1e-3", "1e-4"]}},
     "guarantee": {"steps": 100, "gpus": {"min": 1, "max": 8}},
-    "plan": {"knobs": {"micro_batch_size": {"flag": "--batch-size"}, "deepspeed_config": {"flag": "--deepspeed"}}},
+    "plan": {
+        "knobs": {
+            "micro_batch_size": {"flag": "--batch-size"},
+            "deepspeed_config": {"flag": "--deepspeed"},
+        }
+    },
     "model.weights": {"precision": "bf16"},
     "knobs.gradient_accumulation_steps": {"knobs": {"micro_batch_size": {"flag": "--batch-size"}}},
     "knobs.micro_batch_size.key": {"config": {"file": "train.yaml"}},
@@ -83,19 +93,27 @@ EVERY = {noun: list(keys(schema, schema, (), set())) for noun, schema in SCHEMAS
 
 
 @pytest.mark.parametrize("noun", SCHEMAS)
-def test_every_key_has_a_description_of_one_short_sentence_an_example_and_a_default_unless_required(noun: str) -> None:
+def test_every_key_has_a_description_of_one_short_sentence_an_example_and_a_default_unless_required(
+    noun: str,
+) -> None:
     assert len(EVERY[noun]) > 25
     wrong = []
     for path, key in EVERY[noun]:
         description = key.get("description", "")
-        if not description.endswith(".") or ". " in description or not 0 < len(description.split()) < WORDS_MAX:
+        if (
+            not description.endswith(".")
+            or ". " in description
+            or not 0 < len(description.split()) < WORDS_MAX
+        ):
             wrong.append(f"{'.'.join(path)}: description {description!r}")
         if not key.get("examples"):
             wrong.append(f"{'.'.join(path)}: no example")
     sections = [SCHEMAS[noun], *SCHEMAS[noun]["$defs"].values()]
     for section in sections:
         for name in (
-            set(section.get("properties", {})) - set(section.get("required", ())) - {"array", "max_concurrent", "sweep"}
+            set(section.get("properties", {}))
+            - set(section.get("required", ()))
+            - {"array", "max_concurrent", "sweep"}
         ):
             if "default" not in section["properties"][name]:
                 wrong.append(f"{section['title']}.{name}: neither required nor with a default")
@@ -107,10 +125,18 @@ def merged(below: Any, above: Any) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
         names = dict.fromkeys((*below, *above))
         return {
-            name: merged(below[name], above[name]) if name in below and name in above else {**below, **above}[name]
+            name: merged(below[name], above[name])
+            if name in below and name in above
+            else {**below, **above}[name]
             for name in names
         }
-    if isinstance(below, list) and isinstance(above, list) and below and above and isinstance(below[0], dict):
+    if (
+        isinstance(below, list)
+        and isinstance(above, list)
+        and below
+        and above
+        and isinstance(below[0], dict)
+    ):
         return [merged(below[0], above[0]), *above[1:]]
     return above
 
@@ -126,7 +152,9 @@ def nested(schema: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
             place[name] = value
             break
         key = section["properties"][name]
-        section = next(branch for branch in resolved(schema, key) if path[depth + 1] in branch["properties"])
+        section = next(
+            branch for branch in resolved(schema, key) if path[depth + 1] in branch["properties"]
+        )
         is_list = key.get("type") == "array" or name == "depends_on"
         inner: dict[str, Any] = {}
         place[name] = [inner] if is_list else inner
@@ -146,13 +174,17 @@ def document_with(noun: str, path: Path, value: object) -> dict[str, Any]:
     if path in (("model",), ("model", "factory")) or path[:2] == ("model", "decoder"):
         base["model"] = {}
     if path[0] == "data" and len(path) == 2:
-        base["data"] = {} if path[1] in ("text", "chat", "tokens", "tensors") else {"text": ["corpus.txt"]}
+        base["data"] = (
+            {} if path[1] in ("text", "chat", "tokens", "tensors") else {"text": ["corpus.txt"]}
+        )
     if dotted.startswith("knobs.micro_batch_size."):
         document = {"knobs": knob_with(path[-1], value)}
     if dotted.startswith("nodes.device."):
         base["nodes"][0]["device"] = {}
     for where, beside in BESIDE.items():
-        if dotted == where or dotted.startswith(where.removesuffix("*") if where.endswith("*") else where + "."):
+        if dotted == where or dotted.startswith(
+            where.removesuffix("*") if where.endswith("*") else where + "."
+        ):
             base = merged(base, deepcopy(beside))
     return merged(base, document)
 
@@ -180,11 +212,16 @@ def why_refused(noun: str, document: dict[str, Any]) -> str | None:
 
 
 CASES = [
-    (noun, path, index) for noun, every in EVERY.items() for path, key in every for index in range(len(key["examples"]))
+    (noun, path, index)
+    for noun, every in EVERY.items()
+    for path, key in every
+    for index in range(len(key["examples"]))
 ]
 
 
-@pytest.mark.parametrize(("noun", "path", "index"), CASES, ids=[f"{n}:{'.'.join(p)}:{i}" for n, p, i in CASES])
+@pytest.mark.parametrize(
+    ("noun", "path", "index"), CASES, ids=[f"{n}:{'.'.join(p)}:{i}" for n, p, i in CASES]
+)
 def test_every_example_is_accepted_by_the_parser(noun: str, path: Path, index: int) -> None:
     example = next(key for where, key in EVERY[noun] if where == path)["examples"][index]
     assert why_refused(noun, document_with(noun, path, deepcopy(example))) is None
@@ -198,7 +235,10 @@ def test_every_default_that_is_text_or_a_number_is_accepted_where_it_is_said(nou
         if isinstance(key.get("default"), str | int | float) and key["default"] != ""
     }
     assert len(defaults) > 5
-    refused = {path: why_refused(noun, document_with(noun, path, default)) for path, default in defaults.items()}
+    refused = {
+        path: why_refused(noun, document_with(noun, path, default))
+        for path, default in defaults.items()
+    }
     assert {path: error for path, error in refused.items() if error is not None} == {}
 
 
@@ -224,7 +264,9 @@ def unbounded(node: object, path: tuple[str, ...] = ()) -> Iterator[str]:
 DESCRIBED = (("additionalProperties",), ("anyOf",), ("items",), ("propertyNames",))
 
 
-@pytest.mark.parametrize("schema", [job_json_schema(), cluster_json_schema()], ids=["job", "cluster"])
+@pytest.mark.parametrize(
+    "schema", [job_json_schema(), cluster_json_schema()], ids=["job", "cluster"]
+)
 def test_every_number_and_every_text_of_a_file_has_a_bound(schema: dict[str, Any]) -> None:
     assert [*unbounded(schema)] == []
     assert [*unbounded({"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}})] != []

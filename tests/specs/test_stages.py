@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from orchestrator.specs.stages import layer_ranges, stage_layers
 
 
-@given(layers=st.integers(1, 40), stages=st.integers(1, 40), first=st.integers(0, 4), last=st.integers(0, 4))
+@given(
+    layers=st.integers(1, 40),
+    stages=st.integers(1, 40),
+    first=st.integers(0, 4),
+    last=st.integers(0, 4),
+)
 def test_every_layer_lies_in_one_stage_and_stages_between_the_ends_differ_by_one_at_most(
     layers: int, stages: int, first: int, last: int
 ) -> None:

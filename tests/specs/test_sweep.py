@@ -51,7 +51,11 @@ def test_a_file_with_a_sweep_is_its_first_trial_and_makes_the_others() -> None:
     assert other.trial is not None
     assert other.model is not None
     assert other.model.decoder is not None
-    assert (other.name, other.training.learning_rate, other.model.decoder.hidden_size) == ("tune-0.004", 0.004, 64)
+    assert (other.name, other.training.learning_rate, other.model.decoder.hidden_size) == (
+        "tune-0.004",
+        0.004,
+        64,
+    )
     assert (other.trial.of, other.trial.number, dict(other.trial.parameters)) == (
         "sweep-tune-1",
         3,
@@ -67,7 +71,9 @@ def test_a_trial_of_a_script_has_its_values_and_its_number_in_the_command() -> N
 
 
 def test_a_grid_is_every_combination_in_the_order_of_an_array() -> None:
-    text = SCRIPT.replace("{lr: {values: [0.1, 0.2]}}", "{lr: {values: [0.1, 0.2]}, seed: {values: [0, 1, 2]}}")
+    text = SCRIPT.replace(
+        "{lr: {values: [0.1, 0.2]}}", "{lr: {values: [0.1, 0.2]}, seed: {values: [0, 1, 2]}}"
+    )
     sweep = first(text.replace("--tag", "--seed {seed} --tag")).trial.sweep  # type: ignore[union-attr]
     assert sweep.trials == 6
     combinations = [sweep.combination(number) for number in range(6)]
@@ -85,17 +91,45 @@ WRONG: dict[str, tuple[str, tuple[str, str], str]] = {
     "method": (MODEL, ("bayes", "magic"), "not one of the possible values"),
     "no trials": (MODEL, ("max_trials: 20", "seed: 1"), "`bayes` needs `max_trials`"),
     "unused": (MODEL, ('"{width}"', "32"), "no part of the job says this parameter"),
-    "range of a grid": (SCRIPT, ("{values: [0.1, 0.2]}", "{min: 0.1, max: 0.2}"), "a grid needs `values` of lr"),
+    "range of a grid": (
+        SCRIPT,
+        ("{values: [0.1, 0.2]}", "{min: 0.1, max: 0.2}"),
+        "a grid needs `values` of lr",
+    ),
     "empty range": (MODEL, ("max: 1e-2", "max: 1e-6"), "a range needs `min` below `max`"),
     "log of zero": (MODEL, ("min: 1e-5", "min: 0"), "needs `min` above 0"),
-    "two ways": (SCRIPT, ("{values: [0.1, 0.2]}", "{values: [0.1], min: 0.1, max: 0.2}"), "a parameter says `values`"),
+    "two ways": (
+        SCRIPT,
+        ("{values: [0.1, 0.2]}", "{values: [0.1], min: 0.1, max: 0.2}"),
+        "a parameter says `values`",
+    ),
     "an extreme that no job has": (MODEL, ("values: [32, 64]", "values: [32, -1]"), "hidden_size"),
-    "a path": (SCRIPT, ("--tag run-{index}", "\nworkdir: runs-{lr}"), "every trial has the same `workdir`"),
-    "a user": (SCRIPT, ("name: tune", "name: tune\nuser: ada{index}"), "every trial has the same `user`"),
-    "a script's metric": (SCRIPT, (', log: "accuracy=(\\\\S+)"', ""), "`sweep.metric.log` says which line"),
-    "a model's metric": (MODEL, ("name: loss", "name: accuracy"), "is one of loss, grad_norm, step_s"),
+    "a path": (
+        SCRIPT,
+        ("--tag run-{index}", "\nworkdir: runs-{lr}"),
+        "every trial has the same `workdir`",
+    ),
+    "a user": (
+        SCRIPT,
+        ("name: tune", "name: tune\nuser: ada{index}"),
+        "every trial has the same `user`",
+    ),
+    "a script's metric": (
+        SCRIPT,
+        (', log: "accuracy=(\\\\S+)"', ""),
+        "`sweep.metric.log` says which line",
+    ),
+    "a model's metric": (
+        MODEL,
+        ("name: loss", "name: accuracy"),
+        "is one of loss, grad_norm, step_s",
+    ),
     "a pattern": (SCRIPT, ("(\\\\S+)", "x"), "needs one group, around the value"),
-    "an array too": (SCRIPT, ("sweep:", "array: {seed: [1]}\nsweep:"), "a file says `array` or `sweep`"),
+    "an array too": (
+        SCRIPT,
+        ("sweep:", "array: {seed: [1]}\nsweep:"),
+        "a file says `array` or `sweep`",
+    ),
     "at once": (MODEL, ("max_concurrent: 2", "max_concurrent: 0"), "not a number of jobs"),
     "a key": (MODEL, ("max_trials", "max_trails"), "unknown key"),
 }

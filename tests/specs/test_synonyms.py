@@ -24,7 +24,10 @@ def test_each_key_of_another_tool_is_none_of_ours_and_leads_to_one() -> None:
     for key, hint in JOB_KEYS.items():
         assert key not in JobSpec.model_fields, key
         written = re.findall(r"`(\w+):", hint)
-        assert set(written) <= {*JobSpec.model_fields, "array"}, (key, hint)  # which a file says of many jobs
+        assert set(written) <= {*JobSpec.model_fields, "array"}, (
+            key,
+            hint,
+        )  # which a file says of many jobs
         assert written or hint.startswith("nothing: "), (key, hint)
 
 

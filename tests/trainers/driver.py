@@ -20,7 +20,8 @@ from orchestrator.backends.attempts.watch import AttemptWatch, World
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Evidence
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, idle_nodes
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started, Submitted
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
@@ -57,9 +58,13 @@ def cluster(memory: str, devices: int = 2) -> ClusterSpec:
 def card_cluster(cards: dict[str, str]) -> ClusterSpec:
     """Return a node with the cards that NVML reports under these variables; to all code they are real devices."""
     asks = "from orchestrator.backends.devices import nvml; print(*(one.total_bytes for one in nvml.devices().devices))"
-    process = subprocess.run([sys.executable, "-c", asks], env={**os.environ, **cards}, capture_output=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-c", asks], env={**os.environ, **cards}, capture_output=True, check=True
+    )
     memory = [int(size) for size in process.stdout.split()]
-    card = device("1GiB").model_copy(update={"name": "card", "kind": DeviceKind.CUDA, "memory": memory[0]})
+    card = device("1GiB").model_copy(
+        update={"name": "card", "kind": DeviceKind.CUDA, "memory": memory[0]}
+    )
     node = NodeSpec(name="local", devices=len(memory), device=card, host_memory="4GiB")  # type: ignore[arg-type]
     return ClusterSpec(name="local", nodes=(node,))
 
@@ -92,10 +97,14 @@ class Drive:
             launch = self._waiting.pop(0)
             key = {"job_id": launch.job.id, "number": launch.attempt.number}
             self._tell(Started(**key, at_s=self._tick()))
-            evidence = attempt(launch.job, launch.attempt, self.home, self.nodes, end_s - time.monotonic())
+            evidence = attempt(
+                launch.job, launch.attempt, self.home, self.nodes, end_s - time.monotonic()
+            )
             self._tell(Finished(**key, evidence=evidence, at_s=self._tick()))
             self._tell(Released(**key, at_s=self._tick()))
-            self._tell(NodesSeen(nodes=nodes, declared=nodes, at_s=self._tick()))  # a back-off is over
+            self._tell(
+                NodesSeen(nodes=nodes, declared=nodes, at_s=self._tick())
+            )  # a back-off is over
         assert self.job is not None
         return self.job
 
@@ -106,10 +115,14 @@ class Drive:
     def _tell(self, event: Event) -> None:
         self.state, actions = step(self.state, event)
         self._waiting += [action for action in actions if isinstance(action, Launch)]
-        self.job = next((action.job for action in reversed(actions) if isinstance(action, Record)), self.job)
+        self.job = next(
+            (action.job for action in reversed(actions) if isinstance(action, Record)), self.job
+        )
 
 
-def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec, limit_s: float = ATTEMPT_TIMEOUT_S) -> Evidence:
+def attempt(
+    job: Job, planned: Attempt, home: Path, nodes: ClusterSpec, limit_s: float = ATTEMPT_TIMEOUT_S
+) -> Evidence:
     """Drive an attempt on one node by the production's AttemptWatch; raise Overrun."""
     events: list[Event] = []
     world = World(
@@ -150,4 +163,6 @@ def log(home: Path, number: int, rank: int = 0) -> str:
 
 def story(job: Job) -> list[str]:
     """Return the outcome of every attempt, for assertions and their messages."""
-    return [str(attempt.failure.kind) if attempt.failure else "finished" for attempt in job.attempts]
+    return [
+        str(attempt.failure.kind) if attempt.failure else "finished" for attempt in job.attempts
+    ]

@@ -12,7 +12,8 @@ from tests.trainers.driver import Drive, cluster, log, story
 from tests.trainers.test_ways_to_torch import CUDA_WORDS, on
 from tests.uncompiled import WITHOUT_COMPILER
 
-# Its batch needs 1 MiB a sample. Without a virtual device it raises what CUDA would, where a device of 48 MiB had none.
+# Its batch needs 1 MiB a sample. Without a virtual device it raises what CUDA would, where a device
+# of 48 MiB had none.
 SKIPS = f"""
 {WITHOUT_COMPILER}
 import argparse, os
@@ -51,7 +52,9 @@ print("trained" if done == args.steps else f"{{{{done}}}} steps", "by batches of
 """
 
 
-def run_skips(tmp_path: Path, devices: str, *arguments: str, ranks: int = 1, **changes: object) -> Job:
+def run_skips(
+    tmp_path: Path, devices: str, *arguments: str, ranks: int = 1, **changes: object
+) -> Job:
     (tmp_path / "skips.py").write_text(SKIPS.format(virtual=devices == "virtual"))
     fields = {
         "name": "skips",
@@ -71,12 +74,16 @@ def run_skips(tmp_path: Path, devices: str, *arguments: str, ranks: int = 1, **c
 
 
 DEVICES = pytest.mark.parametrize("devices", ["virtual", "none"])
-SHORT = pytest.mark.parametrize("devices", [pytest.param("virtual", marks=pytest.mark.long), "none"])
+SHORT = pytest.mark.parametrize(
+    "devices", [pytest.param("virtual", marks=pytest.mark.long), "none"]
+)
 
 
 @pytest.mark.long
 @SHORT
-def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(devices: str, tmp_path: Path) -> None:
+def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(
+    devices: str, tmp_path: Path
+) -> None:
     """The script exits 0 without an optimizer step, on each of two ranks."""
     job = run_skips(tmp_path, devices, "--steps", "3", ranks=2)
     assert job.status is JobStatus.SUCCEEDED, job.reason
@@ -92,7 +99,9 @@ def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(
 
 
 @SHORT
-def test_a_script_that_loses_one_step_of_fifty_ends_well_with_a_warning(devices: str, tmp_path: Path) -> None:
+def test_a_script_that_loses_one_step_of_fifty_ends_well_with_a_warning(
+    devices: str, tmp_path: Path
+) -> None:
     job = run_skips(tmp_path, devices, "--long-at", "20")
     assert story(job) == ["finished"]
     assert job.status is JobStatus.SUCCEEDED
@@ -100,7 +109,9 @@ def test_a_script_that_loses_one_step_of_fifty_ends_well_with_a_warning(devices:
 
 
 @DEVICES
-@pytest.mark.parametrize(("long_at", "outcome"), [("4", "device_oom"), ("9", "device_oom"), ("8", "finished")])
+@pytest.mark.parametrize(
+    ("long_at", "outcome"), [("4", "device_oom"), ("9", "device_oom"), ("8", "finished")]
+)
 @pytest.mark.long
 def test_losing_more_than_a_tenth_of_the_steps_fails_and_so_does_losing_the_last(
     long_at: str, outcome: str, devices: str, tmp_path: Path
@@ -119,7 +130,11 @@ def test_a_job_may_accept_what_its_script_catches(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @DEVICES
-def test_a_success_that_fails_after_caught_errors_is_recovered(devices: str, tmp_path: Path) -> None:
+def test_a_success_that_fails_after_caught_errors_is_recovered(
+    devices: str, tmp_path: Path
+) -> None:
     """A lost step of fifty is little, but nothing else explains the missing success line."""
-    job = run_skips(tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0})
+    job = run_skips(
+        tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0}
+    )
     assert story(job) == ["device_oom"]

@@ -16,7 +16,9 @@ SCRIPTS = Path(__file__).parent / "frameworks"
 
 
 @pytest.mark.long
-def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_knob_written(tmp_path: Path) -> None:
+def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_knob_written(
+    tmp_path: Path,
+) -> None:
     spec = JobSpec.model_validate(
         {
             "name": "diffusion",
@@ -35,7 +37,9 @@ def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_
     assert story(job) == ["device_oom", "preempted", "finished"]
     first, *_, last = job.attempts
     assert (first.plan.micro_batch_size, last.plan.global_batch_size) == (64, 64)
-    assert f"per device = {last.plan.micro_batch_size}, precision no\nstep 3\nstep 4" in log(tmp_path, 3)
+    assert f"per device = {last.plan.micro_batch_size}, precision no\nstep 3\nstep 4" in log(
+        tmp_path, 3
+    )
 
 
 @pytest.mark.long
@@ -61,7 +65,11 @@ def test_a_script_of_unknown_memory_is_probed_and_never_runs_out_of_memory(tmp_p
     assert last.peak_bytes is not None
     assert 0.8 < last.estimate.allocated_bytes / last.peak_bytes < 1.25
     left = JobFolder(tmp_path, "job")
-    assert sorted(path.name for path in left.output.iterdir()) == ["checkpoint-2", "checkpoint-4", "model.pt"]
+    assert sorted(path.name for path in left.output.iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-4",
+        "model.pt",
+    ]
     for number in (1, 2, 3):
         assert json.loads(left.attempt(number).resume.read_text()) == {"checkpoint": None}
 
@@ -78,7 +86,9 @@ LLAMA = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("samples", "tokens", "precision"), [(16, 128, "fp32"), (4, 256, "fp32"), (8, 128, "bf16")])
+@pytest.mark.parametrize(
+    ("samples", "tokens", "precision"), [(16, 128, "fp32"), (4, 256, "fp32"), (8, 128, "bf16")]
+)
 def test_the_memory_of_a_script_is_predicted_from_the_model_that_it_names(
     samples: int, tokens: int, precision: str, tmp_path: Path
 ) -> None:
@@ -104,7 +114,9 @@ def test_the_memory_of_a_script_is_predicted_from_the_model_that_it_names(
 
 
 @pytest.mark.long
-def test_a_script_with_the_trainer_of_transformers_recovers_without_a_knob_written(tmp_path: Path) -> None:
+def test_a_script_with_the_trainer_of_transformers_recovers_without_a_knob_written(
+    tmp_path: Path,
+) -> None:
     spec = JobSpec.model_validate(
         {
             "name": "hf",

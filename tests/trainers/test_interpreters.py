@@ -13,8 +13,19 @@ import pytest
 from orchestrator.specs.run import GuardSettings, write_json
 from orchestrator.training.guard import guard
 
-# What Python 3.10 has not (https://docs.python.org/3/whatsnew/3.11.html), nor PyTorch 2.1, which is MusicGen's.
-LATER = {"tomllib", "StrEnum", "ReprEnum", "UTC", "Self", "assert_never", "ExceptionGroup", "safe_path", "chdir"}
+# What Python 3.10 has not (https://docs.python.org/3/whatsnew/3.11.html), nor PyTorch 2.1, which is
+# MusicGen's.
+LATER = {
+    "tomllib",
+    "StrEnum",
+    "ReprEnum",
+    "UTC",
+    "Self",
+    "assert_never",
+    "ExceptionGroup",
+    "safe_path",
+    "chdir",
+}
 LATER |= {"OutOfMemoryError", "tree_leaves"}  # of torch since 2.5, of torch.utils._pytree since 2.2
 
 TRAIN = """
@@ -30,15 +41,22 @@ torch.zeros(64, 2**20)  # more than a virtual device has
 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB")
 """
 BOTH = pytest.mark.parametrize(
-    "capacity_bytes", [64 * 2**20, pytest.param(None, marks=pytest.mark.long)], ids=["virtual", "none"]
+    "capacity_bytes",
+    [64 * 2**20, pytest.param(None, marks=pytest.mark.long)],
+    ids=["virtual", "none"],
 )
 
 
-def run(tmp_path: Path, capacity_bytes: int | None, *before: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def run(
+    tmp_path: Path, capacity_bytes: int | None, *before: str
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The script of this test under the guard, on a virtual device of that size, or on none."""
     folder = tmp_path / "jobs/job/attempts/1"
     folder.mkdir(parents=True)
-    write_json(folder / "guard.json", GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=capacity_bytes))
+    write_json(
+        folder / "guard.json",
+        GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=capacity_bytes),
+    )
     (tmp_path / "train.py").write_text(TRAIN)
     arguments = [str(folder / "guard.json"), "--", str(tmp_path / "train.py")]
     lines = (
@@ -47,7 +65,9 @@ def run(tmp_path: Path, capacity_bytes: int | None, *before: str) -> tuple[subpr
         f"sys.argv[1:] = {arguments}",
         f"runpy.run_path({guard.__file__!r}, None, '__main__')",
     )
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120
+    )
     return done, folder
 
 
@@ -70,9 +90,14 @@ def test_code_in_the_trainers_process_uses_nothing_newer_than_python_3_10_and_py
     modules = [name for name in ast.literal_eval(done.stdout.splitlines()[0]) if "." in name]
     assert "orchestrator.training.guard.virtual_device" in modules
     later_names = []
-    for path in {Path(guard.__file__), *(Path(sys.modules[name].__file__ or "") for name in map(_imported, modules))}:
+    for path in {
+        Path(guard.__file__),
+        *(Path(sys.modules[name].__file__ or "") for name in map(_imported, modules)),
+    }:
         for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
-            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("orchestrator"):
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(
+                "orchestrator"
+            ):
                 names = {alias.name for alias in node.names}
             elif isinstance(node, ast.Attribute):
                 names = {node.attr} if ast.unparse(node) != "torch.cuda.OutOfMemoryError" else set()

@@ -56,7 +56,9 @@ def latentsync(folder: Path, **changes: object) -> JobSpec:
 
 
 @pytest.mark.long
-def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_cured(tmp_path: Path) -> None:
+def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_cured(
+    tmp_path: Path,
+) -> None:
     folder, home = checkout("latentsync", tmp_path / "latentsync"), tmp_path / "home"
     job = Drive(home, cluster("56MiB")).run(latentsync(folder))
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason
@@ -66,10 +68,14 @@ def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_
     assert first.evidence.hung_for_s is not None, "only the watchdog saw it"
     assert [report.rank for report in first.evidence.caught] == [1]
     assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
-    assert "resumed at 1, without the optimizer" in log(home, 2), "found below another start's folder"
+    assert "resumed at 1, without the optimizer" in log(home, 2), (
+        "found below another start's folder"
+    )
     assert second.evidence.lost == ("the state of the optimizer",)
     assert set(re.findall(r"samples (\d+)", log(home, 1) + log(home, 2))) == {"8"}
-    assert yaml.safe_load((folder / "configs/stage2.yaml").read_text())["data"]["batch_size"] == 1, "only copies change"
+    assert (
+        yaml.safe_load((folder / "configs/stage2.yaml").read_text())["data"]["batch_size"] == 1
+    ), "only copies change"
 
 
 @pytest.mark.long
@@ -81,7 +87,9 @@ def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpo
     folder, home = checkout("latentsync", tmp_path / "latentsync"), tmp_path / "home"
     config = yaml.safe_load((folder / "configs/stage2.yaml").read_text())
     config["data"].update(frames=frames, longer=0, width=8)
-    config["run"].update(swallows=False, mixed_precision_training=precision == "fp16", max_train_steps=2)
+    config["run"].update(
+        swallows=False, mixed_precision_training=precision == "fp16", max_train_steps=2
+    )
     (folder / "configs/stage2.yaml").write_text(yaml.safe_dump(config))
     cards = environment(tmp_path, [1824, 1824])
     cards["PYTHONPATH"] = f"{folder}:{cards['PYTHONPATH']}"
@@ -101,14 +109,19 @@ def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpo
             },
         )
     )
-    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), (job.reason, log(home, 1))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), (
+        job.reason,
+        log(home, 1),
+    )
     first, second = job.attempts
     assert first.evidence is not None
     assert second.evidence is not None
     for evidence in (first.evidence, second.evidence):
         assert (evidence.virtual, evidence.unwatched) == (False, ())
     report = first.evidence.ooms[0]
-    assert report.capacity_bytes == pytest.approx(1824 * MIB, rel=0.01), "CUDA says GiB to two digits"
+    assert report.capacity_bytes == pytest.approx(1824 * MIB, rel=0.01), (
+        "CUDA says GiB to two digits"
+    )
     assert report.foreign_bytes == 0
     assert report.overhead_bytes == CONTEXT_BYTES + COMMUNICATOR_BYTES
     assert 0 < report.live_bytes <= 672 * MIB, "what the context and the communicator leave"

@@ -38,7 +38,11 @@ for step in range(3):
 
 @pytest.mark.parametrize(
     "launch",
-    ["torchrun", pytest.param("accelerate", marks=pytest.mark.long), pytest.param("deepspeed", marks=pytest.mark.long)],
+    [
+        "torchrun",
+        pytest.param("accelerate", marks=pytest.mark.long),
+        pytest.param("deepspeed", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_of_another_launcher_are_guarded(launch: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
@@ -57,9 +61,9 @@ def test_ranks_of_another_launcher_are_guarded(launch: str, tmp_path: Path) -> N
     evidence = job.attempts[0].evidence
     assert evidence is not None
     output = log(tmp_path / "home", 1)
-    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 2, 64 * 2**20)], (
-        output
-    )
+    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [
+        (1, 2, 64 * 2**20)
+    ], output
     assert [beat.rank for beat in evidence.heartbeats] == [0, 1]
     assert [end.rank for end in evidence.ranks] == [0], "one process of ours for both"
     arguments = f"['--local_rank={1}', '--mine']" if launch == "deepspeed" else "['--mine']"
@@ -102,7 +106,9 @@ for child in children:
 
 
 @pytest.mark.long
-def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are_not(tmp_path: Path) -> None:
+def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are_not(
+    tmp_path: Path,
+) -> None:
     """The script imports torch and enters the device before it forks; it always exits 0."""
     (tmp_path / "train.py").write_text(FORKS)
     spec = JobSpec.model_validate(
@@ -120,9 +126,9 @@ def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are
     evidence = job.attempts[0].evidence
     assert evidence is not None
     output = log(tmp_path / "home", 1)
-    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 3, 64 * 2**20)], (
-        output
-    )
+    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [
+        (1, 3, 64 * 2**20)
+    ], output
     assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 3), (1, 3)]
 
 
@@ -145,13 +151,20 @@ def apart(folder: Path, steps: int, *, first: str = "", gpus: int = 2, **changes
     """The job of a script that trains on each rank, after `first`, without asking for the others."""
     (folder / "train.py").write_text(APART.format(compiler=WITHOUT_COMPILER, first=first))
     (folder / "horovod.py").write_text("")
-    fields = {"name": "apart", "command": f"python train.py {steps}", "workdir": str(folder), "probe": "never"}
+    fields = {
+        "name": "apart",
+        "command": f"python train.py {steps}",
+        "workdir": str(folder),
+        "probe": "never",
+    }
     spec = JobSpec.model_validate({**fields, "gpus": gpus, "global_batch_size": gpus, **changes})
     return Drive(folder / "home", cluster("64MiB")).run(spec)
 
 
 @pytest.mark.parametrize("launch", ["ranks", pytest.param("torchrun", marks=pytest.mark.long)])
-def test_ranks_that_train_without_meeting_are_ended_and_the_reason_says_so(launch: str, tmp_path: Path) -> None:
+def test_ranks_that_train_without_meeting_are_ended_and_the_reason_says_so(
+    launch: str, tmp_path: Path
+) -> None:
     job = apart(tmp_path, ENDLESS, launch=launch)
     assert story(job) == ["user_error"], log(tmp_path / "home", 1)
     for phrase in ("2 ranks trained without meeting", "init_process_group", "`gpus: 1`"):
@@ -171,7 +184,9 @@ def test_ranks_that_met_or_may_have_met_are_left_alone(first: str, tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize(("gpus", "size"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
-def test_a_process_group_of_another_size_than_planned_is_told(gpus: int, size: int, tmp_path: Path) -> None:
+def test_a_process_group_of_another_size_than_planned_is_told(
+    gpus: int, size: int, tmp_path: Path
+) -> None:
     """Each rank makes a group by itself, the larger of which has a backend that sends nothing."""
     of_pytorch = "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
     group = f"torch.distributed.init_process_group('fake', store=FakeStore(), rank=0, world_size={size})"

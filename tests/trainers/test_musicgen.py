@@ -72,26 +72,41 @@ def test_epochs_go_on_under_the_signature_of_the_lighter_plan(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_without_migrating_the_checkpoint_the_restart_from_scratch_is_reported(tmp_path: Path) -> None:
+def test_without_migrating_the_checkpoint_the_restart_from_scratch_is_reported(
+    tmp_path: Path,
+) -> None:
     folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
-    job = Drive(home, cluster("20MiB")).run(musicgen(folder, resume={"checkpoints": "xps/*/checkpoint.th"}))
+    job = Drive(home, cluster("20MiB")).run(
+        musicgen(folder, resume={"checkpoints": "xps/*/checkpoint.th"})
+    )
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert job.attempts[-1].evidence is not None
-    assert job.attempts[-1].evidence.lost == ("everything: it began at 1 again, after 2, with checkpoint.th there",)
+    assert job.attempts[-1].evidence.lost == (
+        "everything: it began at 1 again, after 2, with checkpoint.th there",
+    )
 
 
 def test_each_rank_finds_its_own_file_under_the_new_signature(tmp_path: Path) -> None:
     """FSDP writes a file for each rank; a file that is being written stays behind."""
     xps, old = tmp_path / "xps", tmp_path / "xps/old"
     old.mkdir(parents=True)
-    for name in ("checkpoint.th", "checkpoint.th.1", "checkpoint.th.12", "checkpoint.th.1.tmp", "history.json"):
+    for name in (
+        "checkpoint.th",
+        "checkpoint.th.1",
+        "checkpoint.th.12",
+        "checkpoint.th.1.tmp",
+        "history.json",
+    ):
         (old / name).write_text(name)
     argv = [sys.executable, str(MIGRATE), str(old / "checkpoint.th"), "optim.epochs=3"]
     env = {**os.environ, "AUDIOCRAFT_DORA_DIR": str(tmp_path)}
     subprocess.run(argv, cwd=MIGRATE.parents[2] / "tests/trainers/musicgen", env=env, check=True)
     (new,) = set(xps.iterdir()) - {old}
     copies = {path.name: path.read_text() for path in new.iterdir()}
-    assert copies == {name: name for name in ("checkpoint.th", "checkpoint.th.1", "checkpoint.th.12", "history.json")}
+    assert copies == {
+        name: name
+        for name in ("checkpoint.th", "checkpoint.th.1", "checkpoint.th.12", "history.json")
+    }
 
 
 @pytest.mark.long
@@ -100,7 +115,9 @@ def test_an_end_after_the_last_epochs_training_is_no_success(tmp_path: Path) -> 
     folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
     success = yaml.safe_load(JOB.read_text().replace("500", "3"))["success"]
     argv = (str(folder / "bin/dora"), "run", "solver=musicgen", "optim.epochs=3", "die_in_valid=3")
-    job = Drive(home, cluster("64MiB", 1)).run(musicgen(folder, command=argv, gpus=1, success=success))
+    job = Drive(home, cluster("64MiB", 1)).run(
+        musicgen(folder, command=argv, gpus=1, success=success)
+    )
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["preempted", "finished"]), job.reason
     assert re.findall(r"Epoch (\d) \|", log(home, 2)) == ["3"]
 
@@ -111,7 +128,10 @@ def test_on_cards_one_worker_for_each_trains_over_nccl_to_its_end(tmp_path: Path
     cards = environment(tmp_path, [1808, 1808])
     cards["PYTHONPATH"] = f"{folder}:{cards['PYTHONPATH']}"
     job = Drive(home, card_cluster(cards)).run(musicgen(folder, env=cards))
-    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (job.reason, log(home, 1))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (
+        job.reason,
+        log(home, 1),
+    )
     evidence = job.attempts[0].evidence
     assert evidence is not None
     assert (evidence.virtual, evidence.unwatched) == (False, ())

@@ -44,7 +44,9 @@ def orpheus(folder: Path, **changes: object) -> JobSpec:
 
 
 @pytest.mark.long
-def test_out_of_memory_in_the_optimizer_at_batch_1_is_cured_by_shards_not_by_a_smaller_batch(tmp_path: Path) -> None:
+def test_out_of_memory_in_the_optimizer_at_batch_1_is_cured_by_shards_not_by_a_smaller_batch(
+    tmp_path: Path,
+) -> None:
     folder, home = checkout("orpheus", tmp_path / "orpheus"), tmp_path / "home"
     job = Drive(home, cluster("32MiB")).run(orpheus(folder))
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason
@@ -59,7 +61,9 @@ def test_out_of_memory_in_the_optimizer_at_batch_1_is_cured_by_shards_not_by_a_s
 
 
 @pytest.mark.long
-def test_the_script_finds_our_config_where_it_looks_and_the_users_stays_as_it_was(tmp_path: Path) -> None:
+def test_the_script_finds_our_config_where_it_looks_and_the_users_stays_as_it_was(
+    tmp_path: Path,
+) -> None:
     folder, home = checkout("orpheus", tmp_path / "orpheus"), tmp_path / "home"
     before = (folder / "finetune/config.yaml").read_text()
     job = Drive(home, cluster("256MiB")).run(orpheus(folder))
@@ -82,10 +86,17 @@ def test_on_cards_accelerate_shards_transformers_trainer_by_fsdp_to_its_end(tmp_
             command="python train_on_gpus.py",
             env=cards,
             precision="bf16",
-            profile={"parameters": 10_000_000, "layers": 6, "activations_per_sample": "4MiB"},  # of 26M
+            profile={
+                "parameters": 10_000_000,
+                "layers": 6,
+                "activations_per_sample": "4MiB",
+            },  # of 26M
         )
     )
-    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (job.reason, log(home, 1))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (
+        job.reason,
+        log(home, 1),
+    )
     (only,) = job.attempts
     assert only.plan.sharding is Sharding.FSDP
     assert only.evidence is not None

@@ -46,7 +46,10 @@ def test_the_proposal_for_the_loop_of_the_docs_trains_once(tmp_path: Path) -> No
     assert block is not None
     (tmp_path / "train.py").write_text(f"{HEAD}{block[1]}{END}")
     spec = parse_job(proposal(["train.py"], tmp_path, {}), "proposal", [("probe", "never")])
-    assert (spec.success.artifacts, spec.resume.checkpoints) == (("model.pt",), ("checkpoint-*.pt",))
+    assert (spec.success.artifacts, spec.resume.checkpoints) == (
+        ("model.pt",),
+        ("checkpoint-*.pt",),
+    )
     job = Drive(tmp_path / "home", cluster("256MiB", devices=1)).run(spec)
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), job.reason
     assert log(tmp_path / "home", 1).count("trained to step 20") == 1

@@ -37,11 +37,22 @@ def parler(folder: Path, *arguments: str, **changes: object) -> JobSpec:
                     "flag": "--per_device_train_batch_size",
                     "default": 8,
                     "also": [
-                        {"flag": "--per_device_eval_batch_size", "phase": "evaluation", "default": 8},
-                        {"flag": "--audio_encoder_per_device_batch_size", "phase": "encoding", "default": 8},
+                        {
+                            "flag": "--per_device_eval_batch_size",
+                            "phase": "evaluation",
+                            "default": 8,
+                        },
+                        {
+                            "flag": "--audio_encoder_per_device_batch_size",
+                            "phase": "encoding",
+                            "default": 8,
+                        },
                     ],
                 },
-                "gradient_accumulation_steps": {"flag": "--gradient_accumulation_steps", "default": 1},
+                "gradient_accumulation_steps": {
+                    "flag": "--gradient_accumulation_steps",
+                    "default": 1,
+                },
                 "activation_checkpointing": {
                     "flag": "--gradient_checkpointing",
                     "values": {"none": False, "full": True},
@@ -62,10 +73,16 @@ def parler(folder: Path, *arguments: str, **changes: object) -> JobSpec:
     )
 
 
-def test_out_of_memory_before_the_first_checkpoint_is_cured_in_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+def test_out_of_memory_before_the_first_checkpoint_is_cured_in_a_folder_that_is_not_empty(
+    tmp_path: Path,
+) -> None:
     folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
     job = Drive(home, cluster("16MiB", devices=1)).run(parler(folder))
-    assert (job.status, story(job)[0], story(job)[-1]) == (JobStatus.SUCCEEDED, "device_oom", "finished"), job.reason
+    assert (job.status, story(job)[0], story(job)[-1]) == (
+        JobStatus.SUCCEEDED,
+        "device_oom",
+        "finished",
+    ), job.reason
     last = job.attempts[-1].plan
     assert last.micro_batch_size < 8
     assert last.global_batch_size == 8
@@ -73,7 +90,9 @@ def test_out_of_memory_before_the_first_checkpoint_is_cured_in_a_folder_that_is_
 
 
 @pytest.mark.long
-def test_out_of_memory_in_the_codec_lowers_its_own_batch_and_leaves_training_alone(tmp_path: Path) -> None:
+def test_out_of_memory_in_the_codec_lowers_its_own_batch_and_leaves_training_alone(
+    tmp_path: Path,
+) -> None:
     folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
     job = Drive(home, cluster("110MiB", devices=1)).run(parler(folder, "--codec_frames", "8192"))
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason
@@ -87,7 +106,9 @@ def test_out_of_memory_in_the_codec_lowers_its_own_batch_and_leaves_training_alo
 @pytest.mark.long
 def test_half_a_checkpoint_is_passed_over_for_the_whole_one_before(tmp_path: Path) -> None:
     folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
-    job = Drive(home, cluster("256MiB", devices=1)).run(parler(folder, "--max_steps", "6", "--die_at", "4", steps=6))
+    job = Drive(home, cluster("256MiB", devices=1)).run(
+        parler(folder, "--max_steps", "6", "--die_at", "4", steps=6)
+    )
     assert (job.status, len(job.attempts)) == (JobStatus.SUCCEEDED, 2), job.reason
     assert "Continuing training from global step 2" in log(home, 2)
 
@@ -100,7 +121,9 @@ def test_no_attempt_resumes_from_the_last_step(tmp_path: Path) -> None:
         for name in ("model.pt", "optimizer.pt", "state.json"):
             (checkpoint / name).write_text("x")
     assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-2-epoch-0")
-    assert newest_checkpoint(spec.model_copy(update={"steps": 9}), tmp_path) == str(tmp_path / "checkpoint-4-epoch-0")
+    assert newest_checkpoint(spec.model_copy(update={"steps": 9}), tmp_path) == str(
+        tmp_path / "checkpoint-4-epoch-0"
+    )
     (tmp_path / "checkpoint-2-epoch-0/optimizer.pt").write_text("")
     assert newest_checkpoint(spec, tmp_path) is None
 
@@ -116,14 +139,18 @@ def test_a_checkpoint_without_one_of_its_files_is_passed_over(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("torn", ["model.pt", "model.safetensors"])
-def test_a_checkpoint_that_a_kill_tore_is_passed_over_for_the_one_before(tmp_path: Path, torn: str) -> None:
+def test_a_checkpoint_that_a_kill_tore_is_passed_over_for_the_one_before(
+    tmp_path: Path, torn: str
+) -> None:
     """No file is missing or empty; one of them is truncated."""
     spec = parler(tmp_path, resume={"checkpoints": "checkpoint*"}, steps=None)
     for step in (2, 4):
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
         torch.save({"weight": torch.zeros(4096)}, checkpoint / "model.pt")
-        save_file({"weight": torch.zeros(4096), "bias": torch.zeros(8)}, checkpoint / "model.safetensors")
+        save_file(
+            {"weight": torch.zeros(4096), "bias": torch.zeros(8)}, checkpoint / "model.safetensors"
+        )
         os.utime(checkpoint, (step, step))
     assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-4")
     whole = (tmp_path / "checkpoint-4" / torn).read_bytes()

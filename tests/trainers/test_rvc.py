@@ -44,17 +44,25 @@ def rvc(folder: Path, *arguments: str, **changes: object) -> JobSpec:
 
 
 @pytest.mark.long
-def test_an_out_of_memory_failure_that_exits_0_is_seen_in_the_rank_and_cured_by_more_devices(tmp_path: Path) -> None:
+def test_an_out_of_memory_failure_that_exits_0_is_seen_in_the_rank_and_cured_by_more_devices(
+    tmp_path: Path,
+) -> None:
     job = Drive(tmp_path / "home", cluster("32MiB")).run(rvc(checkout("rvc", tmp_path / "rvc")))
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason
     first, second = job.attempts
     report = first.evidence.ooms[0] if first.evidence else None
     assert report is not None
-    assert (report.capacity_bytes, report.phase) == (32 * 2**20, "forward"), "in a process that the script spawned"
+    assert (report.capacity_bytes, report.phase) == (32 * 2**20, "forward"), (
+        "in a process that the script spawned"
+    )
     assert (first.plan.world_size, second.plan.world_size) == (1, 2)
     assert second.evidence is not None
-    assert [beat.rank for beat in second.evidence.heartbeats] == [0, 1], "both, though it ends by os._exit"
-    assert set(re.findall(r"samples (\d+)", log(tmp_path / "home", 2))) == {"16"}, "the batch that the user asked for"
+    assert [beat.rank for beat in second.evidence.heartbeats] == [0, 1], (
+        "both, though it ends by os._exit"
+    )
+    assert set(re.findall(r"samples (\d+)", log(tmp_path / "home", 2))) == {"16"}, (
+        "the batch that the user asked for"
+    )
 
 
 @pytest.mark.long
@@ -63,7 +71,9 @@ def test_exit_0_without_the_artifact_of_this_attempt_is_a_failure(tmp_path: Path
     folder = checkout("rvc", tmp_path / "rvc")
     (folder / "assets/weights").mkdir(parents=True)
     (folder / "assets/weights/voice.pth").write_text("of last week")
-    job = Drive(tmp_path / "home", cluster("256MiB")).run(rvc(folder, "--fail-after", "1", retries={"node": 0}))
+    job = Drive(tmp_path / "home", cluster("256MiB")).run(
+        rvc(folder, "--fail-after", "1", retries={"node": 0})
+    )
     assert job.status is JobStatus.FAILED
     assert job.attempts[0].evidence is not None
     assert [end.exit_code for end in job.attempts[0].evidence.ranks] == [0]
@@ -91,7 +101,9 @@ def test_a_restart_from_scratch_is_reported(tmp_path: Path) -> None:
     job = Drive(tmp_path / "home", cluster("256MiB")).run(rvc(folder))
     assert story(job) == ["finished"], "its exit code and its log say nothing of it"
     assert job.attempts[0].evidence is not None
-    assert job.attempts[0].evidence.lost == ("everything: it began at 1 again, after 7, with G_7.pth there",)
+    assert job.attempts[0].evidence.lost == (
+        "everything: it began at 1 again, after 7, with G_7.pth there",
+    )
 
 
 def test_a_pair_that_a_kill_tore_is_quarantined_before_a_restart(tmp_path: Path) -> None:
@@ -101,16 +113,25 @@ def test_a_pair_that_a_kill_tore_is_quarantined_before_a_restart(tmp_path: Path)
     (tmp_path / "D_10.pth").write_bytes((tmp_path / "D_10.pth").read_bytes()[:-16])
     subprocess.run([sys.executable, str(QUARANTINE), str(tmp_path / "G_5.pth")], check=True)
     assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["D_5.pth", "G_5.pth"]
-    assert sorted(path.name for path in tmp_path.glob("*.torn")) == ["D_10.torn", "G_10.torn", "G_15.torn"]
+    assert sorted(path.name for path in tmp_path.glob("*.torn")) == [
+        "D_10.torn",
+        "G_10.torn",
+        "G_15.torn",
+    ]
 
 
 @pytest.mark.long
-def test_on_cards_two_ranks_that_it_spawned_train_in_fp16_over_gloo_to_its_end(tmp_path: Path) -> None:
+def test_on_cards_two_ranks_that_it_spawned_train_in_fp16_over_gloo_to_its_end(
+    tmp_path: Path,
+) -> None:
     cards = environment(tmp_path, [1808, 1808])
     job = Drive(tmp_path / "home", card_cluster(cards)).run(
         rvc(checkout("rvc", tmp_path / "rvc"), gpus=2, env=cards, precision="fp16")
     )
-    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (job.reason, log(tmp_path / "home", 1))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (
+        job.reason,
+        log(tmp_path / "home", 1),
+    )
     evidence = job.attempts[0].evidence
     assert evidence is not None
     assert (evidence.virtual, evidence.unwatched) == (False, ())

@@ -53,7 +53,9 @@ def test_the_proposal_for_trl_recovers(tmp_path: Path) -> None:
     (tmp_path / "data/train.jsonl").write_text("\n".join(rows))
     typed = "trl sft --model_name_or_path llama --dataset_name data --max_steps 3 --per_device_train_batch_size 64"
     job = run_trainer(
-        f"{typed} --max_length 128 --use_cpu --report_to none --gradient_checkpointing false", tmp_path, "200MiB"
+        f"{typed} --max_length 128 --use_cpu --report_to none --gradient_checkpointing false",
+        tmp_path,
+        "200MiB",
     )
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert story(job)[0] == "device_oom"
@@ -61,7 +63,9 @@ def test_the_proposal_for_trl_recovers(tmp_path: Path) -> None:
     assert (last.global_batch_size, last.micro_batch_size < 64) == (64, True)
 
 
-def test_the_proposal_for_litgpt_recovers_with_the_accumulation_that_it_derives(tmp_path: Path) -> None:
+def test_the_proposal_for_litgpt_recovers_with_the_accumulation_that_it_derives(
+    tmp_path: Path,
+) -> None:
     needs("litgpt")
     python = interpreter_of(Path(str(shutil.which("litgpt"))))
     assert python is not None
@@ -74,7 +78,9 @@ def test_the_proposal_for_litgpt_recovers_with_the_accumulation_that_it_derives(
     (tmp_path / "talks.json").write_text(json.dumps(talks))
     typed = "litgpt finetune_full model --data JSON --data.json_path talks.json --data.val_split_fraction 0.1"
     typed += " --data.num_workers 0 --train.epochs 1 --train.max_steps 2 --train.lr_warmup_steps 1 --precision 32-true"
-    typed += " --train.global_batch_size 64 --train.micro_batch_size 64 --eval.initial_validation false"
+    typed += (
+        " --train.global_batch_size 64 --train.micro_batch_size 64 --eval.initial_validation false"
+    )
     job = run_trainer(f"{typed} --eval.final_validation false --out_dir mine", tmp_path, "80MiB")
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert story(job)[0] == "device_oom"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.specs.attempt import Attempt, Evidence, FailureKind
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.spec import JobSpec
 from tests.trainers.driver import Drive, cluster, log
 from tests.uncompiled import WITHOUT_COMPILER
@@ -35,7 +36,8 @@ def train():
 if __name__ == "__main__":
     train()
 """
-# Names of programs that import `inner` or run it, and what they are. The parent of a child has not imported torch.
+# Names of programs that import `inner` or run it, and what they are. The parent of a child has not
+# imported torch.
 WAYS = {
     "found before": """
 import importlib.util
@@ -156,10 +158,18 @@ def on(devices: str) -> ClusterSpec:
     return made.model_copy(update={"nodes": (node.model_copy(update={"device": real}),)})
 
 
-def attempt_of(tmp_path: Path, devices: str, command: str, **changes: object) -> tuple[Attempt, Evidence]:
+def attempt_of(
+    tmp_path: Path, devices: str, command: str, **changes: object
+) -> tuple[Attempt, Evidence]:
     """Return a job's only attempt and its evidence."""
     (tmp_path / "inner.py").write_text(INNER)
-    fields = {"name": "way", "command": command, "workdir": str(tmp_path), "global_batch_size": 1, "probe": "never"}
+    fields = {
+        "name": "way",
+        "command": command,
+        "workdir": str(tmp_path),
+        "global_batch_size": 1,
+        "probe": "never",
+    }
     job = Drive(tmp_path / "home", on(devices)).run(
         JobSpec.model_validate({**fields, "retries": {"oom": 0, "preemption": 0}, **changes})
     )
@@ -173,8 +183,12 @@ class RenderedCommand:
     """The guard's reports of an attempt."""
 
     unwatched: tuple[str, ...]
-    ranks: tuple[tuple[int, int, bool], ...]  # each with its steps, and whether it reported its torch version
-    ooms: tuple[tuple[int, int, int | None, str], ...]  # rank, step, bytes asked for, and the first word of the error
+    ranks: tuple[
+        tuple[int, int, bool], ...
+    ]  # each with its steps, and whether it reported its torch version
+    ooms: tuple[
+        tuple[int, int, int | None, str], ...
+    ]  # rank, step, bytes asked for, and the first word of the error
     measured: bool  # whether it has a peak: only a virtual device has one here
     failure: FailureKind | None
 
@@ -182,8 +196,13 @@ class RenderedCommand:
 def reports_of(only: Attempt, evidence: Evidence) -> RenderedCommand:
     return RenderedCommand(
         unwatched=evidence.unwatched,
-        ranks=tuple((beat.rank, beat.steps_done, bool(beat.torch_version)) for beat in evidence.heartbeats),
-        ooms=tuple((oom.rank, oom.step, oom.requested_bytes, oom.message.split()[0]) for oom in evidence.ooms),
+        ranks=tuple(
+            (beat.rank, beat.steps_done, bool(beat.torch_version)) for beat in evidence.heartbeats
+        ),
+        ooms=tuple(
+            (oom.rank, oom.step, oom.requested_bytes, oom.message.split()[0])
+            for oom in evidence.ooms
+        ),
         measured=any(beat.peak_bytes > 0 for beat in evidence.heartbeats),
         failure=only.failure and only.failure.kind,
     )
@@ -254,14 +273,25 @@ def test_an_interpreter_of_another_environment_is_watched_and_runs_its_own_sitec
     """Python runs two modules at start-up: one on the user's path, one in the user's folder."""
     packages = os.pathsep.join(path for path in sys.path if "site-packages" in path)
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "sitecustomize.py").write_text("import torch, sys\nsys.mine = True\nvalue = 7\n")
-    home = tmp_path / "base" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    (tmp_path / "mine" / "sitecustomize.py").write_text(
+        "import torch, sys\nsys.mine = True\nvalue = 7\n"
+    )
+    home = (
+        tmp_path
+        / "base"
+        / "lib"
+        / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        / "site-packages"
+    )
     home.mkdir(parents=True)
     (home / "usercustomize.py").write_text("import sys\nsys.users = True\n")
     (tmp_path / "program.py").write_text(
         "import inner, sitecustomize, sys\nassert sys.mine and sys.users and sitecustomize.value == 7\ninner.train()\n"
     )
-    env = {"PYTHONPATH": f"{tmp_path / 'mine'}{os.pathsep}{packages}", "PYTHONUSERBASE": str(tmp_path / "base")}
+    env = {
+        "PYTHONPATH": f"{tmp_path / 'mine'}{os.pathsep}{packages}",
+        "PYTHONUSERBASE": str(tmp_path / "base"),
+    }
     command = f"{sys._base_executable} program.py"  # type: ignore[attr-defined]
     reports = reports_of(*attempt_of(tmp_path, devices, command, launch="self", env=env))
     assert reports == expected_reports(devices), log(tmp_path / "home", 1)
@@ -295,9 +325,13 @@ for _ in range(3):
     ],
 )
 @pytest.mark.parametrize("launch", ["ranks", pytest.param("self", marks=pytest.mark.long)])
-def test_a_child_without_the_guard_is_recorded(launch: str, command: str, devices: str, tmp_path: Path) -> None:
+def test_a_child_without_the_guard_is_recorded(
+    launch: str, command: str, devices: str, tmp_path: Path
+) -> None:
     packages = [path for path in sys.path if "site-packages" in path]
-    (tmp_path / "unseen.py").write_text(INNER_UNSEEN.format(paths=packages, compiler=WITHOUT_COMPILER))
+    (tmp_path / "unseen.py").write_text(
+        INNER_UNSEEN.format(paths=packages, compiler=WITHOUT_COMPILER)
+    )
     (tmp_path / "program.py").write_text(UNWATCHED.format(words=command))
     only, evidence = attempt_of(tmp_path, devices, "python program.py", launch=launch)
     (sentence,) = evidence.unwatched

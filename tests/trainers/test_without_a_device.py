@@ -46,8 +46,16 @@ def launched(launch: str) -> Callable[[Path], JobSpec]:
     def spec(folder: Path) -> JobSpec:
         folder.mkdir()
         text = FORKS if launch == "self" else RANKS
-        (folder / "train.py").write_text(text.replace("    torch.zeros(64, 2**20)  # of the host", "    pass  #"))
-        fields = {"name": "ranks", "command": "python -u train.py", "workdir": str(folder), "launch": launch, "gpus": 2}
+        (folder / "train.py").write_text(
+            text.replace("    torch.zeros(64, 2**20)  # of the host", "    pass  #")
+        )
+        fields = {
+            "name": "ranks",
+            "command": "python -u train.py",
+            "workdir": str(folder),
+            "launch": launch,
+            "gpus": 2,
+        }
         return JobSpec.model_validate({**fields, "global_batch_size": 2})
 
     return spec
@@ -55,21 +63,33 @@ def launched(launch: str) -> Callable[[Path], JobSpec]:
 
 def framework(name: str, arguments: str) -> Callable[[Path], JobSpec]:
     def spec(_: Path) -> JobSpec:
-        fields = {"name": name, "command": f"python {name}.py {arguments}", "workdir": str(SCRIPTS), "launch": "ranks"}
+        fields = {
+            "name": name,
+            "command": f"python {name}.py {arguments}",
+            "workdir": str(SCRIPTS),
+            "launch": "ranks",
+        }
         trainer = {"hf": "hf", "diffusion": "diffusers"}[name]
-        return JobSpec.model_validate({**fields, "trainer": trainer, "steps": 4, "global_batch_size": 4})
+        return JobSpec.model_validate(
+            {**fields, "trainer": trainer, "steps": 4, "global_batch_size": 4}
+        )
 
     return spec
 
 
 CLIENTS: dict[str, Callable[[Path], JobSpec]] = {
-    **{launch: launched(launch) for launch in ("ranks", "torchrun", "accelerate", "deepspeed", "self")},
+    **{
+        launch: launched(launch)
+        for launch in ("ranks", "torchrun", "accelerate", "deepspeed", "self")
+    },
     "rvc": lambda folder: rvc(checkout("rvc", folder), gpus=2),
     "latentsync": lambda folder: latentsync(checkout("latentsync", folder)),
     "musicgen": lambda folder: musicgen(checkout("musicgen", folder)),
     "orpheus": lambda folder: orpheus(checkout("orpheus", folder)),
     "parler": lambda folder: parler(checkout("parler", folder)),
-    "hf": framework("hf", "--max_steps 4 --use_cpu --report_to none --per_device_train_batch_size 4"),
+    "hf": framework(
+        "hf", "--max_steps 4 --use_cpu --report_to none --per_device_train_batch_size 4"
+    ),
     "diffusion": framework("diffusion", "--train_batch_size 4 --mixed_precision no"),
 }
 SHORT = ("ranks",)
@@ -85,7 +105,11 @@ def evidence_of(client: str, tmp_path: Path, **env: str) -> tuple[Evidence, int,
     path = ":".join(filter(None, [str(tmp_path / "mine"), variables.get("PYTHONPATH")]))
     variables |= {**ON_CPU, **env, "PYTHONPATH": path}
     fields = json.loads(spec.model_dump_json(exclude_unset=True))
-    fields |= {"env": variables, "probe": "never", "retries": {"oom": 0, "hang": 0, "preemption": 0}}
+    fields |= {
+        "env": variables,
+        "probe": "never",
+        "retries": {"oom": 0, "hang": 0, "preemption": 0},
+    }
     job = Drive(tmp_path / "home", on("none")).run(JobSpec.model_validate(fields))
     first = job.attempts[0]
     assert first.evidence is not None
@@ -94,9 +118,12 @@ def evidence_of(client: str, tmp_path: Path, **env: str) -> tuple[Evidence, int,
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "client", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CLIENTS]
+    "client",
+    [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CLIENTS],
 )
-def test_every_rank_of_a_client_is_watched_and_reports_its_out_of_memory_error(client: str, tmp_path: Path) -> None:
+def test_every_rank_of_a_client_is_watched_and_reports_its_out_of_memory_error(
+    client: str, tmp_path: Path
+) -> None:
     evidence, ranks, log_text = evidence_of(client, tmp_path, RUN_OUT_AT="2")
     assert evidence.unwatched == (), log_text
     assert not evidence.virtual
@@ -104,17 +131,28 @@ def test_every_rank_of_a_client_is_watched_and_reports_its_out_of_memory_error(c
     assert all(beat.torch_version for beat in evidence.heartbeats), log_text
     assert all(beat.steps_done >= 1 for beat in evidence.heartbeats), log_text
     mine = [report for report in evidence.caught if report.rank == 0]
-    assert [(report.step, report.requested_bytes) for report in mine] == [(1, 256 * 2**20)], log_text
+    assert [(report.step, report.requested_bytes) for report in mine] == [(1, 256 * 2**20)], (
+        log_text
+    )
     assert mine[0].phase == "optimizer"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "client", [name for name in CLIENTS if name not in ("torchrun", "accelerate", "deepspeed", "ranks", "self")]
+    "client",
+    [
+        name
+        for name in CLIENTS
+        if name not in ("torchrun", "accelerate", "deepspeed", "ranks", "self")
+    ],
 )
 def test_a_client_that_is_only_watched_trains_to_its_end(client: str, tmp_path: Path) -> None:
     evidence, ranks, log_text = evidence_of(client, tmp_path)
     assert [end.exit_code for end in evidence.ranks] in ([0], [0] * ranks), log_text
     assert [beat.rank for beat in evidence.heartbeats] == list(range(ranks)), log_text
-    assert all(beat.torch_version and beat.steps_done >= 1 for beat in evidence.heartbeats), log_text
-    assert (evidence.unwatched, evidence.caught, evidence.missing_artifacts) == ((), (), ()), log_text
+    assert all(beat.torch_version and beat.steps_done >= 1 for beat in evidence.heartbeats), (
+        log_text
+    )
+    assert (evidence.unwatched, evidence.caught, evidence.missing_artifacts) == ((), (), ()), (
+        log_text
+    )

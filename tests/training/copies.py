@@ -41,9 +41,14 @@ def _held_values(run: TrainingRun) -> dict[str, list[float]]:
     engine = build_engine(run, recipe, torch.device("cpu"), None)
     plan, rank = run.plan, dist.get_rank()
     for step in range(STEPS):
-        samples = global_batch(step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0)
+        samples = global_batch(
+            step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0
+        )
         shares = micro_batches(
-            samples, plan.layout.dp_rank(rank), plan.micro_batch_size, plan.gradient_accumulation_steps
+            samples,
+            plan.layout.dp_rank(rank),
+            plan.micro_batch_size,
+            plan.gradient_accumulation_steps,
         )
         engine.step(step, (recipe.dataset.batch(indices) for indices in shares), tokens=100)
     return {

@@ -24,7 +24,8 @@ DECODER = DecoderSpec(
     num_attention_heads=8,
     tie_word_embeddings=True,
 )
-# For all but deep pipelines and wide tensor parallelism. Of four context-parallel ranks two have each key-value head.
+# For all but deep pipelines and wide tensor parallelism. Of four context-parallel ranks two have
+# each key-value head.
 SHALLOW = dataclasses.replace(DECODER, num_hidden_layers=4, num_key_value_heads=2)
 TRAINING = TrainingSpec(
     max_steps=8,
@@ -37,9 +38,11 @@ TRAINING = TrainingSpec(
 )
 SHORT = dataclasses.replace(TRAINING, max_steps=4, learning_rate=3e-3)
 HOPPING = dataclasses.replace(TRAINING, schedule=Schedule.CONSTANT)
-# Every plan leaves its process groups behind, whose threads wake all the time: 400 of them after 100 plans on 4 ranks.
+# Every plan leaves its process groups behind, whose threads wake all the time: 400 of them after
+# 100 plans on 4 ranks.
 LAUNCHED_TOGETHER = 20
-# A moment between two of 256 codes rounds the other way where a sum differs in its last bit: 2.9e-6 on one processor.
+# A moment between two of 256 codes rounds the other way where a sum differs in its last bit: 2.9e-6
+# on one processor.
 QUANTISED = 1e-5
 TOLERANCE = {Precision.FP32: 2e-6, Precision.BF16: 2e-3, Precision.FP16: 2e-3}
 
@@ -73,7 +76,9 @@ def losses(
     home.mkdir(exist_ok=True)
     text = gang.ragged_text(home)
     runs = {
-        chosen_plan: decoder_run(home, f"plan-{n}", chosen_plan, text, decoder=decoder, training=training)
+        chosen_plan: decoder_run(
+            home, f"plan-{n}", chosen_plan, text, decoder=decoder, training=training
+        )
         for n, chosen_plan in enumerate(chosen)
     }
     for ranks in sorted({chosen_plan.world_size for chosen_plan in chosen}):
@@ -104,13 +109,20 @@ def hop(
 
     def run(job: str, leg: Plan, stop: int, seed: int) -> TrainingRun:
         settings = dataclasses.replace(training, max_steps=stop)
-        return decoder_run(home, job, leg, text, decoder=decoder, training=settings, seed=seed, model=model)
+        return decoder_run(
+            home, job, leg, text, decoder=decoder, training=settings, seed=seed, model=model
+        )
 
-    runs = [run("chain", leg, stop, seed) for seed, (leg, stop) in enumerate(zip(legs, stops, strict=True))]
+    runs = [
+        run("chain", leg, stop, seed)
+        for seed, (leg, stop) in enumerate(zip(legs, stops, strict=True))
+    ]
     reference = run("reference", ONE_PROCESS, last, 0)
     for _, together in itertools.groupby([reference, *runs], key=lambda run: run.plan.world_size):
         gang.launch([Part(run=run) for run in together])
-    return {step: loss for run in runs for step, loss in gang.losses(run).items()}, gang.losses(reference)
+    return {step: loss for run in runs for step, loss in gang.losses(run).items()}, gang.losses(
+        reference
+    )
 
 
 def check(curves: dict[Plan, dict[int, float]], expected: dict[int, float]) -> None:
@@ -145,7 +157,9 @@ def decoder_run(
         "sequence_length": sequence_length,
         "seed": seed,
     }
-    seeded_model = ModelSpec(factory=f"{Path(__file__).with_name('seeded_decoder.py')}:build", config=config)
+    seeded_model = ModelSpec(
+        factory=f"{Path(__file__).with_name('seeded_decoder.py')}:build", config=config
+    )
     run = dataclasses.replace(run, model=model(run, seed) if model else seeded_model)
     write_json(AttemptFolder(run.attempt_folder).run, run)
     return run

@@ -37,12 +37,16 @@ DECODER = DecoderSpec(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-TRAINING = TrainingSpec(max_steps=8, learning_rate=3e-3, clip_norm=0.5, checkpoint_every_steps=4, keep_checkpoints=9)
+TRAINING = TrainingSpec(
+    max_steps=8, learning_rate=3e-3, clip_norm=0.5, checkpoint_every_steps=4, keep_checkpoints=9
+)
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 LAUNCH_TIMEOUT_S = 240
 MAIN = "main"  # in place of runs: the real entry
 TORCH_2_12 = tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) >= (2, 12)
-needs_torch_2_12 = pytest.mark.skipif(not TORCH_2_12, reason="this torch cuts all of a layer over the same ranks")
+needs_torch_2_12 = pytest.mark.skipif(
+    not TORCH_2_12, reason="this torch cuts all of a layer over the same ranks"
+)
 
 
 def ragged_text(folder: Path) -> tuple[str, ...]:
@@ -55,7 +59,9 @@ def ragged_text(folder: Path) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def training_run(home: Path, job: str, plan: Plan, text: tuple[str, ...], **changes: Any) -> TrainingRun:
+def training_run(
+    home: Path, job: str, plan: Plan, text: tuple[str, ...], **changes: Any
+) -> TrainingRun:
     """A run of `job` under `home`, as its next attempt; `changes` replace fields of the TrainingRun."""
     folder = JobFolder(home, job)
     attempts = folder.path / "attempts"
@@ -89,7 +95,9 @@ def launch(parts: list[Part], timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
     """Run the parts one after another in one process group. Raises where a rank fails."""
     world_sizes = {part.run.plan.world_size for part in parts}
     assert len(world_sizes) == 1, world_sizes
-    arguments = [f"{AttemptFolder(part.run.attempt_folder).run}={part.start_from or ''}" for part in parts]
+    arguments = [
+        f"{AttemptFolder(part.run.attempt_folder).run}={part.start_from or ''}" for part in parts
+    ]
     ranks = start_ranks("tests.training.gang", arguments, world_sizes.pop())
     codes = finish(ranks, timeout_s)
     assert not any(codes), f"exit codes {codes}"
@@ -135,14 +143,18 @@ def _work(arguments: list[str]) -> None:
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    ranks = loop.Ranks(rank=rank, local_rank=rank, world_size=world_size, device=torch.device("cpu"))
+    ranks = loop.Ranks(
+        rank=rank, local_rank=rank, world_size=world_size, device=torch.device("cpu")
+    )
     for word in arguments:
         path, _, start_from = word.partition("=")
         run = training_run_from_json(json.loads(Path(path).read_text()))
         if start_from and rank == 0:
             source = Path(start_from)
             shutil.copytree(
-                source, JobFolder(Path(run.job_folder).parents[1], Path(run.job_folder).name).checkpoints / source.name
+                source,
+                JobFolder(Path(run.job_folder).parents[1], Path(run.job_folder).name).checkpoints
+                / source.name,
             )
         dist.barrier()
         assert loop.train(run, ranks)
@@ -158,7 +170,9 @@ def _main(path: str) -> None:
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # while the error still holds its frames, and they the engine: gloo may abort as that goes
+        os._exit(
+            1
+        )  # while the error still holds its frames, and they the engine: gloo may abort as that goes
     sys.stderr.flush()
     os._exit(code)
 

@@ -59,8 +59,14 @@ def shrunk(config: PreTrainedConfig, rows: Sequence[tuple[tuple[str, ...], int]]
             small[name] = {"model_type": part.model_type, **shrunk(part, rows)}
         elif name not in taken:
             continue
-        elif name.endswith(("token_id", "token_index")) and type(value) is int and value >= VOCABULARY:
-            small[name] = VOCABULARY - 1 - sum(key.endswith(("token_id", "token_index")) for key in small)
+        elif (
+            name.endswith(("token_id", "token_index"))
+            and type(value) is int
+            and value >= VOCABULARY
+        ):
+            small[name] = (
+                VOCABULARY - 1 - sum(key.endswith(("token_id", "token_index")) for key in small)
+            )
         elif name == "pad_token_id" and value is None:
             small[name] = 0
         elif name.endswith("token_id") and type(value) is list:
@@ -69,10 +75,16 @@ def shrunk(config: PreTrainedConfig, rows: Sequence[tuple[tuple[str, ...], int]]
             small[name] = [LISTS[name]] * len(value)
         elif type(value) in (list, tuple) and "layer" in name and len(value) in layers:
             small[name] = [*value[: LAYERS - 1], value[-1]]
-        elif name in ("rope_parameters", "rope_scaling") and type(value) is dict and "mrope_section" in value:
+        elif (
+            name in ("rope_parameters", "rope_scaling")
+            and type(value) is dict
+            and "mrope_section" in value
+        ):
             small[name] = {**value, "mrope_section": [2, 3, 3]}
         elif type(value) is int and value > 1 and not any(word in name for word in KERNELS):
-            size = next((size for parts, size in rows if any(word in name for word in parts)), value)
+            size = next(
+                (size for parts, size in rows if any(word in name for word in parts)), value
+            )
             small[name] = min(size, value)
     return small
 
@@ -84,7 +96,9 @@ def heads() -> list[tuple[str, str]]:
         if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES"):
             for model_type, classes in getattr(modeling_auto, name).items():
                 for class_name in (classes,) if isinstance(classes, str) else classes:
-                    if model_type in CONFIG_MAPPING and has_loss(getattr(transformers, class_name, None)):
+                    if model_type in CONFIG_MAPPING and has_loss(
+                        getattr(transformers, class_name, None)
+                    ):
                         pairs.add((model_type, class_name))
     return sorted(pairs)
 

@@ -63,4 +63,7 @@ def _resumed(run: TrainingRun, saved: Saved) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [training_run_from_json(json.loads(Path(path).read_text())) for path in sys.argv[2:]])
+    main(
+        Path(sys.argv[1]),
+        [training_run_from_json(json.loads(Path(path).read_text())) for path in sys.argv[2:]],
+    )

@@ -13,4 +13,6 @@ from orchestrator.training.models.hf_model import hf_recipe
 def build(config: dict[str, Any]) -> Recipe:
     """The recipe of the run in `config`, made with another seed."""
     run = training_run_from_json(config["run"])
-    return hf_recipe(dataclasses.replace(run, training=dataclasses.replace(run.training, seed=config["seed"])))
+    return hf_recipe(
+        dataclasses.replace(run, training=dataclasses.replace(run.training, seed=config["seed"]))
+    )

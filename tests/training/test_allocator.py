@@ -67,7 +67,9 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
                 allocator.give(live.pop()[0])
         assert allocator.reserved_bytes <= capacity
         ends = 0
-        for block in sorted((block for block, _ in live), key=lambda live_block: live_block.address):
+        for block in sorted(
+            (block for block, _ in live), key=lambda live_block: live_block.address
+        ):
             assert block.address >= ends
             ends = block.address + block.size
         assert all(block.size >= size for block, size in live)
@@ -137,7 +139,9 @@ def unet() -> _Traced:
 
 
 def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: _Traced) -> None:
-    (_, few), (_, many), (_, eight) = (unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8))
+    (_, few), (_, many), (_, eight) = (
+        unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8)
+    )
     extrapolated = on_lines(few, many, SAMPLES)[8]
     assert extrapolated.sizes == eight.sizes
     assert extrapolated.requests == eight.requests

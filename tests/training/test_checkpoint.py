@@ -45,12 +45,16 @@ def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(runs())
-def test_rectangles_hold_the_run_in_order_and_are_few(run: tuple[tuple[int, ...], int, int]) -> None:
+def test_rectangles_hold_the_run_in_order_and_are_few(
+    run: tuple[tuple[int, ...], int, int],
+) -> None:
     shape, start, stop = run
     numbers = torch.arange(math.prod(shape)).view(shape)
     parts = list(rectangles(shape, start, stop))
     pieces = [
-        numbers[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))].flatten()
+        numbers[
+            tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))
+        ].flatten()
         for part in parts
     ]
     assert torch.cat(pieces).tolist() == list(range(start, stop)) if pieces else start == stop
@@ -72,7 +76,9 @@ def test_whole_and_fragmented_states_load_either_way(
     checkpoint.load(folder, {name: Fragment(piece, start, shape) for name, piece in pieces.items()})
     full = torch.full(shape, -1.0)
     checkpoint.load(folder, {"model.cut": full})
-    assert pieces["model.cut"].tolist() == pieces["model.whole"].tolist() == list(range(start, stop))
+    assert (
+        pieces["model.cut"].tolist() == pieces["model.whole"].tolist() == list(range(start, stop))
+    )
     assert full.equal(whole)
     assert checkpoint.open_saved(folder).cursor == Cursor(step=3, samples=24)
 
@@ -114,8 +120,16 @@ def test_a_checkpoint_has_the_fp32_values_of_what_is_held_in_8_bits(tmp_path: Pa
 
 
 @settings(deadline=None)
-@given(st.lists(st.dictionaries(st.integers(0, 9), st.just(0), max_size=8).map(sorted), min_size=1, max_size=5))
-def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balanced(holdings: list[list[int]]) -> None:
+@given(
+    st.lists(
+        st.dictionaries(st.integers(0, 9), st.just(0), max_size=8).map(sorted),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balanced(
+    holdings: list[list[int]],
+) -> None:
     everyone = [[(f"n{part}", (part,), 1 + part) for part in parts] for parts in holdings]
     all_shares = shares(everyone)
     written = [part for share in all_shares for part in share]
@@ -130,11 +144,16 @@ def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balance
     ("state", "message"),
     [
         ({"model.other": torch.zeros(3)}, r"the checkpoint has no model.other"),
-        ({"model.w": torch.zeros(3), "optim.state.w.exp_avg": torch.zeros(3)}, r"has no optim.state.w.exp_avg"),
+        (
+            {"model.w": torch.zeros(3), "optim.state.w.exp_avg": torch.zeros(3)},
+            r"has no optim.state.w.exp_avg",
+        ),
         ({"model.w": torch.zeros(4)}, r"another shape\n  given:   \(3,\)\n  allowed: \(4,\)"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+def test_a_checkpoint_of_another_model_is_one_clear_error(
+    tmp_path: Path, state: dict[str, Any], message: str
+) -> None:
     checkpoint.save(tmp_path / "a", {"model.w": torch.ones(3)}, Cursor())
     with pytest.raises(SpecError) as error:
         checkpoint.load(tmp_path / "a", state)
@@ -186,7 +205,10 @@ def test_no_checkpoint_is_removed_if_the_new_one_is_damaged(tmp_path: Path) -> N
     os.truncate(_written(tmp_path, epoch=1, step=3) / "data", 99)
     with pytest.raises(OSError, match="data: 99 bytes instead of 100"):
         checkpoint_folder.publish(tmp_path, 1, 3, keep=1)
-    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [1, 2]
+    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [
+        1,
+        2,
+    ]
 
 
 def test_damaged_checkpoints_do_not_count_towards_those_kept(tmp_path: Path) -> None:
@@ -195,14 +217,20 @@ def test_damaged_checkpoints_do_not_count_towards_those_kept(tmp_path: Path) -> 
     (tmp_path / "step-00000003" / "data").unlink()
     _written(tmp_path, epoch=1, step=4)
     checkpoint_folder.publish(tmp_path, 1, 4, keep=2)
-    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [2, 4]
+    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [
+        2,
+        4,
+    ]
 
 
 def test_only_the_newest_damaged_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 3):
         _complete(tmp_path, step)
         checkpoint_folder.quarantine_checkpoint(checkpoint_folder.complete_path(tmp_path, step))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000002", "damaged-step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "damaged-step-00000002",
+        "damaged-step-00000003",
+    ]
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
@@ -222,7 +250,9 @@ def test_only_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("newest", "stale"), [(None, False), (1, False), (2, False), (3, True)])
-def test_an_attempt_is_stale_if_a_newer_one_exists(tmp_path: Path, newest: int | None, stale: bool) -> None:
+def test_an_attempt_is_stale_if_a_newer_one_exists(
+    tmp_path: Path, newest: int | None, stale: bool
+) -> None:
     if newest is not None:
         (tmp_path / "epoch").write_text(f"{newest}\n")
     assert checkpoint_folder.is_stale(tmp_path / "epoch", epoch=2) == stale
@@ -242,18 +272,35 @@ def test_running_out_of_memory_while_loading_is_still_that_error(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_neither_saving_nor_resuming_needs_more_memory_than_training_and_an_engine_leaves_none(tmp_path: Path) -> None:
+def test_neither_saving_nor_resuming_needs_more_memory_than_training_and_an_engine_leaves_none(
+    tmp_path: Path,
+) -> None:
     plans = [
-        Plan(engine=engine, zero_stage=ZeroStage(stage), layout=ParallelLayout(dp=2), micro_batch_size=4)
-        for engine, stage in ((Engine.TORCH, 0), (Engine.TORCH, 3), *((Engine.DEEPSPEED, n) for n in range(4)))
+        Plan(
+            engine=engine,
+            zero_stage=ZeroStage(stage),
+            layout=ParallelLayout(dp=2),
+            micro_batch_size=4,
+        )
+        for engine, stage in (
+            (Engine.TORCH, 0),
+            (Engine.TORCH, 3),
+            *((Engine.DEEPSPEED, n) for n in range(4)),
+        )
     ]
     text = gang.ragged_text(tmp_path)
     runs = [gang.training_run(tmp_path, f"job{n}", plan, text) for n, plan in enumerate(plans)]
     paths = [str(AttemptFolder(run.attempt_folder).run) for run in runs]
     assert gang.finish(start_ranks("tests.training.peaks", [str(tmp_path), *paths], 2)) == [0, 0]
     for rank in range(2):
-        for plan, peaks in zip(plans, json.loads((tmp_path / f"peaks-{rank}.json").read_text()), strict=True):
-            assert max(peaks["build"], peaks["save"], peaks["resume"]) <= peaks["train"], (rank, plan, peaks)
+        for plan, peaks in zip(
+            plans, json.loads((tmp_path / f"peaks-{rank}.json").read_text()), strict=True
+        ):
+            assert max(peaks["build"], peaks["save"], peaks["resume"]) <= peaks["train"], (
+                rank,
+                plan,
+                peaks,
+            )
             assert peaks["left"] < peaks["train"] / 20, (rank, plan, peaks)
 
 
@@ -261,9 +308,13 @@ def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
     path = checkpoint_folder.writing_path(checkpoints, epoch, step)
     path.mkdir(parents=True)
     (path / "data").write_bytes(bytes(range(100)))
-    checkpoint_folder.write_manifest(path, {"data": checkpoint_folder.file_entry(100, zlib.crc32(bytes(range(100))))})
+    checkpoint_folder.write_manifest(
+        path, {"data": checkpoint_folder.file_entry(100, zlib.crc32(bytes(range(100))))}
+    )
     return path
 
 
 def _complete(checkpoints: Path, step: int) -> None:
-    _written(checkpoints, epoch=1, step=step).rename(checkpoint_folder.complete_path(checkpoints, step))
+    _written(checkpoints, epoch=1, step=step).rename(
+        checkpoint_folder.complete_path(checkpoints, step)
+    )

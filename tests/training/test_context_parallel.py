@@ -29,7 +29,9 @@ from orchestrator.training.models.decoder import decoder_recipe
 from tests.training import gang
 
 # Of four context-parallel ranks two have each key-value head.
-DECODER = dataclasses.replace(gang.DECODER, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True)
+DECODER = dataclasses.replace(
+    gang.DECODER, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=True
+)
 
 
 @pytest.fixture
@@ -45,7 +47,9 @@ def four_ranks() -> Iterator[None]:
 def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
     tmp_path: Path, mode: ActivationCheckpointing
 ) -> None:
-    recipe = decoder_recipe(DECODER, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0)
+    recipe = decoder_recipe(
+        DECODER, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0
+    )
     recompute(recipe.layers, mode)
     context = Context(dist.group.WORLD)
     assert recipe.context_parallel
@@ -72,8 +76,18 @@ def test_a_layer_has_its_ranks_tokens_and_sends_for_attention_alone(
     [
         ({"cp": 4}, 32, {"context_parallel": None}, "cannot share a context"),
         ({"cp": 4}, 30, {}, "no divisor of sequence_length = 30"),
-        ({"cp": 2, "tp": 2}, 32, {"tensor_parallel_sizes": {"num_key_value_heads": 6}}, "num_key_value_heads = 6"),
-        ({"cp": 4}, 32, {"tensor_parallel_sizes": {"num_attention_heads": 6}}, "num_attention_heads = 6"),
+        (
+            {"cp": 2, "tp": 2},
+            32,
+            {"tensor_parallel_sizes": {"num_key_value_heads": 6}},
+            "num_key_value_heads = 6",
+        ),
+        (
+            {"cp": 4},
+            32,
+            {"tensor_parallel_sizes": {"num_attention_heads": 6}},
+            "num_attention_heads = 6",
+        ),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(
@@ -81,10 +95,15 @@ def test_a_model_that_ranks_cannot_share_is_refused(
 ) -> None:
     recipe = decoder_recipe(DECODER, TextDataset(gang.ragged_text(tmp_path), length), seed=0)
     chosen = Plan(
-        engine=Engine.TORCH, layout=ParallelLayout(**layout), zero_stage=ZeroStage.PARAMETERS, micro_batch_size=8
+        engine=Engine.TORCH,
+        layout=ParallelLayout(**layout),
+        zero_stage=ZeroStage.PARAMETERS,
+        micro_batch_size=8,
     )
     with pytest.raises(SpecError, match=message):
-        TorchEngine(dataclasses.replace(recipe, **changes), chosen, gang.TRAINING, torch.device("cpu"), None)
+        TorchEngine(
+            dataclasses.replace(recipe, **changes), chosen, gang.TRAINING, torch.device("cpu"), None
+        )
 
 
 @pytest.mark.parametrize("engine", [Engine.DEEPSPEED, Engine.SCRIPT])
@@ -92,7 +111,9 @@ def test_a_plan_shares_samples_on_our_torch_engine_only_and_evenly(engine: Engin
     with pytest.raises(IllegalPlan, match="cp > 1 is engine=torch's"):
         Plan(engine=engine, layout=ParallelLayout(cp=2), micro_batch_size=1)
     with pytest.raises(IllegalPlan, match="cp=2 does not divide sequence_length=31"):
-        Plan(engine=Engine.TORCH, layout=ParallelLayout(cp=2), micro_batch_size=1, sequence_length=31)
+        Plan(
+            engine=Engine.TORCH, layout=ParallelLayout(cp=2), micro_batch_size=1, sequence_length=31
+        )
 
 
 class _Messages(TorchDispatchMode):

@@ -21,7 +21,9 @@ def test_every_epoch_is_a_permutation_of_all_samples(size: int, epoch: int, seed
 
 
 def test_epochs_and_seeds_differ() -> None:
-    orders = {tuple(global_batch(first, 100, 100, seed)) for first in (0, 100, 200) for seed in (0, 1)}
+    orders = {
+        tuple(global_batch(first, 100, 100, seed)) for first in (0, 100, 200) for seed in (0, 1)
+    }
     assert len(orders) == 6
     assert tuple(range(100)) not in orders
 
@@ -46,7 +48,9 @@ def test_ranks_that_normalise_together_take_consecutive_samples_at_a_time(
 ) -> None:
     samples = list(range(dp * micro * accumulation))
     shares = [micro_batches(samples, rank, micro, accumulation, together=dp) for rank in range(dp)]
-    assert [sample for turn in zip(*shares, strict=True) for batch in turn for sample in batch] == samples
+    assert [
+        sample for turn in zip(*shares, strict=True) for batch in turn for sample in batch
+    ] == samples
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), length=st.integers(2, 9))
@@ -54,7 +58,9 @@ def test_every_byte_but_the_first_of_a_file_is_a_label_exactly_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], length: int
 ) -> None:
     folder = tmp_path_factory.mktemp("text")
-    contents = [bytes((index * 31 + n) % 256 for n in range(size)) for index, size in enumerate(sizes)]
+    contents = [
+        bytes((index * 31 + n) % 256 for n in range(size)) for index, size in enumerate(sizes)
+    ]
     files = [_write(folder / str(index), content) for index, content in enumerate(contents)]
     expected = [byte for content in contents for byte in content[1:]]
     if not expected:
@@ -65,7 +71,9 @@ def test_every_byte_but_the_first_of_a_file_is_a_label_exactly_once(
     tokens, labels = dataset.batch(range(len(dataset)))
     assert tokens.shape == labels.shape == (len(dataset), length)
     assert labels[labels != IGNORED_LABEL].tolist() == expected
-    assert [dataset.token_count(index) for index in range(len(dataset))] == (labels != IGNORED_LABEL).sum(1).tolist()
+    assert [dataset.token_count(index) for index in range(len(dataset))] == (
+        labels != IGNORED_LABEL
+    ).sum(1).tolist()
 
 
 def test_a_label_is_the_token_that_follows(tmp_path: Path) -> None:

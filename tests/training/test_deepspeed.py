@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.planning.render import deepspeed_config
-from orchestrator.specs.choices import Engine, Offload, OffloadTarget, Optimizer, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    Engine,
+    Offload,
+    OffloadTarget,
+    Optimizer,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job.model import Freeze, ModelSpec, Schedule, TrainingSpec
 from orchestrator.specs.plan import Plan
@@ -38,7 +46,9 @@ FP32_TOLERANCE = 2e-6
 LOW_TOLERANCE = 2e-3
 HALF_WAY = THAW = 2
 DECODER = ModelSpec(decoder=gang.DECODER)
-SHORT = dataclasses.replace(gang.TRAINING, max_steps=4, checkpoint_every_steps=HALF_WAY, warmup_steps=3)
+SHORT = dataclasses.replace(
+    gang.TRAINING, max_steps=4, checkpoint_every_steps=HALF_WAY, warmup_steps=3
+)
 WARM_UP = dataclasses.replace(SHORT, schedule=Schedule.COSINE, min_learning_rate=1e-4)
 STAGED = dataclasses.replace(
     SHORT,
@@ -48,7 +58,9 @@ STAGED = dataclasses.replace(
         Freeze(parameters="layers.1.mlp.up_proj.weight"),
     ),
 )
-DROPOUT = ModelSpec(decoder=dataclasses.replace(gang.DECODER, dropout=0.1, tie_word_embeddings=True))
+DROPOUT = ModelSpec(
+    decoder=dataclasses.replace(gang.DECODER, dropout=0.1, tie_word_embeddings=True)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +96,9 @@ def _of(optimizer: Optimizer, training: TrainingSpec = WARM_UP) -> TrainingSpec:
 
 
 # Below 1 MiB nothing is swapped.
-LARGE = ModelSpec(decoder=dataclasses.replace(gang.DECODER, hidden_size=512, intermediate_size=1024))
+LARGE = ModelSpec(
+    decoder=dataclasses.replace(gang.DECODER, hidden_size=512, intermediate_size=1024)
+)
 FILES = {"offload_target": OffloadTarget.NVME}
 BF16, FP16 = {"precision": Precision.BF16}, {"precision": Precision.FP16}
 ON_HOST = {"offload": Offload.OPTIMIZER}
@@ -92,7 +106,8 @@ ALL_ON_HOST = {"offload": Offload.PARAMETERS}
 SGD, ADAFACTOR = _of(Optimizer.SGD), _of(Optimizer.ADAFACTOR)
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
 
-# Every case is compared with the torch engine's plain DDP in fp32 under the same training and model. The few have every
+# Every case is compared with the torch engine's plain DDP in fp32 under the same training and
+# model. The few have every
 # optimizer, precision and place of states.
 FEW = ("0 adafactor", "2 sgd on host", "2 staged bf16", "3 fp16 on host")
 CASES = {
@@ -110,7 +125,9 @@ CASES = {
     "3": Case(engine=DEEPSPEED, stage=3),
     "3 sgd": Case(engine=DEEPSPEED, stage=3, training=SGD),
     "3 staged": Case(engine=DEEPSPEED, stage=3, training=STAGED),
-    "3 staged fp16 on host": Case(engine=DEEPSPEED, stage=3, training=STAGED, fields=FP16 | ALL_ON_HOST),
+    "3 staged fp16 on host": Case(
+        engine=DEEPSPEED, stage=3, training=STAGED, fields=FP16 | ALL_ON_HOST
+    ),
     "3 fp16 on host": Case(engine=DEEPSPEED, stage=3, fields=FP16 | ALL_ON_HOST),
     "2 dropout": Case(engine=DEEPSPEED, stage=2, model=DROPOUT),
     "3 dropout": Case(engine=DEEPSPEED, stage=3, model=DROPOUT),
@@ -127,7 +144,9 @@ REFERENCES = {
 
 def _reference(name: str) -> str:
     case = CASES[name]
-    return next(r for r, c in REFERENCES.items() if (c.training, c.model) == (case.training, case.model))
+    return next(
+        r for r, c in REFERENCES.items() if (c.training, c.model) == (case.training, case.model)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +165,9 @@ def _legs(home: Path, text: tuple[str, ...], job: str, case: Case) -> list[Train
     trainings = [dataclasses.replace(case.training, max_steps=end) for end in ends]
     files = str(home / "nvme")
     return [
-        gang.training_run(home, job, case.plan, text, model=case.model, training=training, nvme_folder=files)
+        gang.training_run(
+            home, job, case.plan, text, model=case.model, training=training, nvme_folder=files
+        )
         for training in trainings
     ]
 
@@ -162,7 +183,9 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Found]:
 
     @functools.cache
     def run(few: bool) -> Found:
-        return _run(tmp_path_factory.mktemp("home"), [name for name in CASES if (name in FEW) == few])
+        return _run(
+            tmp_path_factory.mktemp("home"), [name for name in CASES if (name in FEW) == few]
+        )
 
     return lambda name: run(name in FEW)
 
@@ -171,17 +194,29 @@ def _run(home: Path, names: Sequence[str]) -> Found:
     cases = {name: CASES[name] for name in names}
     text = gang.ragged_text(home)
     needed = {"fp16", *map(_reference, names)}
-    references = {name: _legs(home, text, f"reference {name}", REFERENCES[name]) for name in sorted(needed)}
+    references = {
+        name: _legs(home, text, f"reference {name}", REFERENCES[name]) for name in sorted(needed)
+    }
     fresh = {name: _legs(home, text, f"fresh {name}", case) for name, case in cases.items()}
-    resumed = {name: _legs(home, text, f"resumed {name}", case)[-1:] for name, case in cases.items()}
+    resumed = {
+        name: _legs(home, text, f"resumed {name}", case)[-1:] for name, case in cases.items()
+    }
     back = {
-        name: _legs(home, text, f"back {name}", REFERENCES["fp16" if "1 fp16" in name else _reference(name)])[-1:]
+        name: _legs(
+            home, text, f"back {name}", REFERENCES["fp16" if "1 fp16" in name else _reference(name)]
+        )[-1:]
         for name in cases
     }
     parts = [Part(run=run) for runs in (*references.values(), *fresh.values()) for run in runs]
     for name, case in cases.items():
-        origin = "fp16" if case.plan.precision is Precision.FP16 and not case.training.freeze else _reference(name)
-        parts.append(Part(run=resumed[name][0], start_from=_saved(home, f"reference {origin}", case)))
+        origin = (
+            "fp16"
+            if case.plan.precision is Precision.FP16 and not case.training.freeze
+            else _reference(name)
+        )
+        parts.append(
+            Part(run=resumed[name][0], start_from=_saved(home, f"reference {origin}", case))
+        )
         parts.append(Part(run=back[name][0], start_from=_saved(home, f"fresh {name}", case)))
     gang.launch(parts, timeout_s=600)
     return Found(references=references, fresh=fresh, resumed=resumed, back=back)
@@ -189,14 +224,22 @@ def _run(home: Path, names: Sequence[str]) -> Found:
 
 def _plans() -> Iterator[Plan]:
     """Every plan of the DeepSpeed engine that offloads to host memory at most."""
-    for stage, offload, precision, accumulation in itertools.product(ZeroStage, Offload, Precision, (1, 4)):
+    for stage, offload, precision, accumulation in itertools.product(
+        ZeroStage, Offload, Precision, (1, 4)
+    ):
         with contextlib.suppress(IllegalPlan):
             fields: dict[str, Any] = {
                 "offload": offload,
                 "precision": precision,
                 "gradient_accumulation_steps": accumulation,
             }
-            yield Plan(engine=DEEPSPEED, layout=ParallelLayout(dp=2), zero_stage=stage, micro_batch_size=3, **fields)
+            yield Plan(
+                engine=DEEPSPEED,
+                layout=ParallelLayout(dp=2),
+                zero_stage=stage,
+                micro_batch_size=3,
+                **fields,
+            )
 
 
 def _in_common(left: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -216,14 +259,20 @@ def test_a_scripts_deepspeed_file_agrees_with_our_engines(device: str) -> None:
         config = settings(plan, gang.TRAINING, torch.device(device))
         theirs = deepspeed_config(plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu")
         if plan.zero_stage is ZeroStage.NONE:
-            assert config.pop("gradient_clipping") == 0.0  # there the engine clips by itself, to tell the norm
+            assert (
+                config.pop("gradient_clipping") == 0.0
+            )  # there the engine clips by itself, to tell the norm
         common = list(_in_common(config, theirs))
         assert len(common) >= 9
-        assert [(key, mine) for key, mine, _ in common] == [(key, its) for key, _, its in common], plan
+        assert [(key, mine) for key, mine, _ in common] == [(key, its) for key, _, its in common], (
+            plan
+        )
 
 
 def test_a_script_scales_its_losses_as_our_engines_do() -> None:
-    plan = Plan(engine=Engine.SCRIPT, micro_batch_size=1, zero_stage=ZeroStage(2), precision=Precision.FP16)
+    plan = Plan(
+        engine=Engine.SCRIPT, micro_batch_size=1, zero_stage=ZeroStage(2), precision=Precision.FP16
+    )
     scaling = deepspeed_config(plan, clip_norm=1.0)["fp16"]
     assert 2.0 ** scaling["initial_scale_power"] == loss_scale.INITIAL
     assert scaling["loss_scale_window"] == loss_scale.GROWTH_INTERVAL
@@ -242,11 +291,15 @@ of_every_case = pytest.mark.parametrize(
 def test_every_case_trains_as_plain_ddp_does(runs_of: Callable[[str], Found], name: str) -> None:
     expected = _curve(runs_of(name).references[_reference(name)])
     assert len(expected) == SHORT.max_steps
-    assert _curve(runs_of(name).fresh[name]) == pytest.approx(expected, abs=CASES[name].tolerance, rel=0)
+    assert _curve(runs_of(name).fresh[name]) == pytest.approx(
+        expected, abs=CASES[name].tolerance, rel=0
+    )
 
 
 @of_every_case
-def test_a_training_hops_from_ddp_to_every_case_and_back(runs_of: Callable[[str], Found], name: str) -> None:
+def test_a_training_hops_from_ddp_to_every_case_and_back(
+    runs_of: Callable[[str], Found], name: str
+) -> None:
     expected = _curve(runs_of(name).references[_reference(name)])
     for runs in (runs_of(name).resumed[name], runs_of(name).back[name]):
         curve = _curve(runs)
@@ -288,23 +341,32 @@ def _with_scale(home: Path, scale: float) -> Path:
     old = JobFolder(home, "first").checkpoints / "step-00000001"
     metadata = FileSystemReader(old).read_metadata().state_dict_metadata
     state = {
-        name: torch.empty(entry.size) for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)
+        name: torch.empty(entry.size)
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     checkpoint.load(old, state)
     assert state[loss_scale.STATE].tolist() == [loss_scale.INITIAL, 1.0]
     state[loss_scale.STATE][0] = scale
     new = home / old.name
-    checkpoint_folder.write_manifest(new, checkpoint.save(new, state, Cursor(step=1, samples=GLOBAL_BATCH)))
+    checkpoint_folder.write_manifest(
+        new, checkpoint.save(new, state, Cursor(step=1, samples=GLOBAL_BATCH))
+    )
     return new
 
 
 def _in_files(home: Path, job: str, **changes: Any) -> TrainingRun:
     case = Case(engine=DEEPSPEED, stage=3, fields=ALL_ON_HOST | FILES)
-    return gang.training_run(home, job, case.plan, (), **{"nvme_folder": str(home / "nvme"), **changes})
+    return gang.training_run(
+        home, job, case.plan, (), **{"nvme_folder": str(home / "nvme"), **changes}
+    )
 
 
 def test_offload_to_files_needs_an_existing_folder(tmp_path: Path) -> None:
-    for folder, message in ((None, "needs a folder"), (str(tmp_path / "nvme"), "needs a writable folder")):
+    for folder, message in (
+        (None, "needs a folder"),
+        (str(tmp_path / "nvme"), "needs a writable folder"),
+    ):
         with pytest.raises(SpecError, match=message):
             deepspeed_nvme.swap_folder(_in_files(tmp_path, "a", nvme_folder=folder))
 
@@ -314,7 +376,9 @@ def test_a_missing_requirement_of_offload_to_files_is_named_with_its_remedy(tmp_
     assert problem is not None
     if "is not compiled" not in problem:
         pytest.skip(problem)
-    assert f"TORCH_EXTENSIONS_DIR={tmp_path} {sys.executable} -m {deepspeed_nvme.__name__}" in problem
+    assert (
+        f"TORCH_EXTENSIONS_DIR={tmp_path} {sys.executable} -m {deepspeed_nvme.__name__}" in problem
+    )
 
 
 def test_older_attempts_leave_no_swap_files_behind(tmp_path: Path) -> None:
@@ -341,9 +405,17 @@ def test_offload_to_files_does_not_change_a_training(tmp_path: Path) -> None:
             tmp_path,
             text,
             f"{number} {where}",
-            Case(engine=DEEPSPEED, stage=3, training=short, model=LARGE, fields=precision | offload | target),
+            Case(
+                engine=DEEPSPEED,
+                stage=3,
+                training=short,
+                model=LARGE,
+                fields=precision | offload | target,
+            ),
         )
-        for number, (precision, offload) in enumerate(itertools.product(({}, BF16), (ON_HOST, ALL_ON_HOST)))
+        for number, (precision, offload) in enumerate(
+            itertools.product(({}, BF16), (ON_HOST, ALL_ON_HOST))
+        )
         for where, target in (("memory", {}), ("files", FILES))
     }
     gang.launch([Part(run=run) for legs in runs.values() for run in legs])
@@ -369,12 +441,17 @@ def test_a_training_hops_from_ddp_to_files_and_back(tmp_path: Path) -> None:
     back = [_legs(tmp_path, text, f"back {number}", ddp)[-1] for number in range(len(cases))]
     parts = [Part(run=run) for run in (*reference, *itertools.chain(*fresh))]
     parts += [Part(run=run, start_from=_saved(tmp_path, "ddp", ddp)) for run in resumed]
-    parts += [Part(run=run, start_from=_saved(tmp_path, f"fresh {n}", cases[n])) for n, run in enumerate(back)]
+    parts += [
+        Part(run=run, start_from=_saved(tmp_path, f"fresh {n}", cases[n]))
+        for n, run in enumerate(back)
+    ]
     gang.launch(parts)
     expected = _curve(reference)
     for runs in (*fresh, *([run] for run in (*resumed, *back))):
         curve = _curve(runs)
-        assert curve == pytest.approx({step: expected[step] for step in curve}, abs=FP32_TOLERANCE, rel=0)
+        assert curve == pytest.approx(
+            {step: expected[step] for step in curve}, abs=FP32_TOLERANCE, rel=0
+        )
         assert SHORT.max_steps in curve
     swapped = {path.parts[-3] for path in (tmp_path / "nvme").rglob("*.swp")}
     assert swapped == {"optimizer", "float32params"}

@@ -28,7 +28,13 @@ ARITHMETICS = {
     "cast": Arithmetic(precision=Precision.BF16, autocast=False),
     "autocast": Arithmetic(precision=Precision.BF16, autocast=True),
 }
-GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 512,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+}
 
 
 class Rows:
@@ -52,11 +58,17 @@ def build(_config: dict[str, Any]) -> Recipe:
     """The traced factory: successive blocks; the first one's input is a product."""
     blocks = [block() for _ in range(LAYERS)]
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
-    return Recipe(module=module, loss_sum=lambda it, rows: it(*rows).sum(), dataset=Rows(), layers=blocks)
+    return Recipe(
+        module=module, loss_sum=lambda it, rows: it(*rows).sum(), dataset=Rows(), layers=blocks
+    )
 
 
 def trace_profiles(model: ModelSpec, *arithmetics: Arithmetic) -> list[ModelProfile]:
-    fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": LENGTH}
+    fields: dict[str, Any] = {
+        "training": TrainingSpec(),
+        "family": "model",
+        "sequence_length": LENGTH,
+    }
     return profiles(Request(model=model, arithmetics=arithmetics, **fields))
 
 
@@ -84,11 +96,17 @@ def size(tensors: list[Tensor]) -> int:
 
 def autograd_bytes(arithmetic: Arithmetic) -> int:
     """Return the bytes of a further row in a block that calls torch.native_dropout by name."""
-    dtype = torch.bfloat16 if arithmetic.precision is Precision.BF16 and not arithmetic.autocast else torch.float32
+    dtype = (
+        torch.bfloat16
+        if arithmetic.precision is Precision.BF16 and not arithmetic.autocast
+        else torch.float32
+    )
     first, _, last = module = block().to(dtype)
 
     def bytes_of(rows: int) -> int:
-        inputs = torch.ones(rows, WIDTH, dtype=torch.bfloat16 if arithmetic.autocast else dtype, requires_grad=True)
+        inputs = torch.ones(
+            rows, WIDTH, dtype=torch.bfloat16 if arithmetic.autocast else dtype, requires_grad=True
+        )
 
         def forward() -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=arithmetic.autocast):
@@ -102,9 +120,12 @@ def autograd_bytes(arithmetic: Arithmetic) -> int:
 @pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
 def test_a_trace_as_on_cuda_saves_the_tensors_of_the_fused_kernel(arithmetic: Arithmetic) -> None:
     model = ModelSpec(factory=f"{__file__}:build", config={})
-    on_cpu, on_cuda = trace_profiles(model, as_on(arithmetic, cuda=False), as_on(arithmetic, cuda=True))
+    on_cpu, on_cuda = trace_profiles(
+        model, as_on(arithmetic, cuda=False), as_on(arithmetic, cuda=True)
+    )
     (before,), (after,) = (
-        [part.saved_bytes for part in profile.segments if part.count > 1] for profile in (on_cpu, on_cuda)
+        [part.saved_bytes for part in profile.segments if part.count > 1]
+        for profile in (on_cpu, on_cuda)
     )
     width = 4 if arithmetic.precision is Precision.FP32 else 2
     assert after == autograd_bytes(arithmetic)
@@ -118,7 +139,10 @@ def test_the_closed_form_of_a_decoder_saves_what_its_trace_does(name: str, cuda:
     decoder, how = DecoderSpec(**sizes, num_attention_heads=4, dropout=P), ARITHMETICS[name]
     (trace,) = trace_profiles(ModelSpec(decoder=decoder), as_on(how, cuda=cuda))
     closed_form = decoder_profile(decoder, "model", how.precision, LENGTH, 1, how.autocast, cuda)
-    of_layers = [[part.saved_bytes for part in profile.segments if part.count > 1] for profile in (trace, closed_form)]
+    of_layers = [
+        [part.saved_bytes for part in profile.segments if part.count > 1]
+        for profile in (trace, closed_form)
+    ]
     assert of_layers[0] == of_layers[1]
 
 
@@ -141,7 +165,9 @@ def test_dropout_allocates_result_mask_and_gradient_only() -> None:
     assert [size for size in on_cpu.sizes if size > 8] == [4096] * 4
     assert on_cpu.peak_bytes - on_cuda.peak_bytes == 3072
     mask, gradient = on_cuda.sizes.index(1024), len(on_cuda.sizes) - 1
-    assert on_cuda.requests.index(gradient) < on_cuda.requests.index(-mask - 1), "it is read where the gradient is made"
+    assert on_cuda.requests.index(gradient) < on_cuda.requests.index(-mask - 1), (
+        "it is read where the gradient is made"
+    )
 
 
 NOT_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -163,7 +189,10 @@ def test_dropout_without_a_cuda_kernel_saves_the_same_on_cpu_and_cuda(kind: str)
     inputs = torch.ones(3, 5, 7, requires_grad=True)
 
     def saved() -> list[tuple[torch.dtype, torch.Size]]:
-        return [(tensor.dtype, tensor.shape) for tensor in saved_tensors_of(lambda: NOT_FUSED[kind](inputs))]
+        return [
+            (tensor.dtype, tensor.shape)
+            for tensor in saved_tensors_of(lambda: NOT_FUSED[kind](inputs))
+        ]
 
     on_cpu = saved()
     with as_on_cuda():
@@ -177,20 +206,28 @@ def test_outside_the_context_dropout_is_the_cpus() -> None:
         inside = functional.dropout(inputs, P)
     assert inside.grad_fn is not None
     assert inside.grad_fn.name() == "NativeDropoutBackward0"
-    assert [tensor.dtype for tensor in saved_tensors_of(lambda: functional.dropout(inputs, P))] == [torch.float32]
+    assert [tensor.dtype for tensor in saved_tensors_of(lambda: functional.dropout(inputs, P))] == [
+        torch.float32
+    ]
 
 
 def test_attention_saves_seeds_in_fused_kernels_and_byte_masks_beside_scores() -> None:
     shape, scores = (2, 3, LENGTH, 8), torch.Size((2, 3, LENGTH, LENGTH))
     with FakeTensorMode(), as_on_cuda():
         q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
-        kernel = saved_tensors_of(lambda: functional.scaled_dot_product_attention(q, k, v, dropout_p=P), but=(q, k, v))
-        matrices = saved_tensors_of(lambda: torch.ops.aten._scaled_dot_product_attention_math(q, k, v, dropout_p=P)[0])
+        kernel = saved_tensors_of(
+            lambda: functional.scaled_dot_product_attention(q, k, v, dropout_p=P), but=(q, k, v)
+        )
+        matrices = saved_tensors_of(
+            lambda: torch.ops.aten._scaled_dot_product_attention_math(q, k, v, dropout_p=P)[0]
+        )
     out, log_sum_exp, seed, offset = sorted(kernel, key=lambda tensor: -tensor.numel())
     assert (out.shape, log_sum_exp.shape) == (shape, shape[:-1])
     assert [(tensor.dtype, tensor.numel()) for tensor in (seed, offset)] == [(torch.int64, 1)] * 2
     whole = [tensor.dtype for tensor in matrices if tensor.numel() == scores.numel()]
-    assert sorted(whole, key=str) == [torch.bool, torch.float32, torch.float32], "mask, softmax, what was not dropped"
+    assert sorted(whole, key=str) == [torch.bool, torch.float32, torch.float32], (
+        "mask, softmax, what was not dropped"
+    )
 
 
 @pytest.mark.long
@@ -202,7 +239,10 @@ def test_on_cuda_a_gpt2_saves_no_scores_and_one_byte_per_mask_element(name: str)
 
     def spared_bytes(**dropout: float) -> int:
         on_cpu, on_cuda = trace_profiles(ModelSpec(hf=GPT2 | {"embd_pdrop": 0.0} | dropout), *kinds)
-        of_layers = [[part.saved_bytes for part in profile.segments if part.count > 1] for profile in (on_cpu, on_cuda)]
+        of_layers = [
+            [part.saved_bytes for part in profile.segments if part.count > 1]
+            for profile in (on_cpu, on_cuda)
+        ]
         ((before,), (after,)) = of_layers
         return before - after
 

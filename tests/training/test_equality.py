@@ -22,7 +22,8 @@ from orchestrator.specs.choices import (
     Optimizer,
     Precision,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -52,7 +53,10 @@ BF16, FP16 = Precision.BF16, Precision.FP16
 STAGED = dataclasses.replace(
     HOPPING,
     max_steps=12,
-    freeze=(Freeze(parameters="layers.0.*", until_step=3), Freeze(parameters="*embed_tokens*", until_step=7)),
+    freeze=(
+        Freeze(parameters="layers.0.*", until_step=3),
+        Freeze(parameters="*embed_tokens*", until_step=7),
+    ),
 )
 
 # What the hops below do not have; one of every other kind is long.
@@ -92,7 +96,9 @@ RARE = {
         plan(TORCH, 2, tp=2, cuts=4, activation_checkpointing=SELECTIVE),
         plan(TORCH, 2, pp=2, cuts=4, precision=FP16),
         plan(TORCH, 0, cp=2, cuts=4, activation_checkpointing=FULL),
-        plan(TORCH, 2, cp=2, cuts=4, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1),
+        plan(
+            TORCH, 2, cp=2, cuts=4, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1
+        ),
         plan(TORCH, 3, cp=2, cuts=8, precision=BF16),
         plan(TORCH, 0, cp=2, cuts=4, precision=BF16, activation_checkpointing=SELECTIVE),
         plan(TORCH, 2, cp=2, cuts=8, precision=FP16),
@@ -106,8 +112,25 @@ RARE = {
         plan(TORCH, 0, dp=2, pp=2, cuts=4, pipeline_stages_per_rank=2),
         plan(TORCH, 0, pp=4, cuts=4, last_stage_layers=1),
         plan(TORCH, 2, dp=2, pp=2, cuts=2, first_stage_layers=5, last_stage_layers=3),
-        plan(TORCH, 0, dp=2, pp=2, cuts=2, pipeline_stages_per_rank=2, first_stage_layers=3, last_stage_layers=1),
-        plan(TORCH, 2, dp=2, pp=2, cuts=2, pipeline_stages_per_rank=2, activation_checkpointing=SELECTIVE),
+        plan(
+            TORCH,
+            0,
+            dp=2,
+            pp=2,
+            cuts=2,
+            pipeline_stages_per_rank=2,
+            first_stage_layers=3,
+            last_stage_layers=1,
+        ),
+        plan(
+            TORCH,
+            2,
+            dp=2,
+            pp=2,
+            cuts=2,
+            pipeline_stages_per_rank=2,
+            activation_checkpointing=SELECTIVE,
+        ),
         plan(TORCH, 0, tp=2, pp=2, cuts=2, pipeline_stages_per_rank=2),
         plan(TORCH, 3, dp=2, cp=2, cuts=2),
         plan(TORCH, 0, dp=2, cp=2, cuts=2, activation_checkpointing=FULL),
@@ -126,7 +149,9 @@ RARE = {
 
 
 @pytest.mark.parametrize("kinds", [COVERING, pytest.param(ALSO_COVERING, marks=pytest.mark.long)])
-def test_every_kind_of_plan_gives_the_losses_of_one_process(tmp_path: Path, kinds: tuple[Plan, ...]) -> None:
+def test_every_kind_of_plan_gives_the_losses_of_one_process(
+    tmp_path: Path, kinds: tuple[Plan, ...]
+) -> None:
     curves = losses(tmp_path, [ONE_PROCESS, *kinds])
     expected = curves.pop(ONE_PROCESS)
     assert expected[SHORT.max_steps] < expected[1] - 0.2  # else equal curves would say little
@@ -138,20 +163,33 @@ def test_every_kind_of_plan_gives_the_losses_of_one_process(tmp_path: Path, kind
 @pytest.mark.parametrize("ranks", RARE)
 def test_rare_kinds_of_plans_give_the_losses_of_one_process(tmp_path: Path, ranks: int) -> None:
     decoder = dataclasses.replace(SHALLOW, num_hidden_layers=8)
-    curves = losses(tmp_path, [ONE_PROCESS, *RARE[ranks]], decoder=decoder, training=TRAINING, timeout_s=3000)
+    curves = losses(
+        tmp_path, [ONE_PROCESS, *RARE[ranks]], decoder=decoder, training=TRAINING, timeout_s=3000
+    )
     expected = curves.pop(ONE_PROCESS)
     check(curves, expected)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.long)]
+)
 def test_tokens_that_ranks_cannot_share_evenly_give_the_losses_of_one_process(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:
     text, odd = gang.ragged_text(tmp_path), SEQUENCE_LENGTH - 1
     runs = [
-        decoder_run(tmp_path, name, dataclasses.replace(case, sequence_length=odd), text, sequence_length=odd)
-        for name, case in (("one", plan(TORCH, 0, cuts=8)), ("several", plan(TORCH, 0, cuts=8, **layout)))
+        decoder_run(
+            tmp_path,
+            name,
+            dataclasses.replace(case, sequence_length=odd),
+            text,
+            sequence_length=odd,
+        )
+        for name, case in (
+            ("one", plan(TORCH, 0, cuts=8)),
+            ("several", plan(TORCH, 0, cuts=8, **layout)),
+        )
     ]
     for run in runs:
         gang.launch([gang.Part(run=run)])
@@ -180,7 +218,10 @@ def test_compiled_layers_give_the_losses_of_layers_that_are_not(tmp_path: Path) 
 @pytest.mark.parametrize(
     "freeze",
     [
-        (Freeze(parameters="embed*", until_step=3), Freeze(parameters="layers.[01].*", until_step=5)),
+        (
+            Freeze(parameters="embed*", until_step=3),
+            Freeze(parameters="layers.[01].*", until_step=5),
+        ),
         tuple(Freeze(parameters=name) for name in ("layers.[23].*", "norm*", "lm_head*")),
     ],
 )
@@ -199,13 +240,19 @@ def test_stages_that_train_nothing_at_first_or_at_all_change_nothing(
 @pytest.mark.long
 @pytest.mark.timeout(10800)  # 327 plans on 8 ranks, 15 s each on two idle cores (2026-11-26)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(tmp_path: Path, ranks: int) -> None:
+def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(
+    tmp_path: Path, ranks: int
+) -> None:
     emitted = emitted_plans(ranks, Precision.FP32)
     assert len(emitted) > 80
     for precision in (BF16, FP16) if ranks <= 2 else (BF16,):
         emitted += one_of_each_strategy(emitted_plans(ranks, precision))
     for layers, stages in ((4, range(5)), (8, range(5, 9))):
-        chosen = [option for option in emitted if option.layout.pp * option.pipeline_stages_per_rank in stages]
+        chosen = [
+            option
+            for option in emitted
+            if option.layout.pp * option.pipeline_stages_per_rank in stages
+        ]
         if chosen:
             decoder = dataclasses.replace(DECODER, num_hidden_layers=layers)
             home, every = tmp_path / f"{layers}-layers", [ONE_PROCESS, *chosen]
@@ -237,7 +284,9 @@ ALSO_IN_BACKWARD = (
 def test_updates_in_the_backward_pass_give_the_losses_of_one_process(
     tmp_path: Path, optimizer: Optimizer, inside: tuple[Plan, ...]
 ) -> None:
-    training = dataclasses.replace(TRAINING if inside != IN_BACKWARD else SHORT, clip_norm=None, optimizer=optimizer)
+    training = dataclasses.replace(
+        TRAINING if inside != IN_BACKWARD else SHORT, clip_norm=None, optimizer=optimizer
+    )
     curves = losses(tmp_path, [ONE_PROCESS, *inside], training=training)
     expected = curves.pop(ONE_PROCESS)
     assert expected[training.max_steps] < expected[1] - 0.2
@@ -245,7 +294,9 @@ def test_updates_in_the_backward_pass_give_the_losses_of_one_process(
 
 
 UNCLIPPED = dataclasses.replace(SHORT, clip_norm=None, learning_rate=TRAINING.learning_rate)
-BLOCKS = dataclasses.replace(DECODER, hidden_size=128, intermediate_size=128, num_hidden_layers=2)  # whole ones each
+BLOCKS = dataclasses.replace(
+    DECODER, hidden_size=128, intermediate_size=128, num_hidden_layers=2
+)  # whole ones each
 EIGHT_BIT = functools.partial(plan, TORCH, optimizer=Optimizer.ADAMW_8BIT)
 ROUNDED = functools.partial(EIGHT_BIT, precision=BF16, master_weights=MasterWeights.BF16)
 
@@ -262,12 +313,23 @@ class InBlocks:
 
     @property
     def within(self) -> list[Plan]:
-        return [dataclasses.replace(late_plan, optimizer_in_backward=True) for late_plan in self.at_the_end]
+        return [
+            dataclasses.replace(late_plan, optimizer_in_backward=True)
+            for late_plan in self.at_the_end
+        ]
 
     @property
     def all(self) -> list[Plan]:
         alone = (ONE_PROCESS, EIGHT_BIT(0), EIGHT_BIT(0, precision=BF16))
-        every = (*alone, *self.same, *self.other, *self.sharded, *self.rounded, *self.at_the_end, *self.within)
+        every = (
+            *alone,
+            *self.same,
+            *self.other,
+            *self.sharded,
+            *self.rounded,
+            *self.at_the_end,
+            *self.within,
+        )
         return list(dict.fromkeys(every))
 
 
@@ -300,10 +362,16 @@ MORE = InBlocks(
 
 @pytest.mark.long
 @pytest.mark.parametrize("plans", [FEW, pytest.param(MORE, marks=pytest.mark.long)])
-def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(tmp_path: Path, plans: InBlocks) -> None:
+def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(
+    tmp_path: Path, plans: InBlocks
+) -> None:
     """Losses are equal to rounding where blocks are equal. An update is rounded alike within the backward pass."""
     curves = losses(tmp_path, plans.all, training=UNCLIPPED, decoder=BLOCKS)
-    in_32_bits, expected, in_bf16 = curves[ONE_PROCESS], curves[EIGHT_BIT(0)], curves[EIGHT_BIT(0, precision=BF16)]
+    in_32_bits, expected, in_bf16 = (
+        curves[ONE_PROCESS],
+        curves[EIGHT_BIT(0)],
+        curves[EIGHT_BIT(0, precision=BF16)],
+    )
     check({same_plan: curves[same_plan] for same_plan in plans.same}, expected)
     for case in plans.other:
         assert curves[case] == pytest.approx(expected, abs=2e-3, rel=0), in_short(case)
@@ -315,7 +383,9 @@ def test_moments_in_8_bits_and_weights_in_bf16_give_the_losses_of_one_process(tm
         assert curves[case] == pytest.approx(expected, abs=5e-3, rel=0), in_short(case)
         assert curves[case] != pytest.approx(expected, abs=2e-5, rel=0), "nothing was rounded"
     for case, same in zip(plans.at_the_end, plans.within, strict=True):
-        assert curves[same] == pytest.approx(curves[case], abs=TOLERANCE[Precision.FP32], rel=0), in_short(case)
+        assert curves[same] == pytest.approx(curves[case], abs=TOLERANCE[Precision.FP32], rel=0), (
+            in_short(case)
+        )
 
 
 @pytest.mark.long
@@ -323,8 +393,12 @@ def test_ranks_that_hold_one_weight_in_bf16_round_it_alike(tmp_path: Path) -> No
     """Data-parallel copies, and an embedding that is the head of the last pipeline stage, too."""
     text = gang.ragged_text(tmp_path)
     paths = []
-    for number, copied_plan in enumerate((ROUNDED(0, dp=2, cuts=2), ROUNDED(0, pp=2, cuts=4), ROUNDED(0, tp=2))):
-        run = decoder_run(tmp_path, f"copies-{number}", copied_plan, text, decoder=BLOCKS, training=UNCLIPPED)
+    for number, copied_plan in enumerate(
+        (ROUNDED(0, dp=2, cuts=2), ROUNDED(0, pp=2, cuts=4), ROUNDED(0, tp=2))
+    ):
+        run = decoder_run(
+            tmp_path, f"copies-{number}", copied_plan, text, decoder=BLOCKS, training=UNCLIPPED
+        )
         paths.append(str(AttemptFolder(run.attempt_folder).run))
     assert gang.finish(start_ranks("tests.training.copies", paths, 2)) == [0, 0]
 
@@ -342,7 +416,9 @@ DROPPING_OVER_FOUR = (
 )
 
 
-@pytest.mark.parametrize("dropping", [DROPPING_OVER_TWO, pytest.param(DROPPING_OVER_FOUR, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "dropping", [DROPPING_OVER_TWO, pytest.param(DROPPING_OVER_FOUR, marks=pytest.mark.long)]
+)
 def test_dropout_is_the_same_wherever_the_micro_batch_has_the_same_size(
     dropping: tuple[Plan, ...], tmp_path: Path
 ) -> None:
@@ -353,7 +429,9 @@ def test_dropout_is_the_same_wherever_the_micro_batch_has_the_same_size(
     expected = curves.pop(reference)
     other = curves.pop(ONE_PROCESS)
     check(curves, expected)
-    assert other != pytest.approx(expected, abs=1e-4)  # whole batches draw other masks: dropout is really on
+    assert other != pytest.approx(
+        expected, abs=1e-4
+    )  # whole batches draw other masks: dropout is really on
 
 
 # Every strategy, at 1, 2, 4 and 8 ranks; legs at the same number of ranks share a launch.
@@ -413,7 +491,9 @@ ROUNDED_CHAIN = (
 )
 
 
-def test_a_training_hops_over_the_engines_of_two_ranks_and_its_curve_stays_the_same(tmp_path: Path) -> None:
+def test_a_training_hops_over_the_engines_of_two_ranks_and_its_curve_stays_the_same(
+    tmp_path: Path,
+) -> None:
     """Plans also change to and from updates in the backward pass, which cannot clip, and to other layers in stages."""
     chain, expected = hop(tmp_path, SHORT_CHAIN, dataclasses.replace(HOPPING, clip_norm=None))
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
@@ -421,7 +501,8 @@ def test_a_training_hops_over_the_engines_of_two_ranks_and_its_curve_stays_the_s
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("legs", "tolerance"), [(QUANTISED_CHAIN, 2e-3), pytest.param(ROUNDED_CHAIN, 5e-3, marks=pytest.mark.long)]
+    ("legs", "tolerance"),
+    [(QUANTISED_CHAIN, 2e-3), pytest.param(ROUNDED_CHAIN, 5e-3, marks=pytest.mark.long)],
 )
 def test_a_training_hops_in_and_out_of_moments_in_8_bits_and_weights_in_bf16(
     tmp_path: Path, legs: tuple[Plan, ...], tolerance: float
@@ -434,7 +515,9 @@ def test_a_training_hops_in_and_out_of_moments_in_8_bits_and_weights_in_bf16(
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_training_hops_over_every_strategy_at_1_2_4_and_8_ranks_and_its_curve_stays_the_same(tmp_path: Path) -> None:
+def test_a_training_hops_over_every_strategy_at_1_2_4_and_8_ranks_and_its_curve_stays_the_same(
+    tmp_path: Path,
+) -> None:
     assert {leg.world_size for leg in CHAIN} == {1, 2, 4, 8}
     chain, expected = hop(tmp_path, CHAIN, HOPPING, decoder=DECODER)
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
@@ -442,22 +525,30 @@ def test_a_training_hops_over_every_strategy_at_1_2_4_and_8_ranks_and_its_curve_
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_staged_training_hops_over_every_strategy_and_its_curve_stays_the_same(tmp_path: Path) -> None:
+def test_a_staged_training_hops_over_every_strategy_and_its_curve_stays_the_same(
+    tmp_path: Path,
+) -> None:
     chain, expected = hop(tmp_path, CHAIN[2:14], STAGED, decoder=DECODER)
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
-    plain = hop(tmp_path / "plain", CHAIN[:1], dataclasses.replace(STAGED, freeze=()), decoder=DECODER)[1]
+    plain = hop(
+        tmp_path / "plain", CHAIN[:1], dataclasses.replace(STAGED, freeze=()), decoder=DECODER
+    )[1]
     assert plain != pytest.approx(expected, abs=1e-3)  # freezing is another training
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_adapters_hop_over_every_strategy_that_takes_them_and_their_curve_stays_the_same(tmp_path: Path) -> None:
+def test_adapters_hop_over_every_strategy_that_takes_them_and_their_curve_stays_the_same(
+    tmp_path: Path,
+) -> None:
     folder = tiny_hf.folder(tmp_path, "llama")
     lora = ModelSpec(hf=str(folder), lora=LoraSpec(rank=4, alpha=8.0))
 
     def model(run: TrainingRun, seed: int) -> ModelSpec:
         config = {"run": dataclasses.asdict(dataclasses.replace(run, model=lora)), "seed": seed}
-        return ModelSpec(factory=f"{Path(__file__).with_name('seeded_lora.py')}:build", config=config)
+        return ModelSpec(
+            factory=f"{Path(__file__).with_name('seeded_lora.py')}:build", config=config
+        )
 
     legs = [leg for leg in CHAIN if leg.layout.tp == leg.layout.pp == 1]
     assert len(legs) >= 12
@@ -488,7 +579,9 @@ def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
     )
     emitted: dict[Plan, None] = {}
     for nodes in (1, 2) if ranks > 1 else (1,):
-        hardware = Hardware(device=device, devices_per_node=ranks // nodes, nodes=nodes, network_bandwidth=10**9)
+        hardware = Hardware(
+            device=device, devices_per_node=ranks // nodes, nodes=nodes, network_bandwidth=10**9
+        )
         emitted |= dict.fromkeys(plans(spec, hardware))
     return list(emitted)
 
@@ -499,6 +592,8 @@ def one_of_each_strategy(emitted: Iterable[Plan]) -> list[Plan]:
     for option in emitted:
         share = GLOBAL_BATCH // option.layout.dp
         micro = dataclasses.replace(option, micro_batch_size=1, gradient_accumulation_steps=share)
-        alike = dataclasses.replace(micro, activation_checkpointing=FULL, full_checkpointing_layers=0)
+        alike = dataclasses.replace(
+            micro, activation_checkpointing=FULL, full_checkpointing_layers=0
+        )
         groups.setdefault(alike, []).append(option)
     return [group[number % len(group)] for number, group in enumerate(groups.values())]

@@ -80,15 +80,24 @@ def model_of(family: str) -> ModelSpec:
 # Each with a family; of 4 ranks with ep=2 two have the same experts, and with ep=4 each has one.
 PLANS: dict[str, tuple[str, Plan]] = {
     "stage 3": ("mixtral", plan(dp=2, ep=2)),
-    "stage 2 selective": ("qwen2_moe", plan(dp=2, ep=2, stage=2, micro=4, activation_checkpointing=SELECTIVE)),
+    "stage 2 selective": (
+        "qwen2_moe",
+        plan(dp=2, ep=2, stage=2, micro=4, activation_checkpointing=SELECTIVE),
+    ),
 }
 LONG: dict[int, dict[str, tuple[str, Plan]]] = {
     2: {
         "full": ("qwen3_moe", plan(dp=2, ep=2, micro=1, activation_checkpointing=FULL)),
         "bf16": ("mixtral", plan(dp=2, ep=2, precision=Precision.BF16)),
-        "bf16 full": ("qwen2_moe", plan(dp=2, ep=2, stage=2, precision=Precision.BF16, activation_checkpointing=FULL)),
+        "bf16 full": (
+            "qwen2_moe",
+            plan(dp=2, ep=2, stage=2, precision=Precision.BF16, activation_checkpointing=FULL),
+        ),
         "fp16": ("qwen3_moe", plan(dp=2, ep=2, precision=Precision.FP16)),
-        "moments in 8 bits": ("mixtral", plan(dp=2, ep=2, precision=Precision.BF16, optimizer=Optimizer.ADAMW_8BIT)),
+        "moments in 8 bits": (
+            "mixtral",
+            plan(dp=2, ep=2, precision=Precision.BF16, optimizer=Optimizer.ADAMW_8BIT),
+        ),
         "weights in bf16": (
             "mixtral",
             plan(
@@ -103,13 +112,22 @@ LONG: dict[int, dict[str, tuple[str, Plan]]] = {
             "mixtral",
             plan(dp=2, ep=2, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1),
         ),
-        "on host": ("mixtral", plan(dp=2, ep=2, activation_checkpointing=FULL, activation_offload=True)),
+        "on host": (
+            "mixtral",
+            plan(dp=2, ep=2, activation_checkpointing=FULL, activation_offload=True),
+        ),
     },
     4: {
-        "two have the same": ("mixtral", plan(dp=4, ep=2, micro=1, activation_checkpointing=SELECTIVE)),
+        "two have the same": (
+            "mixtral",
+            plan(dp=4, ep=2, micro=1, activation_checkpointing=SELECTIVE),
+        ),
         "one each": ("qwen3_moe", plan(dp=4, ep=4, stage=2, activation_checkpointing=FULL)),
         "stage 2": ("qwen2_moe", plan(dp=4, ep=2, stage=2)),
-        "bf16": ("mixtral", plan(dp=4, ep=2, micro=1, precision=Precision.BF16, activation_checkpointing=SELECTIVE)),
+        "bf16": (
+            "mixtral",
+            plan(dp=4, ep=2, micro=1, precision=Precision.BF16, activation_checkpointing=SELECTIVE),
+        ),
     },
     8: {
         "an expert on two": ("mixtral", plan(dp=8, ep=4, micro=1, activation_checkpointing=FULL)),
@@ -124,7 +142,9 @@ class World:
     def __init__(self, home: Path) -> None:
         self.home, self._text = home, gang.ragged_text(home)
         tiny_hf.tokenizer().save_pretrained(home / "tokenizer")
-        self.data = DataSpec(text=self._text, tokenizer=str(home / "tokenizer"), sequence_length=gang.SEQUENCE_LENGTH)
+        self.data = DataSpec(
+            text=self._text, tokenizer=str(home / "tokenizer"), sequence_length=gang.SEQUENCE_LENGTH
+        )
 
     @property
     def text_dataset(self) -> TextDataset:
@@ -138,7 +158,9 @@ class World:
 
     def differing(self, plans: dict[str, tuple[str, Plan]]) -> dict[str, float]:
         """Run each of the plans, and one process of its family; how far off those are that differ."""
-        alone = {family: self.run(f"one-{family}", family, plan(micro=8)) for family, _ in plans.values()}
+        alone = {
+            family: self.run(f"one-{family}", family, plan(micro=8)) for family, _ in plans.values()
+        }
         runs = {name: self.run(name, family, chosen) for name, (family, chosen) in plans.items()}
         every = [*alone.values(), *runs.values()]
         for ranks in sorted({run.plan.world_size for run in every}):
@@ -156,9 +178,16 @@ def _distance(run: TrainingRun, reference: TrainingRun) -> float:
     """The largest difference of their losses and, relative, of their gradients' norms."""
     steps, expected = gang.metrics(run), gang.metrics(reference)
     assert len(steps) == len(expected) == TRAINING.max_steps
-    of_norms = (abs(step["grad_norm"] / other["grad_norm"] - 1) for step, other in zip(steps, expected, strict=True))
-    off = max(abs(step["loss"] - other["loss"]) for step, other in zip(steps, expected, strict=True))
-    return max(off, max(of_norms) / 10 if run.plan.precision is Precision.FP32 else 0.0)  # relative ones are larger
+    of_norms = (
+        abs(step["grad_norm"] / other["grad_norm"] - 1)
+        for step, other in zip(steps, expected, strict=True)
+    )
+    off = max(
+        abs(step["loss"] - other["loss"]) for step, other in zip(steps, expected, strict=True)
+    )
+    return max(
+        off, max(of_norms) / 10 if run.plan.precision is Precision.FP32 else 0.0
+    )  # relative ones are larger
 
 
 @needs_torch_2_12
@@ -182,7 +211,9 @@ def test_a_rank_to_which_no_token_comes_trains_as_one_process(tmp_path: Path) ->
     model = ModelSpec(hf={"model_type": "mixtral", **MIXTURES["mixtral"], "num_experts_per_tok": 1})
     short = dataclasses.replace(world.data, sequence_length=2)
     single, two = (
-        dataclasses.replace(world.run(name, "mixtral", dataclasses.replace(chosen, sequence_length=2)), model=model)
+        dataclasses.replace(
+            world.run(name, "mixtral", dataclasses.replace(chosen, sequence_length=2)), model=model
+        )
         for name, chosen in (("one", plan(micro=8)), ("two", plan(dp=2, ep=2, micro=1)))
     )
     for run in (single, two):
@@ -196,11 +227,27 @@ def test_a_rank_to_which_no_token_comes_trains_as_one_process(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "legs",
     [
-        (plan(dp=2), plan(dp=2, ep=2), plan(micro=8), plan(dp=2, ep=2, stage=2, micro=4), plan(dp=2, stage=2)),
+        (
+            plan(dp=2),
+            plan(dp=2, ep=2),
+            plan(micro=8),
+            plan(dp=2, ep=2, stage=2, micro=4),
+            plan(dp=2, stage=2),
+        ),
         pytest.param(
             (
-                *(plan(dp=4, ep=4), plan(dp=4, ep=2, micro=1), plan(dp=4), plan(dp=2, ep=2, stage=2)),
-                *(plan(dp=8, ep=4, micro=1), plan(dp=8, ep=2, micro=1), plan(micro=8), plan(dp=4, ep=2, stage=2)),
+                *(
+                    plan(dp=4, ep=4),
+                    plan(dp=4, ep=2, micro=1),
+                    plan(dp=4),
+                    plan(dp=2, ep=2, stage=2),
+                ),
+                *(
+                    plan(dp=8, ep=4, micro=1),
+                    plan(dp=8, ep=2, micro=1),
+                    plan(micro=8),
+                    plan(dp=4, ep=2, stage=2),
+                ),
             ),
             marks=(pytest.mark.long, pytest.mark.timeout(1800)),
         ),
@@ -215,9 +262,13 @@ def test_a_training_hops_in_and_out_of_expert_parallelism_and_its_curve_stays_th
     def model(run: TrainingRun, seed: int) -> ModelSpec:
         run = dataclasses.replace(run, model=model_of("mixtral"), data=data)
         config = {"run": dataclasses.asdict(run), "seed": seed}
-        return ModelSpec(factory=f"{Path(__file__).with_name('seeded_lora.py')}:build", config=config)
+        return ModelSpec(
+            factory=f"{Path(__file__).with_name('seeded_lora.py')}:build", config=config
+        )
 
-    chain, expected = hop(tmp_path / "hops", legs, dataclasses.replace(HOPPING, max_steps=len(legs)), model)
+    chain, expected = hop(
+        tmp_path / "hops", legs, dataclasses.replace(HOPPING, max_steps=len(legs)), model
+    )
     assert chain == pytest.approx(expected, abs=FP32_TOLERANCE, rel=0)
 
 
@@ -242,7 +293,9 @@ def test_a_rank_starts_with_the_values_that_one_process_gives_its_experts(tmp_pa
     TorchEngine(recipe, run.plan, run.training, torch.device("cpu"), None)
     parameter: Any = recipe.module.get_parameter(name)
     assert parameter.shape == whole.shape
-    assert torch.equal(parameter.to_local(), whole[2:3])  # of the four experts ranks 1 and 3 have the last two
+    assert torch.equal(
+        parameter.to_local(), whole[2:3]
+    )  # of the four experts ranks 1 and 3 have the last two
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -261,7 +314,9 @@ def test_a_model_whose_experts_cannot_be_spread_is_refused(
     run = world.run("one", "mixtral", plan(dp=4, ep=degree))
     run = dataclasses.replace(run, model=ModelSpec(hf={"model_type": family, **sizes}))
     with pytest.raises(SpecError, match=message):
-        TorchEngine(hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None)
+        TorchEngine(
+            hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None
+        )
 
 
 @pytest.mark.skipif(TORCH_2_12, reason="torch 2.12 spreads them")
@@ -269,8 +324,12 @@ def test_a_model_whose_experts_cannot_be_spread_is_refused(
 def test_a_torch_that_cannot_spread_experts_refuses_and_says_what_to_do(tmp_path: Path) -> None:
     world = World(tmp_path)
     run = world.run("one", "mixtral", plan(dp=4, ep=2, micro=1))
-    with pytest.raises(SpecError, match=r"plan\.expert_parallel: torch 2\.11.*\n.*\n.*torch 2\.12 or newer"):
-        TorchEngine(hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None)
+    with pytest.raises(
+        SpecError, match=r"plan\.expert_parallel: torch 2\.11.*\n.*\n.*torch 2\.12 or newer"
+    ):
+        TorchEngine(
+            hf_recipe(run, world.text_dataset), run.plan, run.training, torch.device("cpu"), None
+        )
 
 
 def test_an_adapted_model_keeps_its_experts_together(tmp_path: Path) -> None:
@@ -294,10 +353,15 @@ def test_an_adapted_model_keeps_its_experts_together(tmp_path: Path) -> None:
         ({"layout": ParallelLayout(dp=2, pp=2), "zero_stage": ZeroStage.GRADIENTS}, "cp=tp=pp=1"),
         ({"dp_replicate": 2}, "dp_replicate=1"),
         ({"offload": Offload.PARAMETERS}, "offload=none"),
-        ({"optimizer_in_backward": True, "gradient_accumulation_steps": 1}, "optimizer_in_backward=false"),
+        (
+            {"optimizer_in_backward": True, "gradient_accumulation_steps": 1},
+            "optimizer_in_backward=false",
+        ),
     ],
 )
-def test_a_plan_spreads_experts_over_fsdp2s_ranks_only(changes: dict[str, Any], message: str) -> None:
+def test_a_plan_spreads_experts_over_fsdp2s_ranks_only(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(IllegalPlan, match=message):
         dataclasses.replace(plan(dp=4, ep=2, micro=1), **changes)
 
@@ -313,7 +377,12 @@ def test_one_rank_answers_what_its_experts_say_of_each_token(chosen: list[list[i
 
         def experts(came: Tensor, ends: Tensor) -> Tensor:
             starts = [0, *ends.tolist()[:-1]]
-            return torch.cat([came[a:b] * (e + 1) for e, (a, b) in enumerate(zip(starts, ends.tolist(), strict=True))])
+            return torch.cat(
+                [
+                    came[a:b] * (e + 1)
+                    for e, (a, b) in enumerate(zip(starts, ends.tolist(), strict=True))
+                ]
+            )
 
         answers = dispatch.answer(x, torch.tensor(chosen), weights, experts)
         factors = ((torch.tensor(chosen) + 1) * weights).sum(dim=1, keepdim=True)

@@ -36,7 +36,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def plan(engine: Engine = Engine.TORCH, stage: int = 0, *, dp: int = 2, micro: int = 2, **fields: Any) -> Plan:
+def plan(
+    engine: Engine = Engine.TORCH, stage: int = 0, *, dp: int = 2, micro: int = 2, **fields: Any
+) -> Plan:
     return Plan(
         engine=engine,
         zero_stage=ZeroStage(stage),
@@ -91,23 +93,47 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     home = tmp_path_factory.mktemp("home")
     batch_norm = {"example": "conv_classifier", "norm": "batch"}
     trained = Trainings(
-        reference={example: _run(home, f"{example}-one", plan(dp=1), example=example) for example in CONFIGS},
-        runs={(example, name): _run(home, f"{example} {name}", PLANS[name], example=example) for example, name in FEW},
+        reference={
+            example: _run(home, f"{example}-one", plan(dp=1), example=example)
+            for example in CONFIGS
+        },
+        runs={
+            (example, name): _run(home, f"{example} {name}", PLANS[name], example=example)
+            for example, name in FEW
+        },
         normalised_reference=_run(home, "norm-one", plan(dp=1), batch_norm_samples=2, **batch_norm),
         normalised={
-            name: _run(home, f"norm-{number}", chosen, batch_norm_samples=2, sync_batch_norm=synced, **batch_norm)
+            name: _run(
+                home,
+                f"norm-{number}",
+                chosen,
+                batch_norm_samples=2,
+                sync_batch_norm=synced,
+                **batch_norm,
+            )
             for number, (name, (chosen, synced)) in enumerate(NORMALISED.items())
         },
     )
-    gang.launch([Part(run=run) for run in (*trained.reference.values(), trained.normalised_reference)])
+    gang.launch(
+        [Part(run=run) for run in (*trained.reference.values(), trained.normalised_reference)]
+    )
     gang.launch([Part(run=run) for run in (*trained.runs.values(), *trained.normalised.values())])
     return trained
 
 
 def _run(
-    home: Path, job: str, chosen: Plan, *, example: str, seed: int = 0, norm: str = "group", **training: Any
+    home: Path,
+    job: str,
+    chosen: Plan,
+    *,
+    example: str,
+    seed: int = 0,
+    norm: str = "group",
+    **training: Any,
 ) -> TrainingRun:
-    config = {**CONFIGS[example], "example": example, "seed": seed} | ({"norm": norm} if norm != "group" else {})
+    config = {**CONFIGS[example], "example": example, "seed": seed} | (
+        {"norm": norm} if norm != "group" else {}
+    )
     model = ModelSpec(factory=f"{Path(__file__).with_name('reseeded.py')}:build", config=config)
     changed = dataclasses.replace(TRAINING, **training)
     return gang.training_run(home, job, chosen, (), model=model, training=changed)
@@ -118,24 +144,40 @@ def _losses(run: TrainingRun) -> object:
 
 
 @pytest.mark.parametrize(("example", "name"), FEW)
-def test_every_example_trains_under_every_plan_as_in_one_process(trainings: Trainings, example: str, name: str) -> None:
+def test_every_example_trains_under_every_plan_as_in_one_process(
+    trainings: Trainings, example: str, name: str
+) -> None:
     assert gang.losses(trainings.runs[example, name]) == _losses(trainings.reference[example])
 
 
 @pytest.mark.long
-def test_every_example_trains_under_every_other_plan_alike(trainings: Trainings, tmp_path: Path) -> None:
-    runs = [_run(tmp_path, f"{example} {name}", PLANS[name], example=example) for example, name in OTHERS]
+def test_every_example_trains_under_every_other_plan_alike(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    runs = [
+        _run(tmp_path, f"{example} {name}", PLANS[name], example=example)
+        for example, name in OTHERS
+    ]
     gang.launch([Part(run=run) for run in runs])
     for (example, name), run in zip(OTHERS, runs, strict=True):
         assert gang.losses(run) == _losses(trainings.reference[example]), (example, name)
 
 
 @pytest.mark.parametrize(
-    "example", [pytest.param(name, marks=() if name == "vocoder_gan" else pytest.mark.long) for name in CONFIGS]
+    "example",
+    [
+        pytest.param(name, marks=() if name == "vocoder_gan" else pytest.mark.long)
+        for name in CONFIGS
+    ],
 )
-def test_every_example_may_hop_over_all_engines(trainings: Trainings, example: str, tmp_path: Path) -> None:
+def test_every_example_may_hop_over_all_engines(
+    trainings: Trainings, example: str, tmp_path: Path
+) -> None:
     """Each leg begins from other weights, which the checkpoint replaces: of both networks, in the GAN's case."""
-    legs = [_run(tmp_path, "chain", hop, example=example, seed=leg, max_steps=leg + 1) for leg, hop in enumerate(CHAIN)]
+    legs = [
+        _run(tmp_path, "chain", hop, example=example, seed=leg, max_steps=leg + 1)
+        for leg, hop in enumerate(CHAIN)
+    ]
     gang.launch([Part(run=run) for run in legs])
     curve = {step: loss for run in legs for step, loss in gang.losses(run).items()}
     assert len(curve) == len(CHAIN)
@@ -151,16 +193,23 @@ def test_every_example_learns(trainings: Trainings, example: str) -> None:
 
 
 @pytest.mark.parametrize("name", NORMALISED)
-def test_batch_norm_over_equally_many_samples_trains_as_in_one_process(trainings: Trainings, name: str) -> None:
+def test_batch_norm_over_equally_many_samples_trains_as_in_one_process(
+    trainings: Trainings, name: str
+) -> None:
     assert gang.losses(trainings.normalised[name]) == _losses(trainings.normalised_reference)
 
 
 @pytest.mark.parametrize("name", NORMALISED)
 def test_running_statistics_are_those_of_one_process(trainings: Trainings, name: str) -> None:
-    statistics, expected = _statistics(trainings.normalised[name]), _statistics(trainings.normalised_reference)
+    statistics, expected = (
+        _statistics(trainings.normalised[name]),
+        _statistics(trainings.normalised_reference),
+    )
     assert set(statistics) == set(expected)
     for statistic, values in statistics.items():
-        assert values.tolist() == pytest.approx(expected[statistic].tolist(), abs=STATISTICS_TOLERANCE), statistic
+        assert values.tolist() == pytest.approx(
+            expected[statistic].tolist(), abs=STATISTICS_TOLERANCE
+        ), statistic
 
 
 def _statistics(run: TrainingRun) -> dict[str, torch.Tensor]:
@@ -168,13 +217,19 @@ def _statistics(run: TrainingRun) -> dict[str, torch.Tensor]:
     recipe = from_factory(run.model.factory or "", run.model.config)
     tensors = dict(checkpoint.model_state(recipe.module, frozenset()))
     home, job = Path(run.job_folder).parents[1], Path(run.job_folder).name
-    checkpoint.load(JobFolder(home, job).checkpoints / f"step-{run.training.max_steps:08d}", tensors)
+    checkpoint.load(
+        JobFolder(home, job).checkpoints / f"step-{run.training.max_steps:08d}", tensors
+    )
     return tensors
 
 
-def test_a_batch_norm_model_is_refused_until_the_job_says_how_many_samples_it_normalises_over() -> None:
+def test_a_batch_norm_model_is_refused_until_the_job_says_how_many_samples_it_normalises_over() -> (
+    None
+):
     for chosen in (plan(), plan(dp=1)):
-        with pytest.raises(SpecError, match=r"training\.batch_norm_samples: the model has BatchNorm.*\n.*such as 2"):
+        with pytest.raises(
+            SpecError, match=r"training\.batch_norm_samples: the model has BatchNorm.*\n.*such as 2"
+        ):
             _engine_of(_batch_norm_recipe(), chosen)
 
 
@@ -189,7 +244,11 @@ def test_the_global_batch_at_once_on_one_rank_normalises_over_all_of_it() -> Non
     ("chosen", "training", "message"),
     [
         (plan(micro=4), {"batch_norm_samples": 2}, "micro_batch_size = 4 samples together"),
-        (plan(micro=2), {"batch_norm_samples": 2, "sync_batch_norm": True}, "micro_batch_size x dp = 4"),
+        (
+            plan(micro=2),
+            {"batch_norm_samples": 2, "sync_batch_norm": True},
+            "micro_batch_size x dp = 4",
+        ),
         (plan(micro=1), {"batch_norm_samples": 2}, "micro_batch_size = 1 "),
     ],
 )
@@ -208,7 +267,9 @@ def test_batch_norm_in_evaluation_mode_needs_no_setting() -> None:
 
 
 def _batch_norm_recipe() -> Recipe:
-    return from_factory(f"{EXAMPLES}/conv_classifier.py:build", {**CONFIGS["conv_classifier"], "norm": "batch"})
+    return from_factory(
+        f"{EXAMPLES}/conv_classifier.py:build", {**CONFIGS["conv_classifier"], "norm": "batch"}
+    )
 
 
 def _engine_of(recipe: Recipe, chosen: Plan, **training: Any) -> Any:
@@ -245,9 +306,15 @@ def test_in_a_recipes_turn_the_others_are_frozen() -> None:
         def step(self, step: int, micro_batches: Any, tokens: int) -> StepResult:
             for batch in micro_batches:
                 self._own.loss_sum(self._own.module, batch).backward()
-            trained = [part.name for part in recipes if all(p.requires_grad for p in part.module.parameters())]
+            trained = [
+                part.name
+                for part in recipes
+                if all(p.requires_grad for p in part.module.parameters())
+            ]
             with_gradients = [
-                part.name for part in recipes if any(p.grad is not None for p in part.module.parameters())
+                part.name
+                for part in recipes
+                if any(p.grad is not None for p in part.module.parameters())
             ]
             turns.append((step, tokens, trained, with_gradients))
             self._own.module.zero_grad()
@@ -256,7 +323,9 @@ def test_in_a_recipes_turn_the_others_are_frozen() -> None:
         def state(self) -> Any:
             return {self._own.name: 0}
 
-    engine = AlternatingEngine(recipe, plan(dp=1), gang.TRAINING, lambda turn_recipe, _training: Watching(turn_recipe))
+    engine = AlternatingEngine(
+        recipe, plan(dp=1), gang.TRAINING, lambda turn_recipe, _training: Watching(turn_recipe)
+    )
     result = engine.step(7, iter([recipe.dataset.batch([0, 1])]), 2)
     assert turns == [(7, 2, [name], [name]) for name in ("discriminator", "generator")]
     assert result == StepResult(loss=4.0, grad_norm=5.0)
@@ -271,14 +340,23 @@ def test_every_recipe_has_its_own_learning_rate_and_frozen_parameters() -> None:
     def build(turn_recipe: Recipe, training: TrainingSpec) -> Any:
         built[turn_recipe.name] = training
 
-    job = dataclasses.replace(gang.TRAINING, freeze=(Freeze(parameters="generator.first.*", until_step=3),))
+    job = dataclasses.replace(
+        gang.TRAINING, freeze=(Freeze(parameters="generator.first.*", until_step=3),)
+    )
     AlternatingEngine(recipe, plan(dp=1), job, build)
     assert built["discriminator"] == dataclasses.replace(job, learning_rate=1e-3, freeze=())
     names = ("first.weight", "first.bias")
-    assert built["generator"].freeze == tuple(Freeze(parameters=name, until_step=3) for name in names)
+    assert built["generator"].freeze == tuple(
+        Freeze(parameters=name, until_step=3) for name in names
+    )
     assert built["generator"].learning_rate == gang.TRAINING.learning_rate
     with pytest.raises(SpecError, match="no parameter matches"):
-        AlternatingEngine(recipe, plan(dp=1), dataclasses.replace(job, freeze=(Freeze(parameters="first.*"),)), build)
+        AlternatingEngine(
+            recipe,
+            plan(dp=1),
+            dataclasses.replace(job, freeze=(Freeze(parameters="first.*"),)),
+            build,
+        )
 
 
 def test_several_recipes_run_data_parallel_only() -> None:
@@ -303,11 +381,19 @@ def test_several_recipes_are_never_updated_in_the_backward_pass() -> None:
         ("[discriminator, discriminator]", "need a name each"),
         ("[discriminator, replace(generator, name='')]", "need a name each"),
         ("[discriminator, replace(generator, dataset=Tones(3, 8))]", "see the same samples"),
-        ("[discriminator, replace(generator, module=discriminator.module)]", "a parameter belongs to one recipe"),
-        ("[discriminator, replace(generator, tensor_parallel={'first': 'colwise'})]", "data parallel only"),
+        (
+            "[discriminator, replace(generator, module=discriminator.module)]",
+            "a parameter belongs to one recipe",
+        ),
+        (
+            "[discriminator, replace(generator, tensor_parallel={'first': 'colwise'})]",
+            "data parallel only",
+        ),
     ],
 )
-def test_recipes_that_cannot_train_in_turn_are_refused(tmp_path: Path, returned: str, message: str) -> None:
+def test_recipes_that_cannot_train_in_turn_are_refused(
+    tmp_path: Path, returned: str, message: str
+) -> None:
     source = (EXAMPLES / "vocoder_gan.py").read_text()
     path = tmp_path / "model.py"
     path.write_text(

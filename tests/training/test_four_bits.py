@@ -46,11 +46,19 @@ def test_tables_in_two_bytes_change_neither_logits_nor_gradients(tied: bool) -> 
     model = published_model(tied=tied)
     narrowed = copy.deepcopy(model)
     hold_tables_in(narrowed, torch.bfloat16)
-    tables = [layer for layer in narrowed.modules() if isinstance(layer, nn.Embedding) or layer is narrowed.lm_head]
+    tables = [
+        layer
+        for layer in narrowed.modules()
+        if isinstance(layer, nn.Embedding) or layer is narrowed.lm_head
+    ]
     assert {layer.weight.dtype for layer in tables} == {torch.bfloat16}
     assert (narrowed.lm_head.weight is narrowed.model.embed_tokens.weight) == tied
-    assert {norm.weight.dtype for name, norm in narrowed.named_modules() if name.endswith("norm")} == {torch.float32}
-    for expected, actual in zip(logits_and_gradient(model), logits_and_gradient(narrowed), strict=True):
+    assert {
+        norm.weight.dtype for name, norm in narrowed.named_modules() if name.endswith("norm")
+    } == {torch.float32}
+    for expected, actual in zip(
+        logits_and_gradient(model), logits_and_gradient(narrowed), strict=True
+    ):
         assert torch.equal(expected, actual)
 
 
@@ -61,8 +69,18 @@ def test_a_table_that_is_trained_keeps_its_precision() -> None:
     assert model.model.embed_tokens.weight.dtype is torch.float32
 
 
-LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
-LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 
 
 @pytest.mark.parametrize(
@@ -82,8 +100,14 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
         "gpus": 1,
         "global_batch_size": 4,
         "precision": "bf16",
-        "model": {"hf": "some/llama", "config": config, "lora": {"rank": 16, "quantise_base": True}},
+        "model": {
+            "hf": "some/llama",
+            "config": config,
+            "lora": {"rank": 16, "quantise_base": True},
+        },
         "data": {"text": ["text"], "sequence_length": 512},
     }
-    plans = list(fitting(frontier(job_from_data(data, "job"), hardware), hardware.device.memory, UNMEASURED))
+    plans = list(
+        fitting(frontier(job_from_data(data, "job"), hardware), hardware.device.memory, UNMEASURED)
+    )
     assert len(plans) >= 2

@@ -108,7 +108,8 @@ Trainer(model=model, args=arguments, train_dataset=Data()).train()
 )
 
 
-SILENCE_S = 2.0  # a rank that beats every 0.01 s, on a busy machine too, is never silent for so long
+# a rank that beats every 0.01 s, on a busy machine too, is never silent for so long
+SILENCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,9 @@ class End:
         return (self.folder / f"rank{rank}.{name}.json").exists()
 
 
-def start(folder: Path, *target: str, rank: int = 0, env: dict[str, str] | None = None, **settings: Any) -> Any:
+def start(
+    folder: Path, *target: str, rank: int = 0, env: dict[str, str] | None = None, **settings: Any
+) -> Any:
     attempt = folder / "attempts" / "1"
     attempt.mkdir(parents=True, exist_ok=True)
     path = attempt / "guard.json"
@@ -160,7 +163,9 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
 
 
 def train(folder: Path, *args: str, **settings: Any) -> End:
-    return run(folder, script(folder, TRAIN), *args, **{"virtual_capacity_bytes": 100 * MIB, **settings})
+    return run(
+        folder, script(folder, TRAIN), *args, **{"virtual_capacity_bytes": 100 * MIB, **settings}
+    )
 
 
 def test_the_services_number_of_a_rank_wins_over_variables_of_the_job(tmp_path: Path) -> None:
@@ -184,7 +189,11 @@ def test_a_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
 def test_a_module_sees_what_python_would_show_it(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     script(tmp_path, "", "package/__init__.py")
-    name = script(tmp_path, "from . import __name__ as parent\nassert parent == 'package'\n" + WHO, "package/who.py")
+    name = script(
+        tmp_path,
+        "from . import __name__ as parent\nassert parent == 'package'\n" + WHO,
+        "package/who.py",
+    )
     name_, file, argv, first, _ = json.loads(run(tmp_path, "-m", "package.who", "a").out)
     assert (name_, first) == ("__main__", str(tmp_path))
     assert file == argv[0] == str(tmp_path / name)
@@ -208,7 +217,9 @@ def test_the_scripts_own_modules_win_over_ours(tmp_path: Path, module: str) -> N
         ("import atexit; atexit.register(print, 'goodbye'); raise ValueError", 1),
     ],
 )
-def test_a_script_ends_as_it_would_without_a_guard(tmp_path: Path, text: str, exit_code: int) -> None:
+def test_a_script_ends_as_it_would_without_a_guard(
+    tmp_path: Path, text: str, exit_code: int
+) -> None:
     guarded = run(tmp_path, script(tmp_path, text))
     assert guarded.exit_code == exit_code
     assert ("goodbye" in guarded.out) == ("atexit" in text)
@@ -220,7 +231,9 @@ def test_an_error_report_shows_the_users_frames_only(tmp_path: Path) -> None:
     guarded = run(tmp_path, script(tmp_path, "def work():\n    {}['missing']\n\nwork()\n"))
     report = guarded.read("error")
     assert (report["type"], report["phase"], report["step"]) == ("KeyError", "startup", 0)
-    assert report["traceback"].splitlines()[1] == f'  File "{tmp_path}/train.py", line 4, in <module>'
+    assert (
+        report["traceback"].splitlines()[1] == f'  File "{tmp_path}/train.py", line 4, in <module>'
+    )
     assert "guard.py" not in report["traceback"] + guarded.out
     assert report["traceback"] in guarded.out
 
@@ -262,11 +275,16 @@ model(torch.ones(8, 64)).sum().backward()
 )
 
 
-def test_optimizers_that_step_within_the_backward_pass_count_one_step_for_each_pass(tmp_path: Path) -> None:
+def test_optimizers_that_step_within_the_backward_pass_count_one_step_for_each_pass(
+    tmp_path: Path,
+) -> None:
     guarded = run(tmp_path, script(tmp_path, IN_BACKWARD), virtual_capacity_bytes=100 * MIB)
     assert guarded.exit_code == OOM_EXIT_CODE, guarded.out
     report = guarded.read("oom")
-    assert (report["step"], report["phase"]) == (6, "backward")  # the last parameter's update, after all others
+    assert (report["step"], report["phase"]) == (
+        6,
+        "backward",
+    )  # the last parameter's update, after all others
     assert 0 < report["pass_done"] <= 1
 
 
@@ -310,7 +328,9 @@ def test_steps_that_a_loop_reports_take_precedence(tmp_path: Path) -> None:
     assert (beat["step"], beat["steps_done"], beat["loss"]) == (104, 4, 0.5)
 
 
-def test_a_loop_is_told_the_peak_of_each_step_and_the_highest_stays_that_of_the_training(tmp_path: Path) -> None:
+def test_a_loop_is_told_the_peak_of_each_step_and_the_highest_stays_that_of_the_training(
+    tmp_path: Path,
+) -> None:
     text = """
 import torch
 from orchestrator.training import progress
@@ -319,7 +339,9 @@ for step, rows in enumerate((2, 8, 1), 1):
     print(progress.peak_bytes(), flush=True)
     progress.step_completed(step)
 """
-    guarded = run(tmp_path, script(tmp_path, text), virtual_capacity_bytes=100 * MIB, heartbeat_interval_s=0.0)
+    guarded = run(
+        tmp_path, script(tmp_path, text), virtual_capacity_bytes=100 * MIB, heartbeat_interval_s=0.0
+    )
     assert [int(line) for line in guarded.out.split()] == [2 * MIB, 8 * MIB, MIB]
     assert guarded.read("heartbeat")["peak_bytes"] == 8 * MIB
 
@@ -355,8 +377,12 @@ for rows in map(int, sys.argv[1:]):
 )
 
 
-@pytest.mark.parametrize("rows", [pytest.param(["16384"], marks=pytest.mark.long), ["64", "64", "16384"]])
-def test_an_out_of_memory_report_has_the_progress_of_the_forward_pass(tmp_path: Path, rows: list[str]) -> None:
+@pytest.mark.parametrize(
+    "rows", [pytest.param(["16384"], marks=pytest.mark.long), ["64", "64", "16384"]]
+)
+def test_an_out_of_memory_report_has_the_progress_of_the_forward_pass(
+    tmp_path: Path, rows: list[str]
+) -> None:
     # 4 MiB go in and each layer keeps as much: 36 MiB are full in the eighth layer of sixteen
     guarded = run(tmp_path, script(tmp_path, DEEP), *rows, virtual_capacity_bytes=36 * MIB)
     report = guarded.read("oom")
@@ -379,19 +405,25 @@ Model()(torch.ones(4096, 64)).backward()
 """
 
 
-def test_the_models_own_code_outside_its_modules_tells_nothing_of_the_progress(tmp_path: Path) -> None:
+def test_the_models_own_code_outside_its_modules_tells_nothing_of_the_progress(
+    tmp_path: Path,
+) -> None:
     report = run(tmp_path, script(tmp_path, OWN_LOSS), virtual_capacity_bytes=36 * MIB).read("oom")
     assert (report["phase"], report["pass_done"]) == ("forward", None)
 
 
 def test_an_out_of_memory_error_that_the_script_gives_up_on_is_reported(tmp_path: Path) -> None:
-    guarded = train(tmp_path, "--width", "1024", "--catch", "3", virtual_capacity_bytes=4 * 1024 * 1024 * 4)
+    guarded = train(
+        tmp_path, "--width", "1024", "--catch", "3", virtual_capacity_bytes=4 * 1024 * 1024 * 4
+    )
     assert guarded.exit_code == 3
     assert guarded.read("oom")["phase"] == "optimizer"
 
 
 def test_a_script_may_survive_its_out_of_memory_error(tmp_path: Path) -> None:
-    guarded = train(tmp_path, "--width", "1024", "--catch", "0", virtual_capacity_bytes=4 * 1024 * 1024 * 4)
+    guarded = train(
+        tmp_path, "--width", "1024", "--catch", "0", virtual_capacity_bytes=4 * 1024 * 1024 * 4
+    )
     assert (guarded.exit_code, guarded.has("oom"), guarded.has("error")) == (0, False, False)
 
 
@@ -412,10 +444,19 @@ def test_a_rehearsed_fault_happens_for_real_before_its_step_completes(
 
 
 def test_a_rehearsed_hang_stops_the_heartbeats_and_not_the_process(tmp_path: Path) -> None:
-    process = start(tmp_path, script(tmp_path, TRAIN), virtual_capacity_bytes=MIB, fault_kind="hang", fault_step=2)
+    process = start(
+        tmp_path,
+        script(tmp_path, TRAIN),
+        virtual_capacity_bytes=MIB,
+        fault_kind="hang",
+        fault_step=2,
+    )
     beat, deadline_s = tmp_path / "attempts" / "1" / "rank0.heartbeat.json", time.monotonic() + 120
     last: dict[str, Any] = {}
-    while (last.get("step"), last.get("phase")) != (1, "optimizer") or time.time() - beat.stat().st_mtime < SILENCE_S:
+    while (last.get("step"), last.get("phase")) != (
+        1,
+        "optimizer",
+    ) or time.time() - beat.stat().st_mtime < SILENCE_S:
         assert time.monotonic() < deadline_s, "it beats on"
         assert process.poll() is None, "it ended"
         time.sleep(0.05)
@@ -429,7 +470,12 @@ def test_a_rehearsed_loss_of_the_node_kills_the_launcher(tmp_path: Path) -> None
     settings = tmp_path / "guard.json"
     write_json(
         settings,
-        GuardSettings(attempt_folder=str(tmp_path), virtual_capacity_bytes=None, fault_kind="node", fault_step=1),
+        GuardSettings(
+            attempt_folder=str(tmp_path),
+            virtual_capacity_bytes=None,
+            fault_kind="node",
+            fault_step=1,
+        ),
     )
     command = [sys.executable, guard.__file__, str(settings), "--", script(tmp_path, TRAIN)]
     launcher = (
@@ -437,7 +483,9 @@ def test_a_rehearsed_loss_of_the_node_kills_the_launcher(tmp_path: Path) -> None
         "die = lambda: ctypes.CDLL('libc.so.6').prctl(1, 9)\n"
         "subprocess.run(sys.argv[1:], preexec_fn=die)\n"
     )
-    result = subprocess.run([sys.executable, "-c", launcher, *command], cwd=tmp_path, timeout=120, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", launcher, *command], cwd=tmp_path, timeout=120, check=False
+    )
     assert result.returncode == -signal.SIGKILL
 
 
@@ -446,7 +494,10 @@ def gang(folder: Path, *target: str, **settings: Any) -> tuple[End, End]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [start(folder, *target, rank=rank, env={**env, "LOCAL_RANK": str(rank)}, **settings) for rank in (0, 1)]
+    ranks = [
+        start(folder, *target, rank=rank, env={**env, "LOCAL_RANK": str(rank)}, **settings)
+        for rank in (0, 1)
+    ]
     rank_1 = end(ranks[1], folder)
     return end(ranks[0], folder), rank_1
 
@@ -463,12 +514,16 @@ def test_one_rank_of_two_runs_out_of_memory_and_ends_at_once(tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_a_hugging_face_model_on_two_ranks_is_counted_and_measured(tmp_path: Path) -> None:
-    for rank, guarded in enumerate(gang(tmp_path, script(tmp_path, LLAMA), virtual_capacity_bytes=400 * MIB)):
+    for rank, guarded in enumerate(
+        gang(tmp_path, script(tmp_path, LLAMA), virtual_capacity_bytes=400 * MIB)
+    ):
         assert guarded.exit_code == 0, guarded.out
         beat = guarded.read("heartbeat", rank=rank)
         parameter_bytes = int(guarded.out.split("parameter_bytes=")[1].split()[0])
         assert beat["step"] == 3
-        assert 4 * parameter_bytes < beat["peak_bytes"] < 400 * MIB  # parameters, DDP's buckets, two moments
+        assert (
+            4 * parameter_bytes < beat["peak_bytes"] < 400 * MIB
+        )  # parameters, DDP's buckets, two moments
 
 
 @pytest.mark.long
@@ -486,7 +541,9 @@ def test_a_hugging_face_trainer_is_capped_counted_and_measured(tmp_path: Path) -
 @pytest.mark.long
 def test_a_hugging_face_trainer_on_two_ranks_is_counted(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
-    for rank, guarded in enumerate(gang(tmp_path, script(tmp_path, TRAINER), virtual_capacity_bytes=400 * MIB)):
+    for rank, guarded in enumerate(
+        gang(tmp_path, script(tmp_path, TRAINER), virtual_capacity_bytes=400 * MIB)
+    ):
         assert guarded.exit_code == 0, guarded.out
         assert guarded.read("heartbeat", rank=rank)["step"] == 3
 
@@ -510,11 +567,18 @@ def test_a_hugging_face_trainer_on_two_ranks_is_counted(tmp_path: Path) -> None:
             0,
         ),
         ("CUDA error: out of memory", None, None, 0),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", None, None, 0),
+        (
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            None,
+            None,
+            0,
+        ),
     ],
     ids=["now", "torch 1", "driver", "cublas"],
 )
-def test_messages_of_cuda_are_parsed(message: str, requested: int | None, capacity: int | None, foreign: int) -> None:
+def test_messages_of_cuda_are_parsed(
+    message: str, requested: int | None, capacity: int | None, foreign: int
+) -> None:
     error = RuntimeError(message)
     wrapped = ValueError("step failed")
     wrapped.__cause__ = error
@@ -530,7 +594,9 @@ def test_messages_of_cuda_are_parsed(message: str, requested: int | None, capaci
         RuntimeError("CUDA out of memory. Tried to allocate more than 1EB memory."),
         ValueError("CUDA out of memory. Tried to allocate 1.00 GiB"),
         MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 33554432 bytes."),
+        RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 33554432 bytes."
+        ),
     ],
     ids=["desynchronised", "not a runtime error", "host", "host allocator"],
 )

@@ -24,7 +24,9 @@ from tests.training.heads import drawn, with_settings
 
 SEED, BAR = 43, 0.8
 MANY = 60
-FEW = (("fsmt", "FSMTForConditionalGeneration"),)  # drawn by SEED, too: to list all heads takes 5 s of imports
+FEW = (
+    ("fsmt", "FSMTForConditionalGeneration"),
+)  # drawn by SEED, too: to list all heads takes 5 s of imports
 FP32 = Arithmetic(precision=Precision.FP32, autocast=False)
 NONE = ActivationCheckpointing.NONE
 
@@ -44,16 +46,23 @@ def request(config: dict[str, Any], **changes: Any) -> Request:
 
 def trains(config: dict[str, Any], home: Path) -> None:
     """Train two steps by the torch engine, on the batch that the head takes. Raises where it does not."""
-    recipe = build(request(config), FP32, transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
+    recipe = build(
+        request(config),
+        FP32,
+        transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)),
+    )
     data = DataSpec(sequence_length=32)
     if isinstance(recipe.dataset, OwnBatch):
         head: Any = getattr(transformers, config["architectures"][0])
         recipe.dataset.fit(2, head._from_config(recipe.module.config, dtype=torch.float32).train())
         data = DataSpec(tensors=(str(home / "samples.safetensors"),))
         save_file(
-            {name: tensor.clone().contiguous() for name, tensor in recipe.dataset.named(2).items()}, data.tensors[0]
+            {name: tensor.clone().contiguous() for name, tensor in recipe.dataset.named(2).items()},
+            data.tensors[0],
         )
-    run = gang.training_run(home, "head", gang.torch_plan(2), (), model=ModelSpec(hf=config), data=data)
+    run = gang.training_run(
+        home, "head", gang.torch_plan(2), (), model=ModelSpec(hf=config), data=data
+    )
     recipe = build_recipe(run) if data.tensors else recipe
     engine = build_engine(run, recipe, torch.device("cpu"), None)
     for step in range(2):
@@ -82,7 +91,9 @@ def test_drawn_heads_plan_and_train_two_steps_or_are_refused_with_the_factory_to
         try:
             assert profiles(request(config))[0] is not None
         except SpecError as error:
-            failures |= {} if "factory" in error.hint else {head: f"refused without a way on: {error}"}
+            failures |= (
+                {} if "factory" in error.hint else {head: f"refused without a way on: {error}"}
+            )
             refused += 1
             continue
         except Exception as error:

@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from orchestrator.memory.models import experts
 from orchestrator.memory.models import hf as hf_profiles
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision, ZeroStage
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Plan
@@ -56,7 +62,9 @@ ON_TWO_RANKS = {
     "zero 3": plan(Engine.DEEPSPEED, 3),
 }
 TP = gang.torch_plan(layout=ParallelLayout(tp=2))
-PP = gang.torch_plan(gang.GLOBAL_BATCH // 4, layout=ParallelLayout(pp=2), gradient_accumulation_steps=4)
+PP = gang.torch_plan(
+    gang.GLOBAL_BATCH // 4, layout=ParallelLayout(pp=2), gradient_accumulation_steps=4
+)
 
 
 def combine(pp: int, tp: int, dp: int, cp: int = 1, **fields: Any) -> Plan:
@@ -92,12 +100,19 @@ class World:
         chat = tiny_hf.chat_file(home / "chat.jsonl")
         self.chat = DataSpec(chat=(str(chat),), sequence_length=gang.SEQUENCE_LENGTH)
 
-    def run(self, job: str, family: str, plan: Plan, lora: LoraSpec | None = None, **changes: Any) -> TrainingRun:
+    def run(
+        self, job: str, family: str, plan: Plan, lora: LoraSpec | None = None, **changes: Any
+    ) -> TrainingRun:
         folder = self.home / family
         if not folder.is_dir():
             tiny_hf.folder(self.home, family)
         data = self.chat if family in ("t5", "bart") else self.text
-        fields = {"model": ModelSpec(hf=str(folder), lora=lora), "data": data, "training": TRAINING, **changes}
+        fields = {
+            "model": ModelSpec(hf=str(folder), lora=lora),
+            "data": data,
+            "training": TRAINING,
+            **changes,
+        }
         return gang.training_run(self.home, job, plan, (), **fields)
 
 
@@ -111,7 +126,10 @@ def own_loss_sum(model: Any, batch: Any) -> torch.Tensor:
     tokens, labels = batch
     if model.config.is_encoder_decoder:
         mask = tokens != model.config.pad_token_id
-        return model(input_ids=tokens, attention_mask=mask, labels=labels).loss * (labels != IGNORED_LABEL).sum()
+        return (
+            model(input_ids=tokens, attention_mask=mask, labels=labels).loss
+            * (labels != IGNORED_LABEL).sum()
+        )
     return model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=1).loss
 
 
@@ -143,11 +161,19 @@ def test_random_weights_have_the_familys_own_distribution_and_follow_from_name_a
 ) -> None:
     world = World(tmp_path)
     config = {"model_type": family, **tiny_hf.FAMILIES[family]}
-    data = dataclasses.replace(world.chat if family == "t5" else world.text, tokenizer=str(tmp_path / "tokenizer"))
+    data = dataclasses.replace(
+        world.chat if family == "t5" else world.text, tokenizer=str(tmp_path / "tokenizer")
+    )
     tiny_hf.tokenizer().save_pretrained(tmp_path / "tokenizer")
     model = ModelSpec(hf=config)
     recipe, again, other = (
-        real(build_recipe(world.run(f"job-{n}", family, gang.torch_plan(), model=model, data=data, training=training)))
+        real(
+            build_recipe(
+                world.run(
+                    f"job-{n}", family, gang.torch_plan(), model=model, data=data, training=training
+                )
+            )
+        )
         for n, training in enumerate((TRAINING, TRAINING, dataclasses.replace(TRAINING, seed=1)))
     )
     equal = dict(again.module.named_parameters())
@@ -169,11 +195,16 @@ def by_hand(run: TrainingRun, family: str) -> tuple[dict[int, float], Any]:
     model = tiny_hf.model(family).train()
     betas = (training.beta1, training.beta2)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=training.learning_rate, betas=betas, weight_decay=training.weight_decay
+        model.parameters(),
+        lr=training.learning_rate,
+        betas=betas,
+        weight_decay=training.weight_decay,
     )
     losses = {}
     for step in range(STEPS):
-        samples = global_batch(step * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), training.seed)
+        samples = global_batch(
+            step * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), training.seed
+        )
         batch = dataset.batch(samples)
         loss = own_loss_sum(model, batch) / (batch[1] != IGNORED_LABEL).sum()
         optimizer.zero_grad()
@@ -200,18 +231,33 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     world = World(tmp_path_factory.mktemp("home"))
     single = {family: world.run(f"one-{family}", family, gang.torch_plan()) for family in TRAINED}
     single["lora"] = world.run("one-lora", "llama", gang.torch_plan(), LORA)
-    single["lora one step more"] = world.run("one-lora", "llama", gang.torch_plan(), LORA, training=LONGER)
+    single["lora one step more"] = world.run(
+        "one-lora", "llama", gang.torch_plan(), LORA, training=LONGER
+    )
     single["mixtral"] = world.run("one-mixtral", "mixtral", gang.torch_plan(), training=FROZEN)
     two = {"llama zero 3": world.run("two", "llama", ON_TWO_RANKS["zero 3"])}
     two["t5 fsdp2"] = world.run("two-t5", "t5", ON_TWO_RANKS["fsdp2"])
     two |= {f"{family} tp": world.run(f"tp-{family}", family, TP) for family in TENSOR_PARALLEL}
-    single["mistral"] = world.run("one-mistral", "mistral", gang.torch_plan())  # its window is half a sample
-    two["mistral cp"] = world.run("cp-mistral", "mistral", combine(1, 1, 1, 2, sequence_length=gang.SEQUENCE_LENGTH))
+    single["mistral"] = world.run(
+        "one-mistral", "mistral", gang.torch_plan()
+    )  # its window is half a sample
+    two["mistral cp"] = world.run(
+        "cp-mistral", "mistral", combine(1, 1, 1, 2, sequence_length=gang.SEQUENCE_LENGTH)
+    )
     two["qwen2 pp"] = world.run("pp-qwen2", "qwen2", PP)
     two["mixtral pp"] = world.run("pp-mixtral", "mixtral", PP, training=FROZEN)
-    two |= {f"lora {name}": world.run(f"lora {name}", "llama", ON_TWO_RANKS[name], LORA) for name in ADAPTED}
+    two |= {
+        f"lora {name}": world.run(f"lora {name}", "llama", ON_TWO_RANKS[name], LORA)
+        for name in ADAPTED
+    }
     hops = [
-        world.run("hops", "llama", ON_TWO_RANKS[name], LORA, training=dataclasses.replace(TRAINING, max_steps=n))
+        world.run(
+            "hops",
+            "llama",
+            ON_TWO_RANKS[name],
+            LORA,
+            training=dataclasses.replace(TRAINING, max_steps=n),
+        )
         for n, name in enumerate(HOPS, start=1)
     ]
     gang.launch([gang.Part(run=run) for run in single.values()])
@@ -255,7 +301,9 @@ def test_adapters_learn_and_their_checkpoint_holds_nothing_else(curves: Curves) 
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "llama zero 3", "qwen2 tp"])
-def test_the_output_is_the_trained_model_as_transformers_reads_it(curves: Curves, name: str) -> None:
+def test_the_output_is_the_trained_model_as_transformers_reads_it(
+    curves: Curves, name: str
+) -> None:
     family = name.split()[0]
     export(curves.runs[name])
     output = Path(curves.runs[name].job_folder) / "output"
@@ -267,7 +315,9 @@ def test_the_output_is_the_trained_model_as_transformers_reads_it(curves: Curves
         torch.testing.assert_close(trained[key], parameter, rtol=0, atol=1e-4)
         if parameter.dim() > 1:
             assert not torch.equal(parameter, dict(tiny_hf.model(family).named_parameters())[key])
-    assert AutoTokenizer.from_pretrained(output).decode([70, 71]) == tiny_hf.tokenizer().decode([70, 71])
+    assert AutoTokenizer.from_pretrained(output).decode([70, 71]) == tiny_hf.tokenizer().decode(
+        [70, 71]
+    )
 
 
 def test_the_output_of_adapters_is_what_peft_reads(curves: Curves) -> None:
@@ -277,16 +327,22 @@ def test_the_output_of_adapters_is_what_peft_reads(curves: Curves) -> None:
     base = AutoModelForCausalLM.from_pretrained(str(run.model.hf)).train()
     model = PeftModel.from_pretrained(base, Path(run.job_folder) / "output")
     dataset = build_recipe(run).dataset
-    order = global_batch(STEPS * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), run.training.seed)
+    order = global_batch(
+        STEPS * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), run.training.seed
+    )
     batch = dataset.batch(order)
     loss = own_loss_sum(model, batch) / (batch[1] != IGNORED_LABEL).sum()
-    assert loss.item() == pytest.approx(curves.single["lora one step more"][STEPS + 1], abs=TOLERANCE)
+    assert loss.item() == pytest.approx(
+        curves.single["lora one step more"][STEPS + 1], abs=TOLERANCE
+    )
 
 
 def test_frozen_weights_and_converted_files_come_out_whole(curves: Curves) -> None:
     run = curves.runs["mixtral"]
     export(run)
-    weights = dict(AutoModelForCausalLM.from_pretrained(Path(run.job_folder) / "output").named_parameters())
+    weights = dict(
+        AutoModelForCausalLM.from_pretrained(Path(run.job_folder) / "output").named_parameters()
+    )
     start = dict(tiny_hf.model("mixtral").named_parameters())
     unchanged = [name for name, parameter in weights.items() if torch.equal(parameter, start[name])]
     assert unchanged == ["model.embed_tokens.weight"]
@@ -295,14 +351,18 @@ def test_frozen_weights_and_converted_files_come_out_whole(curves: Curves) -> No
 
 def test_a_base_in_low_precision_gives_the_losses_of_one_in_fp32(tmp_path: Path) -> None:
     world = World(tmp_path)
-    low = real(build_recipe(world.run("low", "llama", gang.torch_plan(precision=Precision.BF16), LORA)))
+    low = real(
+        build_recipe(world.run("low", "llama", gang.torch_plan(precision=Precision.BF16), LORA))
+    )
     whole = real(build_recipe(world.run("whole", "llama", gang.torch_plan(), LORA)))
     dtypes = {name: parameter.dtype for name, parameter in low.module.named_parameters()}
     assert dtypes["model.layers.0.mlp.up_proj.base_layer.weight"] is torch.bfloat16
     assert dtypes["model.embed_tokens.weight"] is torch.float32
     assert all(dtype is torch.float32 for name, dtype in dtypes.items() if "lora_" in name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = [recipe.loss_sum(recipe.module, recipe.dataset.batch([0])) for recipe in (low, whole)]
+        losses = [
+            recipe.loss_sum(recipe.module, recipe.dataset.batch([0])) for recipe in (low, whole)
+        ]
     assert losses[0].item() == losses[1].item()
 
 
@@ -315,7 +375,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_adapters_that_cannot_be_trained_are_refused_with_what_is_allowed(tmp_path: Path, name: str) -> None:
+def test_adapters_that_cannot_be_trained_are_refused_with_what_is_allowed(
+    tmp_path: Path, name: str
+) -> None:
     changes, message = REFUSED[name]
     fields: dict[str, Any] = {"plan": gang.torch_plan(), "lora": LORA} | changes
     run = World(tmp_path).run("job", "llama", fields["plan"], fields["lora"])
@@ -332,7 +394,9 @@ def test_adapters_that_cannot_be_trained_are_refused_with_what_is_allowed(tmp_pa
         ({"model_type": "vit"}, "no language model"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_an_error_at_once(tmp_path: Path, hf: Any, message: str) -> None:
+def test_a_model_that_cannot_be_built_is_an_error_at_once(
+    tmp_path: Path, hf: Any, message: str
+) -> None:
     run = World(tmp_path).run("job", "llama", gang.torch_plan(), model=ModelSpec(hf=hf))
     with pytest.raises(SpecError, match=message):
         build_recipe(run)

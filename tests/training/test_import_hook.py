@@ -21,7 +21,9 @@ SLOW = "import time\nready = False\ntime.sleep(0.05)\nready = True\n"
 
 
 @pytest.fixture
-def hook_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[types.ModuleType]]:
+def hook_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[types.ModuleType]]:
     """The modules with which the hook was called, for a module `engine` on the path."""
     (tmp_path / "engine.py").write_text("ready = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -116,7 +118,9 @@ def test_the_hook_is_called_once_with_the_executed_module(
     assert not any(isinstance(finder, guard._ImportHook) for finder in sys.meta_path)
 
 
-def test_a_lazy_module_triggers_the_hook_when_it_is_used(hook_modules: list[types.ModuleType]) -> None:
+def test_a_lazy_module_triggers_the_hook_when_it_is_used(
+    hook_modules: list[types.ModuleType],
+) -> None:
     module = lazily()
     assert hook_modules == []
     assert module.ready
@@ -141,7 +145,9 @@ def test_a_failed_import_does_not_trigger_the_hook_and_the_next_one_does(
     assert len(hook_modules) == 1
 
 
-def test_a_missing_module_stays_missing(hook_modules: list[types.ModuleType], tmp_path: Path) -> None:
+def test_a_missing_module_stays_missing(
+    hook_modules: list[types.ModuleType], tmp_path: Path
+) -> None:
     (tmp_path / "engine.py").unlink()
     importlib.invalidate_caches()
     assert importlib.util.find_spec("engine") is None
@@ -150,7 +156,9 @@ def test_a_missing_module_stays_missing(hook_modules: list[types.ModuleType], tm
     assert hook_modules == []
 
 
-def test_concurrent_imports_trigger_the_hook_once(hook_modules: list[types.ModuleType], tmp_path: Path) -> None:
+def test_concurrent_imports_trigger_the_hook_once(
+    hook_modules: list[types.ModuleType], tmp_path: Path
+) -> None:
     (tmp_path / "engine.py").write_text(SLOW)
     threads = [threading.Thread(target=by_import_module) for _ in range(4)]
     for thread in threads:
@@ -160,7 +168,9 @@ def test_concurrent_imports_trigger_the_hook_once(hook_modules: list[types.Modul
     assert [module.ready for module in hook_modules] == [True]
 
 
-def test_the_program_sees_the_same_loader_and_source_as_without_the_hook(hook_modules: list[types.ModuleType]) -> None:
+def test_the_program_sees_the_same_loader_and_source_as_without_the_hook(
+    hook_modules: list[types.ModuleType],
+) -> None:
     module = by_import_module()
     assert type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
     assert module.__spec__.loader.get_source("engine") == "ready = True\n"

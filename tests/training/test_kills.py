@@ -23,9 +23,12 @@ from tests.ranks import Rank
 from tests.training import gang
 
 TOLERANCE = 2e-6
-TRAINING = dataclasses.replace(gang.TRAINING, max_steps=16, checkpoint_every_steps=2, keep_checkpoints=2)
+TRAINING = dataclasses.replace(
+    gang.TRAINING, max_steps=16, checkpoint_every_steps=2, keep_checkpoints=2
+)
 KILLED_AFTER_STEPS_MAX = 4  # of one life: so a training takes about five
-STARTUP_S = 1.5  # of DeepSpeed's ranks, forked on a busy machine; on an idle one a training under DDP takes 0.7
+# of DeepSpeed's ranks, forked on a busy machine; on an idle one a training under DDP takes 0.7
+STARTUP_S = 1.5
 SEED = 20
 DEADLINE_S = 120
 POLL_S = 0.001
@@ -44,7 +47,11 @@ def two_ranks(engine: Engine, stage: int, accumulation: int = 1) -> Plan:
 
 PLANS = (
     *(two_ranks(Engine.TORCH, stage, accumulation) for stage in (0, 3) for accumulation in (1, 2)),
-    *(two_ranks(Engine.DEEPSPEED, stage, accumulation) for stage in (1, 2, 3) for accumulation in (1, 4)),
+    *(
+        two_ranks(Engine.DEEPSPEED, stage, accumulation)
+        for stage in (1, 2, 3)
+        for accumulation in (1, 4)
+    ),
 )
 
 
@@ -75,15 +82,21 @@ def deaths(seed: int, count: int) -> list[tuple[Plan, Death]]:
 
 
 @pytest.mark.parametrize(
-    "kills", [4, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(1800)])], ids="{} kills".format
+    "kills",
+    [4, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(1800)])],
+    ids="{} kills".format,
 )
-def test_killed_ranks_lose_no_step_beyond_the_last_checkpoint_and_change_no_loss(tmp_path: Path, kills: int) -> None:
+def test_killed_ranks_lose_no_step_beyond_the_last_checkpoint_and_change_no_loss(
+    tmp_path: Path, kills: int
+) -> None:
     text = gang.ragged_text(tmp_path)
     reference = gang.training_run(tmp_path, "reference", gang.torch_plan(), text, training=TRAINING)
     gang.launch([gang.Part(run=reference)])
     expected = gang.losses(reference)
     waiting, job, hits = deaths(SEED, kills), 0, 0
-    for life in range(2 * kills):  # one that reaches the end before its death is not counted: the next dies sooner
+    for life in range(
+        2 * kills
+    ):  # one that reaches the end before its death is not counted: the next dies sooner
         if not waiting:
             break
         plan, death = waiting[0]
@@ -97,9 +110,17 @@ def test_killed_ranks_lose_no_step_beyond_the_last_checkpoint_and_change_no_loss
             hits += was_writing
     assert not waiting, f"only {kills - len(waiting)} of {kills} deaths came about"
     assert 3 * hits >= kills, f"{hits} of {kills} deaths hit the writing of a checkpoint"
-    run = gang.training_run(tmp_path, f"job{job}", two_ranks(Engine.TORCH, 0), text, training=TRAINING)
+    run = gang.training_run(
+        tmp_path, f"job{job}", two_ranks(Engine.TORCH, 0), text, training=TRAINING
+    )
     began_at = _newest_step(run)
-    _check_life(run, gang.finish(gang.spawn(run), DEADLINE_S), expected, began_at, f"seed {SEED}, the last life")
+    _check_life(
+        run,
+        gang.finish(gang.spawn(run), DEADLINE_S),
+        expected,
+        began_at,
+        f"seed {SEED}, the last life",
+    )
     assert _newest_step(run) == TRAINING.max_steps
 
 
@@ -135,7 +156,10 @@ def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_use
     base = gang.training_run(tmp_path, "base", PLANS[2], text, training=until_6)
     gang.launch([gang.Part(run=base)])
     until_8 = dataclasses.replace(TRAINING, max_steps=8)
-    runs = [gang.training_run(tmp_path, f"job{n}", PLANS[0], text, training=until_8) for n in range(len(cases))]
+    runs = [
+        gang.training_run(tmp_path, f"job{n}", PLANS[0], text, training=until_8)
+        for n in range(len(cases))
+    ]
     for run, (file, harm, _) in zip(runs, cases, strict=True):
         shutil.copytree(_checkpoints(base), _checkpoints(run))
         harm(_checkpoints(run) / "step-00000006" / file)
@@ -148,9 +172,13 @@ def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_use
     gang.launch([gang.Part(run=run) for run in (whole, lost, *runs)])
     errors, expected = capfd.readouterr().err, gang.losses(whole)
     for run, (file, _, message) in zip(runs, cases, strict=True):
-        assert gang.losses(run) == pytest.approx({s: expected[s] for s in range(5, 9)}, abs=TOLERANCE, rel=0), file
+        assert gang.losses(run) == pytest.approx(
+            {s: expected[s] for s in range(5, 9)}, abs=TOLERANCE, rel=0
+        ), file
         path = _checkpoints(run) / "step-00000006"
-        assert re.search(rf"{re.escape(str(path))} is damaged.*\n  {re.escape(file)}: .*({message})", errors), (
+        assert re.search(
+            rf"{re.escape(str(path))} is damaged.*\n  {re.escape(file)}: .*({message})", errors
+        ), (
             file,
             message,
         )
@@ -159,7 +187,9 @@ def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_use
     assert "no intact checkpoint is left: training starts from the beginning" in errors
 
 
-def _live(run: TrainingRun, death: Death, expected: dict[int, float], label: str) -> tuple[bool, bool]:
+def _live(
+    run: TrainingRun, death: Death, expected: dict[int, float], label: str
+) -> tuple[bool, bool]:
     """Run an attempt, which must keep the laws; return whether it finished and whether it died writing a checkpoint."""
     began_at = _newest_step(run)
     ranks = gang.spawn(run)
@@ -173,12 +203,18 @@ def _live(run: TrainingRun, death: Death, expected: dict[int, float], label: str
     return was_writing is None, bool(was_writing)
 
 
-def _check_life(run: TrainingRun, codes: list[int], expected: dict[int, float], began_at: int, label: str) -> None:
+def _check_life(
+    run: TrainingRun, codes: list[int], expected: dict[int, float], began_at: int, label: str
+) -> None:
     curve = gang.losses(run)
     if curve:
         assert min(curve) == began_at + 1, label
-        assert max(curve) <= _newest_step(run) + 2 * TRAINING.checkpoint_every_steps, label  # one save is in flight
-        assert curve == pytest.approx({step: expected[step] for step in curve}, abs=TOLERANCE, rel=0), label
+        assert max(curve) <= _newest_step(run) + 2 * TRAINING.checkpoint_every_steps, (
+            label
+        )  # one save is in flight
+        assert curve == pytest.approx(
+            {step: expected[step] for step in curve}, abs=TOLERANCE, rel=0
+        ), label
     assert set(codes) <= {0, -signal.SIGKILL}, f"{label}: {codes}"
     for path in checkpoint_folder.list_published(_checkpoints(run)):
         assert checkpoint_folder.damage(path) == [], label
@@ -230,7 +266,9 @@ def _signal(ranks: list[Rank], number: signal.Signals) -> None:
 
 def _is_writing(run: TrainingRun) -> bool:
     checkpoints = _checkpoints(run)
-    return checkpoints.is_dir() and any(path.name.startswith(".writing-") for path in checkpoints.iterdir())
+    return checkpoints.is_dir() and any(
+        path.name.startswith(".writing-") for path in checkpoints.iterdir()
+    )
 
 
 def _newest_step(run: TrainingRun) -> int:

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto
 
 from orchestrator.specs.choices import ParallelLayout
@@ -27,15 +33,22 @@ CASES, CASES_LONG, SEED = 6, 60, 20261127
 PARAMETERS_MAX = 20_000_000
 # Names of sizes over all families, and what they become.
 SIZES = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 32
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"), 2
+    ),
     **dict.fromkeys(("num_decoder_layers", "num_key_value_heads", "num_experts_per_tok"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("head_dim", "d_kv", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 8),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 4),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim"),
+        64,
+    ),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
     **dict.fromkeys(("n_group", "topk_group", "bos_token_id"), 1),
@@ -52,7 +65,8 @@ FAMILIES = sorted(
 )
 ENCODERS = sorted(
     {*modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
-    & {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    & {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    - {*modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
 )
 OWN_HEADS = ("t5", "mt5", "umt5", "llama")  # published with a head beside the table, and without
 
@@ -60,7 +74,9 @@ OWN_HEADS = ("t5", "mt5", "umt5", "llama")  # published with a head beside the t
 def tiny_config(family: str) -> PreTrainedConfig:
     default = AutoConfig.for_model(family)
     names = {*default.to_dict(), *default.attribute_map}
-    return AutoConfig.for_model(family, **{name: size for name, size in SIZES.items() if name in names})
+    return AutoConfig.for_model(
+        family, **{name: size for name, size in SIZES.items() if name in names}
+    )
 
 
 def model_of(config: PreTrainedConfig) -> PreTrainedModel | None:
@@ -76,7 +92,9 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel | None:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.05)
     for layer in module.modules():
-        if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:  # some families zero it when they load
+        if (
+            isinstance(layer, nn.Embedding) and layer.padding_idx is not None
+        ):  # some families zero it when they load
             nn.init.zeros_(layer.weight.data[layer.padding_idx])
     return module
 
@@ -129,7 +147,11 @@ def differences(folder: Path, theirs: PreTrainedModel) -> str:
     expected, filled_weights = dict(theirs.named_parameters()), dict(module.named_parameters())
     if expected.keys() != filled_weights.keys():
         return f"{family}: parameters {sorted(expected.keys() ^ filled_weights.keys())[:4]}"
-    values = [name for name, parameter in expected.items() if not torch.equal(parameter, filled_weights[name])]
+    values = [
+        name
+        for name, parameter in expected.items()
+        if not torch.equal(parameter, filled_weights[name])
+    ]
     if values:
         return f"{family}: values of {values[:4]}"
     tokens = torch.arange(1, 9)[None]
@@ -147,7 +169,9 @@ def differences(folder: Path, theirs: PreTrainedModel) -> str:
 
 @pytest.mark.parametrize("own_head", [True, False])
 @pytest.mark.parametrize("family", OWN_HEADS)
-def test_a_model_has_the_head_that_its_folder_holds(tmp_path: Path, family: str, own_head: bool) -> None:
+def test_a_model_has_the_head_that_its_folder_holds(
+    tmp_path: Path, family: str, own_head: bool
+) -> None:
     config = tiny_config(family)
     if family == "llama":
         config.tie_word_embeddings = not own_head
@@ -161,7 +185,9 @@ def test_a_model_has_the_head_that_its_folder_holds(tmp_path: Path, family: str,
 
 
 @pytest.mark.parametrize("count", [CASES, pytest.param(CASES_LONG, marks=pytest.mark.long)])
-def test_models_of_drawn_architectures_are_those_of_transformers(tmp_path: Path, count: int) -> None:
+def test_models_of_drawn_architectures_are_those_of_transformers(
+    tmp_path: Path, count: int
+) -> None:
     apart = [differences(folder, theirs) for folder, theirs in drawn_models(tmp_path, count)]
     assert len(apart) == count
     assert not [text for text in apart if text]
@@ -171,8 +197,15 @@ def test_models_of_drawn_architectures_are_those_of_transformers(tmp_path: Path,
 def test_an_encoder_is_no_causal_model_unless_its_configuration_makes_it_one(family: str) -> None:
     config: Any = tiny_config(family)
     plan = gang.torch_plan(layout=ParallelLayout())
-    values = {name: size for name, size in SIZES.items() if name in {*config.to_dict(), *config.attribute_map}}
-    encoder, decoder = {"model_type": family, **values}, {"model_type": family, **values, "is_decoder": True}
+    values = {
+        name: size
+        for name, size in SIZES.items()
+        if name in {*config.to_dict(), *config.attribute_map}
+    }
+    encoder, decoder = (
+        {"model_type": family, **values},
+        {"model_type": family, **values, "is_decoder": True},
+    )
     with pytest.raises(SpecError, match="sees the tokens that it would have to predict") as refused:
         build(gang.training_run(Path("/"), "encoder", plan, (), model=ModelSpec(hf=encoder)))
     assert "is_decoder: true" in refused.value.hint
@@ -188,23 +221,38 @@ def test_an_encoder_is_no_causal_model_unless_its_configuration_makes_it_one(fam
         if family not in ("reformer", "xmod") and hasattr(tiny_config(family), "is_decoder")
     ],
 )
-def test_an_encoder_that_names_its_causal_head_sees_no_later_tokens(tmp_path: Path, family: str) -> None:
+def test_an_encoder_that_names_its_causal_head_sees_no_later_tokens(
+    tmp_path: Path, family: str
+) -> None:
     config = tiny_config(family)
     head: Any = AutoModelForCausalLM._model_mapping[type(config)]
     settings = {"model_type": family, "architectures": [head.__name__]}
-    settings |= {name: size for name, size in SIZES.items() if name in {*config.to_dict(), *config.attribute_map}}
+    settings |= {
+        name: size
+        for name, size in SIZES.items()
+        if name in {*config.to_dict(), *config.attribute_map}
+    }
     plan = gang.torch_plan(layout=ParallelLayout())
     built = build(gang.training_run(tmp_path, "head", plan, (), model=ModelSpec(hf=settings)))
     assert not built.own_loss
     module = head._from_config(built.module.config).eval()
     with torch.no_grad():
-        first = [module(torch.tensor([[7, *later]])).logits[:, 0] for later in ([8, 9, 10], [11, 12, 13])]
+        first = [
+            module(torch.tensor([[7, *later]])).logits[:, 0] for later in ([8, 9, 10], [11, 12, 13])
+        ]
     torch.testing.assert_close(*first)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "mixtral", "opt"])
 def test_a_published_configuration_is_read_as_transformers_reads_it(family: str) -> None:
-    published = tiny_config(family).to_dict() | {"n_ctx": 1024, "architectures": ["A"], "of_some_later_version": [1]}
-    assert published_config(published).to_dict() == type(tiny_config(family)).from_dict(published).to_dict()
+    published = tiny_config(family).to_dict() | {
+        "n_ctx": 1024,
+        "architectures": ["A"],
+        "of_some_later_version": [1],
+    }
+    assert (
+        published_config(published).to_dict()
+        == type(tiny_config(family)).from_dict(published).to_dict()
+    )
     with pytest.raises(SpecError, match=r"model\.config\.model_type"):
         published_config(published | {"model_type": "of_some_later_version"})

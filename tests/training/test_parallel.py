@@ -35,12 +35,22 @@ from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH
 
 MICRO_BATCH = 2  # the same everywhere, since dropout is on (but over tensor-parallel ranks)
-DECODER = dataclasses.replace(gang.DECODER, num_hidden_layers=3, tie_word_embeddings=True, dropout=0.1)
+DECODER = dataclasses.replace(
+    gang.DECODER, num_hidden_layers=3, tie_word_embeddings=True, dropout=0.1
+)
 FOUR_LAYERS = dataclasses.replace(DECODER, num_hidden_layers=4)
 FULL, SELECTIVE = ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
 
 
-def plan(*, dp: int = 1, tp: int = 1, pp: int = 1, stage: int = 0, micro: int = MICRO_BATCH, **fields: Any) -> Plan:
+def plan(
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    stage: int = 0,
+    micro: int = MICRO_BATCH,
+    **fields: Any,
+) -> Plan:
     return Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(dp=dp, tp=tp, pp=pp),
@@ -51,11 +61,19 @@ def plan(*, dp: int = 1, tp: int = 1, pp: int = 1, stage: int = 0, micro: int = 
     )
 
 
-@pytest.mark.parametrize(("mode", "allowed"), [(FULL, False), (SELECTIVE, False), (ActivationCheckpointing.NONE, True)])
-def test_recomputed_batch_norms_are_not_compiled(mode: ActivationCheckpointing, allowed: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "allowed"), [(FULL, False), (SELECTIVE, False), (ActivationCheckpointing.NONE, True)]
+)
+def test_recomputed_batch_norms_are_not_compiled(
+    mode: ActivationCheckpointing, allowed: bool
+) -> None:
     layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]
     recompute(layers, mode)
-    with contextlib.nullcontext() if allowed else pytest.raises(SpecError, match="cannot be compiled"):
+    with (
+        contextlib.nullcontext()
+        if allowed
+        else pytest.raises(SpecError, match="cannot be compiled")
+    ):
         compile_layers(layers)
 
 
@@ -68,7 +86,9 @@ def four_ranks() -> Iterator[None]:
 
 
 def _recipe(tmp_path: Path, spec: DecoderSpec = DECODER) -> Recipe:
-    return decoder_recipe(spec, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0)
+    return decoder_recipe(
+        spec, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0
+    )
 
 
 def _materialise(stages: tuple[Recipe, ...]) -> None:
@@ -77,7 +97,9 @@ def _materialise(stages: tuple[Recipe, ...]) -> None:
 
 
 @pytest.mark.parametrize("per_rank", [1, 2])
-def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp_path: Path, per_rank: int) -> None:
+def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(
+    tmp_path: Path, per_rank: int
+) -> None:
     """Values and names are those of a single process; tied ends exist on both stages."""
     whole = _recipe(tmp_path, FOUR_LAYERS)
     materialise(whole.module, whole.module, whole, torch.device("cpu"))
@@ -101,24 +123,35 @@ def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp
 
 
 @pytest.mark.parametrize(
-    ("ends", "per_rank", "expected"), [((0, 0), 1, (3, 4)), ((5, 2), 1, (5, 2)), ((3, 1), 2, (5, 2))]
+    ("ends", "per_rank", "expected"),
+    [((0, 0), 1, (3, 4)), ((5, 2), 1, (5, 2)), ((3, 1), 2, (5, 2))],
 )
 def test_the_ends_of_a_pipeline_have_as_many_layers_as_its_plan_says(
     tmp_path: Path, ends: tuple[int, int], per_rank: int, expected: tuple[int, int]
 ) -> None:
     settings = dict(zip(("first_stage_layers", "last_stage_layers"), ends, strict=True))
-    chosen, seven = plan(pp=2, micro=1, pipeline_stages_per_rank=per_rank, **settings), {"num_hidden_layers": 7}
-    shares = [pipeline.cut(_recipe(tmp_path, dataclasses.replace(DECODER, **seven)), chosen, rank) for rank in range(2)]
+    chosen, seven = (
+        plan(pp=2, micro=1, pipeline_stages_per_rank=per_rank, **settings),
+        {"num_hidden_layers": 7},
+    )
+    shares = [
+        pipeline.cut(_recipe(tmp_path, dataclasses.replace(DECODER, **seven)), chosen, rank)
+        for rank in range(2)
+    ]
     assert tuple(sum(len(stage.layers) for stage in share.stages) for share in shares) == expected
 
 
 def test_a_materialised_model_frees_the_stages_of_other_ranks(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path, FOUR_LAYERS)
     materialise(recipe.module, recipe.module, recipe, torch.device("cpu"))
-    everything = {name: weakref.ref(parameter) for name, parameter in recipe.module.named_parameters()}
+    everything = {
+        name: weakref.ref(parameter) for name, parameter in recipe.module.named_parameters()
+    }
     pipeline.cut(recipe, plan(pp=2, micro=1), 1)
     alive = {name for name, parameter in everything.items() if parameter() is not None}
-    assert alive == {name for name in everything if name.startswith(("layers.2", "layers.3", "norm", "embed"))}
+    assert alive == {
+        name for name in everything if name.startswith(("layers.2", "layers.3", "norm", "embed"))
+    }
 
 
 def test_stages_one_after_another_give_the_loss_of_the_whole_model(tmp_path: Path) -> None:
@@ -128,7 +161,9 @@ def test_stages_one_after_another_give_the_loss_of_the_whole_model(tmp_path: Pat
     batch = whole.dataset.batch([0, 1])
     stages: dict[int, Recipe] = {}
     for rank in range(2):
-        share = pipeline.cut(_recipe(tmp_path, spec), plan(pp=2, micro=1, pipeline_stages_per_rank=2), rank)
+        share = pipeline.cut(
+            _recipe(tmp_path, spec), plan(pp=2, micro=1, pipeline_stages_per_rank=2), rank
+        )
         _materialise(share.stages)
         stages |= {rank + 2 * turn: stage for turn, stage in enumerate(share.stages)}
     x, ends = batch[0], stages[3].stages
@@ -163,7 +198,9 @@ def _with_a_weight_shared_by_two_layers(recipe: Recipe) -> Recipe:
         (lambda recipe: recipe, 8, "needs a layer"),
     ],
 )
-def test_a_model_that_cannot_be_cut_into_stages_is_refused(tmp_path: Path, change: Any, pp: int, message: str) -> None:
+def test_a_model_that_cannot_be_cut_into_stages_is_refused(
+    tmp_path: Path, change: Any, pp: int, message: str
+) -> None:
     spec = dataclasses.replace(FOUR_LAYERS, tie_word_embeddings=False)
     with pytest.raises(SpecError, match=message):
         pipeline.cut(change(_recipe(tmp_path, spec)), plan(pp=pp, micro=1), 1)
@@ -201,7 +238,9 @@ def test_an_out_of_memory_error_inside_a_stage_stays_one() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_every_parameter_is_a_dtensor_with_this_ranks_part_of_the_whole_values(tmp_path: Path) -> None:
+def test_every_parameter_is_a_dtensor_with_this_ranks_part_of_the_whole_values(
+    tmp_path: Path,
+) -> None:
     spec = dataclasses.replace(DECODER, num_key_value_heads=4)
     whole, cut = _recipe(tmp_path, spec), _recipe(tmp_path, spec)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
@@ -230,14 +269,38 @@ def _plan_of(recipe: Recipe, **entries: str) -> Recipe:
 @pytest.mark.parametrize(
     ("spec", "change", "message"),
     [
-        ({}, lambda recipe: dataclasses.replace(recipe, tensor_parallel={}), "no tensor-parallel plan"),
+        (
+            {},
+            lambda recipe: dataclasses.replace(recipe, tensor_parallel={}),
+            "no tensor-parallel plan",
+        ),
         ({}, lambda recipe: recipe, "num_key_value_heads = 2"),
         ({"num_key_value_heads": 4, "vocab_size": 258}, lambda recipe: recipe, "vocab_size = 258"),
-        ({"num_key_value_heads": 4, "intermediate_size": 66}, lambda recipe: recipe, "intermediate_size = 66"),
-        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, __nowhere="colwise"), "no module matches"),
-        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, norm="diagonal"), "no such word"),
-        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, layers="colwise"), "have a weight"),
-        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, lm_head="rowwise"), "two ways"),
+        (
+            {"num_key_value_heads": 4, "intermediate_size": 66},
+            lambda recipe: recipe,
+            "intermediate_size = 66",
+        ),
+        (
+            {"num_key_value_heads": 4},
+            lambda recipe: _plan_of(recipe, __nowhere="colwise"),
+            "no module matches",
+        ),
+        (
+            {"num_key_value_heads": 4},
+            lambda recipe: _plan_of(recipe, norm="diagonal"),
+            "no such word",
+        ),
+        (
+            {"num_key_value_heads": 4},
+            lambda recipe: _plan_of(recipe, layers="colwise"),
+            "have a weight",
+        ),
+        (
+            {"num_key_value_heads": 4},
+            lambda recipe: _plan_of(recipe, lm_head="rowwise"),
+            "two ways",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_cut_over_tensor_parallel_ranks_is_refused(
@@ -246,5 +309,8 @@ def test_a_model_that_cannot_be_cut_over_tensor_parallel_ranks_is_refused(
     recipe = change(_recipe(tmp_path, dataclasses.replace(DECODER, **spec)))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=message):
         tensor_parallel(
-            recipe, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), MICRO_BATCH, gang.SEQUENCE_LENGTH
+            recipe,
+            init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
+            MICRO_BATCH,
+            gang.SEQUENCE_LENGTH,
         )

@@ -55,22 +55,31 @@ def four_ranks() -> Iterator[None]:
 
 
 def _recipe(tmp_path: Path) -> Recipe:
-    return decoder_recipe(DECODER, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0)
+    return decoder_recipe(
+        DECODER, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0
+    )
 
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("mode", ActivationCheckpointing)
-def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(tmp_path: Path, mode: ActivationCheckpointing) -> None:
+def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(
+    tmp_path: Path, mode: ActivationCheckpointing
+) -> None:
     recipe = _recipe(tmp_path)
     recompute(recipe.layers, mode)
     cut = tensor_parallel(
-        recipe, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), SAMPLES, gang.SEQUENCE_LENGTH
+        recipe,
+        init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)),
+        SAMPLES,
+        gang.SEQUENCE_LENGTH,
     )
     materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), cut.place)
     cut.spread(recipe.layers)
     shapes = []
     for layer in recipe.layers:
-        layer.input_layernorm.register_forward_hook(lambda _module, inputs, _out: shapes.append(inputs[0].shape))
+        layer.input_layernorm.register_forward_hook(
+            lambda _module, inputs, _out: shapes.append(inputs[0].shape)
+        )
     with _Messages() as forward:
         hidden = recipe.module.hidden(torch.zeros(SAMPLES, gang.SEQUENCE_LENGTH, dtype=torch.int64))
     share = (1, SAMPLES * gang.SEQUENCE_LENGTH // RANKS, DECODER.hidden_size)
@@ -80,7 +89,11 @@ def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(tmp_path: Path, m
     layers = DECODER.num_hidden_layers
     sums, again = 2 * layers, {"none": 0, "selective": 2 * layers, "full": 2 * layers}[mode]
     # one of both for every half of a layer; the embedding's sum
-    assert forward.count == {"_allgather_base_": sums, "summed_product": sums, "_reduce_scatter_base_": 1}
+    assert forward.count == {
+        "_allgather_base_": sums,
+        "summed_product": sums,
+        "_reduce_scatter_base_": 1,
+    }
     # the second half of a layer that is recomputed in full needs no sum
     replayed = {"summed_product": layers} if mode is ActivationCheckpointing.FULL else {}
     # gradients of sums are gathered, also the embedding's, and inputs once more
@@ -91,10 +104,14 @@ def test_a_layer_sees_its_ranks_tokens_and_all_reduces_nothing(tmp_path: Path, m
 @pytest.mark.usefixtures("four_ranks")
 def test_a_gathered_module_with_a_part_that_is_not_cut_is_refused(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path)
-    uncut = {name: word for name, word in recipe.tensor_parallel.items() if not name.endswith("up_proj")}
+    uncut = {
+        name: word for name, word in recipe.tensor_parallel.items() if not name.endswith("up_proj")
+    }
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     with pytest.raises(SpecError, match="has a part that is not cut"):
-        tensor_parallel(dataclasses.replace(recipe, tensor_parallel=uncut), mesh, SAMPLES, gang.SEQUENCE_LENGTH)
+        tensor_parallel(
+            dataclasses.replace(recipe, tensor_parallel=uncut), mesh, SAMPLES, gang.SEQUENCE_LENGTH
+        )
 
 
 def test_every_ranks_tokens_are_dropped_by_draws_of_their_own(tmp_path: Path) -> None:

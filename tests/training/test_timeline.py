@@ -31,7 +31,11 @@ def test_if_the_micro_batch_changes_the_operations_moments_of_equal_gradients_ar
         phases=([Phase(0, 0, True, single)], [Phase(0, 0, True, two)]),
     )
     line = timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
-    lines = {moment.own: (moment.fixed_bytes, moment.sample_bytes) for stretch in line.stretches for moment in stretch}
+    lines = {
+        moment.own: (moment.fixed_bytes, moment.sample_bytes)
+        for stretch in line.stretches
+        for moment in stretch
+    }
     assert lines == {0: (0, 0), 1: (0, 100), 3: (0, 50)}
 
 
@@ -68,7 +72,9 @@ def test_a_trace_knows_the_leaf_whose_gradients_wait_for_each_other(
     assert layer.leaf_until == sum(layer.leaf)
 
 
-def test_experts_are_products_of_their_rows_as_in_closed_form(mixtures: tuple[ModelProfile, ModelProfile]) -> None:
+def test_experts_are_products_of_their_rows_as_in_closed_form(
+    mixtures: tuple[ModelProfile, ModelProfile],
+) -> None:
     traced, closed = (profile.segments[1] for profile in mixtures)
     assert traced.forward_flops == closed.forward_flops
     assert sorted(traced.matmuls) == sorted(closed.matmuls)

@@ -24,14 +24,17 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-THINKING = (  # opens a turn with what earlier turns do not keep, as templates of reasoning models do
+# opens a turn with what earlier turns do not keep, as templates of reasoning models do
+THINKING = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
     "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
     "{{ m['content'] | trim }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
 )
 
 
-def dataset(home: Path, data: DataSpec, *, template: str | None = None, job: str = "job", **where: Any) -> Any:
+def dataset(
+    home: Path, data: DataSpec, *, template: str | None = None, job: str = "job", **where: Any
+) -> Any:
     """The samples of a job whose tokenizer has this chat template."""
     tiny_hf.tokenizer(template).save_pretrained(home / "tokenizer")
     model = ModelSpec(hf=str(home / "tokenizer"))
@@ -47,7 +50,9 @@ def texts(home: Path, *contents: str) -> DataSpec:
 
 
 def chats(home: Path, *talks: list[tuple[str, str]]) -> DataSpec:
-    lines = (json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) for talk in talks)
+    lines = (
+        json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) for talk in talks
+    )
     (home / "chat.jsonl").write_text("\n".join(lines))
     return DataSpec(chat=(str(home / "chat.jsonl"),), sequence_length=LENGTH)
 
@@ -57,33 +62,48 @@ def test_documents_follow_each_other_and_end_in_the_end_of_text(tmp_path: Path) 
     samples = dataset(tmp_path, texts(tmp_path, *contents))
     tokens, labels = samples.batch(range(len(samples)))
     tokenizer = tiny_hf.tokenizer()
-    expected = [token for text in contents for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    expected = [
+        token
+        for text in contents
+        for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ]
     assert labels[labels != IGNORED_LABEL].tolist() == expected[1:]
     assert tokens.flatten()[: len(expected) - 1].tolist() == expected[:-1]
     assert (labels[:-1] != IGNORED_LABEL).all(), "only the last sample is ragged"
 
 
-def test_text_in_several_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_in_several_pieces_is_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = dataset(tmp_path, texts(tmp_path, tiny_hf.text(40)))
     monkeypatch.setattr("orchestrator.training.data.tokenised.PIECE_CHARACTERS", 50)
     pieces = dataset(tmp_path, texts(tmp_path, tiny_hf.text(40)), job="pieces")
     assert len(whole) == len(pieces) > 3
     decoded = [
-        tiny_hf.tokenizer().decode(samples.batch(range(len(samples)))[0].flatten()) for samples in (whole, pieces)
+        tiny_hf.tokenizer().decode(samples.batch(range(len(samples)))[0].flatten())
+        for samples in (whole, pieces)
     ]
-    assert [text.rstrip("<s>") for text in decoded] == [tiny_hf.text(40)] * 2  # padded by token 0, <s>
+    assert [text.rstrip("<s>") for text in decoded] == [
+        tiny_hf.text(40)
+    ] * 2  # padded by token 0, <s>
 
 
-@pytest.mark.parametrize("template", [None, tiny_hf.TEMPLATE, CHATML, THINKING], ids=["plain", "tags", "ml", "think"])
+@pytest.mark.parametrize(
+    "template", [None, tiny_hf.TEMPLATE, CHATML, THINKING], ids=["plain", "tags", "ml", "think"]
+)
 def test_only_assistant_messages_are_labels(tmp_path: Path, template: str | None) -> None:
-    data = DataSpec(chat=(str(tiny_hf.chat_file(tmp_path / "chat.jsonl", copies=1)),), sequence_length=LENGTH)
+    data = DataSpec(
+        chat=(str(tiny_hf.chat_file(tmp_path / "chat.jsonl", copies=1)),), sequence_length=LENGTH
+    )
     samples = dataset(tmp_path, data, template=template)
     _, labels = samples.batch(range(len(samples)))
     learnt = tiny_hf.tokenizer().decode(labels[labels != IGNORED_LABEL])
     answers = [text.strip() for talk in tiny_hf.TALKS for role, text in talk if role == "assistant"]
     marks = {CHATML: "<|im_end|>\n"}.get(template or "", "</s>")
     assert [text.removeprefix("</think>").strip() for text in learnt.split(marks)] == [*answers, ""]
-    assert [samples.token_count(n) for n in range(len(samples))] == (labels != IGNORED_LABEL).sum(1).tolist()
+    assert [samples.token_count(n) for n in range(len(samples))] == (labels != IGNORED_LABEL).sum(
+        1
+    ).tolist()
 
 
 def test_samples_without_a_label_are_left_out(tmp_path: Path) -> None:
@@ -94,7 +114,9 @@ def test_samples_without_a_label_are_left_out(tmp_path: Path) -> None:
 
 
 def test_an_encoder_decoder_has_a_pair_for_every_answer(tmp_path: Path) -> None:
-    data = DataSpec(chat=(str(tiny_hf.chat_file(tmp_path / "chat.jsonl", copies=1)),), sequence_length=LENGTH)
+    data = DataSpec(
+        chat=(str(tiny_hf.chat_file(tmp_path / "chat.jsonl", copies=1)),), sequence_length=LENGTH
+    )
     samples = dataset(tmp_path, data, padding=2)
     tokens, labels = samples.batch(range(len(samples)))
     tokenizer = tiny_hf.tokenizer()
@@ -112,7 +134,9 @@ def test_token_files_are_read_as_they_are(tmp_path: Path) -> None:
     data = DataSpec(tokens=tuple(map(str, files)), sequence_length=LENGTH)
     _, labels = dataset(tmp_path, data).batch([0, 1, 2])
     assert labels[labels != IGNORED_LABEL].tolist() == [*range(1, 20), *range(1, 5)]
-    assert sorted(path.name for path in (tmp_path / "jobs" / "job" / "data").iterdir()) == ["about.json"]
+    assert sorted(path.name for path in (tmp_path / "jobs" / "job" / "data").iterdir()) == [
+        "about.json"
+    ]
 
 
 def test_a_job_is_tokenised_once_and_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
@@ -133,16 +157,22 @@ def test_a_failed_tokenisation_leaves_no_files(tmp_path: Path) -> None:
     assert not (tmp_path / "jobs" / "job" / "data").exists()
     Path(data.text[1]).write_text("something")
     assert len(dataset(tmp_path, data))
-    assert [path.name for path in (tmp_path / "jobs" / "job").iterdir() if path.name.startswith(".data")] == []
+    assert [
+        path.name for path in (tmp_path / "jobs" / "job").iterdir() if path.name.startswith(".data")
+    ] == []
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_the_order_of_samples_is_that_of_one_process_and_goes_on_after_a_restart(tmp_path: Path, dp: int) -> None:
+def test_the_order_of_samples_is_that_of_one_process_and_goes_on_after_a_restart(
+    tmp_path: Path, dp: int
+) -> None:
     samples = dataset(tmp_path, texts(tmp_path, tiny_hf.text()))
     batches = []
     for step in range(3):  # a restarted process knows only the step
         order = global_batch(step * 8, 8, len(samples), seed=3)
-        shares = [micro_batches(order, rank, 8 // dp // 2, 2) if dp < 8 else [] for rank in range(dp)]
+        shares = [
+            micro_batches(order, rank, 8 // dp // 2, 2) if dp < 8 else [] for rank in range(dp)
+        ]
         batches += [samples.batch(batch)[0] for share in shares for batch in share]
     whole = [samples.batch(global_batch(step * 8, 8, len(samples), seed=3))[0] for step in range(3)]
     assert torch.equal(torch.cat(batches), torch.cat(whole))
@@ -156,19 +186,29 @@ def test_marked_tokens_are_labels_exactly_once(streams: list[list[bool]], length
     tokens = [np.arange(100 * n, 100 * n + len(marks)) for n, marks in enumerate(streams)]
     samples = TokenStreams(tokens, length, [np.array(marks, np.uint8) for marks in streams])
     expected = [
-        int(t) for part, marks in zip(tokens, streams, strict=True) for t in part[1:][np.array(marks[1:], bool)]
+        int(t)
+        for part, marks in zip(tokens, streams, strict=True)
+        for t in part[1:][np.array(marks[1:], bool)]
     ]
     _, labels = samples.batch(range(len(samples)))
     assert labels[labels != IGNORED_LABEL].tolist() == expected
-    assert [samples.token_count(n) for n in range(len(samples))] == (labels != IGNORED_LABEL).sum(1).tolist()
+    assert [samples.token_count(n) for n in range(len(samples))] == (labels != IGNORED_LABEL).sum(
+        1
+    ).tolist()
     assert all(samples.token_count(n) for n in range(len(samples)))
 
 
 BAD_LINES = {
     "not JSON": ("{", "bad.jsonl:2: data.chat: the line is not JSON"),
     "no messages": ('{"text": "a"}', "bad.jsonl:2: data.chat: the line is not a conversation"),
-    "no content": ('{"messages": [{"role": "user"}]}', "bad.jsonl:2: data.chat: the line is not a conversation"),
-    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}', "bad.jsonl:2: data.chat: nothing to learn"),
+    "no content": (
+        '{"messages": [{"role": "user"}]}',
+        "bad.jsonl:2: data.chat: the line is not a conversation",
+    ),
+    "no answer": (
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        "bad.jsonl:2: data.chat: nothing to learn",
+    ),
     "not text": ("\\xff", "bad.jsonl:2: data.chat: the line is not JSON"),
 }
 
@@ -193,8 +233,12 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     cases = {
         "latin:1: data.text: not UTF-8": DataSpec(text=(str(tmp_path / "latin"),)),
         "gone: data.text: the file cannot be read": DataSpec(text=(str(tmp_path / "gone"),)),
-        "empty.jsonl: data.chat: the file is empty": DataSpec(chat=(str(tmp_path / "empty.jsonl"),)),
-        "float.npy: data.tokens: not token numbers": DataSpec(tokens=(str(tmp_path / "float.npy"),)),
+        "empty.jsonl: data.chat: the file is empty": DataSpec(
+            chat=(str(tmp_path / "empty.jsonl"),)
+        ),
+        "float.npy: data.tokens: not token numbers": DataSpec(
+            tokens=(str(tmp_path / "float.npy"),)
+        ),
         "no.npy: data.tokens: not a .npy file": DataSpec(tokens=(str(tmp_path / "no.npy"),)),
         "a token number is negative": DataSpec(tokens=(str(tmp_path / "negative.npy"),)),
         "the model does not know": DataSpec(tokens=(str(tmp_path / "large.npy"),)),

@@ -21,9 +21,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from orchestrator.memory.models import hf as hf_profiles
 from orchestrator.memory.profiles import decoder_profile, profile_of
-from orchestrator.service.server.profiling import PROGRAM
+from orchestrator.service.intake.profiling import PROGRAM
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
-from orchestrator.specs.job.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import (
+    DataSpec,
+    DecoderSpec,
+    Freeze,
+    LoraSpec,
+    ModelSpec,
+    TrainingSpec,
+)
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.training.contract.recipe import Recipe
@@ -33,7 +40,15 @@ from orchestrator.training.tracing import trace as tracing
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.op_recorder import MATRICES
 from orchestrator.training.tracing.repeats import Stack, stack_of
-from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, Timeline, Unlike, timeline
+from orchestrator.training.tracing.timeline import (
+    Event,
+    Phase,
+    Place,
+    Steps,
+    Timeline,
+    Unlike,
+    timeline,
+)
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
@@ -47,7 +62,13 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 DECODER = DecoderSpec(**{name: value for name, value in LLAMA.items() if name != "model_type"})
-GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 512,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+}
 NONE = ActivationCheckpointing.NONE
 
 
@@ -64,7 +85,13 @@ def trace_model(model: ModelSpec, training: TrainingSpec | None = None) -> Model
     return profile
 
 
-GEMMA: dict[str, Any] = {**LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 16, "num_hidden_layers": 10}
+GEMMA: dict[str, Any] = {
+    **LLAMA,
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "sliding_window": 16,
+    "num_hidden_layers": 10,
+}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -91,7 +118,12 @@ def alternating(seed: int, period: int) -> dict[str, Any]:
         pytest.param(ModelSpec(decoder=DECODER), 3, id="decoder"),
         pytest.param(ModelSpec(hf=GEMMA), 12, id="two kinds in turn", marks=pytest.mark.long),
         *(
-            pytest.param(ModelSpec(hf=alternating(seed, period)), None, id=f"{period}-{seed}", marks=pytest.mark.long)
+            pytest.param(
+                ModelSpec(hf=alternating(seed, period)),
+                None,
+                id=f"{period}-{seed}",
+                marks=pytest.mark.long,
+            )
             for seed, period in ((1, 3), (2, 3), (3, 4), (4, 6))
         ),
     ],
@@ -113,7 +145,9 @@ def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
     monkeypatch.setattr(tracing, "cut", None)
     whole = trace_model(model)
     assert depths == [layers, few, layers]
-    assert replace(stretched, fragmentation=()) == replace(whole, fragmentation=()), "that is of the layers it had"
+    assert replace(stretched, fragmentation=()) == replace(whole, fragmentation=()), (
+        "that is of the layers it had"
+    )
     assert stretched.fragmentation
     assert sum(segment.count for segment in stretched.segments if segment.is_unit) == layers
     assert segments in (None, len(stretched.segments))
@@ -151,8 +185,21 @@ def test_a_pattern_that_does_not_come_again_is_traced_whole() -> None:
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_key_value_heads": 4}
-LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-DEEPSEEK = {**LLAMA, **EXPERTS, **LATENT, "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+DEEPSEEK = {
+    **LLAMA,
+    **EXPERTS,
+    **LATENT,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_group": 2,
+}
 DEEPSEEK |= {"topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2}
 QWEN = {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4}
 
@@ -199,7 +246,9 @@ def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time_except_under_fsdp2(
 
     def made(turn: int, *, sharded: bool) -> int:
         return max(
-            moment.own + moment.done for moment in profile.moments if (moment.turn, moment.sharded) == (turn, sharded)
+            moment.own + moment.done
+            for moment in profile.moments
+            if (moment.turn, moment.sharded) == (turn, sharded)
         )
 
     assert 0 < made(0, sharded=False) <= discriminator
@@ -209,14 +258,19 @@ def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time_except_under_fsdp2(
 
 def test_products_of_matrices_are_those_of_the_closed_form() -> None:
     decoder = DecoderSpec(
-        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
     )
     trace, closed_form = (
         trace_model(ModelSpec(decoder=decoder)),
         decoder_profile(decoder, "model", Precision.FP32, 32, 1, False),
     )
     layer, theirs = (
-        next(segment for segment in profile.segments if segment.count == 3) for profile in (trace, closed_form)
+        next(segment for segment in profile.segments if segment.count == 3)
+        for profile in (trace, closed_form)
     )
     assert sorted(layer.matmuls) == sorted(theirs.matmuls)
     assert layer.forward_flops == theirs.forward_flops
@@ -225,7 +279,12 @@ def test_products_of_matrices_are_those_of_the_closed_form() -> None:
 def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
     def flops_of(**changed: int) -> float:
         model = ModelSpec(hf=QWEN | {"num_hidden_layers": 2} | changed)
-        spec = JobSpec(name="job", global_batch_size=4, model=model, data=DataSpec(text=("text",), sequence_length=32))
+        spec = JobSpec(
+            name="job",
+            global_batch_size=4,
+            model=model,
+            data=DataSpec(text=("text",), sequence_length=32),
+        )
         profile = profile_of(spec, precision=Precision.FP32, sequence_length=None)
         assert profile is not None
         return profile.forward_flops
@@ -233,7 +292,10 @@ def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
     assert trace_model(ModelSpec(hf=QWEN | {"num_hidden_layers": 2})).forward_flops == flops_of()
     hidden, router = QWEN["hidden_size"], 2.0 * 2 * 32 * QWEN["hidden_size"]
     assert flops_of(num_experts=8) - flops_of() == 4 * router
-    assert flops_of(num_experts_per_tok=3) - flops_of() == 2 * 2.0 * 32 * 3 * hidden * QWEN["moe_intermediate_size"]
+    assert (
+        flops_of(num_experts_per_tok=3) - flops_of()
+        == 2 * 2.0 * 32 * 3 * hidden * QWEN["moe_intermediate_size"]
+    )
 
 
 def test_a_convolution_is_the_product_of_patches_and_filters() -> None:
@@ -265,7 +327,12 @@ def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
     before = widths()
     with as_on_cuda():
         inside = widths()
-    assert {name for name, dtype in inside.items() if dtype is torch.float32} == {"norm", "softmax", "sum", "enlarged"}
+    assert {name for name, dtype in inside.items() if dtype is torch.float32} == {
+        "norm",
+        "softmax",
+        "sum",
+        "enlarged",
+    }
     assert set(before.values()) == {torch.bfloat16}
     assert widths() == before
 
@@ -273,7 +340,9 @@ def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("config", [pytest.param(DEEPSEEK, marks=pytest.mark.long), GPT2])
 def test_attention_saves_no_scores_on_cuda_where_it_does_on_a_cpu(config: dict[str, Any]) -> None:
-    kinds = tuple(Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True))
+    kinds = tuple(
+        Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True)
+    )
     fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 64}
     on_cpu, on_cuda = profiles(Request(model=ModelSpec(hf=config), arithmetics=kinds, **fields))
     assert (on_cpu.attention, on_cuda.attention) == (MATRICES, "memory-efficient")
@@ -283,7 +352,9 @@ def test_attention_saves_no_scores_on_cuda_where_it_does_on_a_cpu(config: dict[s
 
 
 def test_attention_that_is_alike_on_both_is_traced_once() -> None:
-    kinds = tuple(Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True))
+    kinds = tuple(
+        Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True)
+    )
     fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
     model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2})
     on_cpu, on_cuda = profiles(Request(model=model, arithmetics=kinds, **fields))
@@ -292,11 +363,18 @@ def test_attention_that_is_alike_on_both_is_traced_once() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_base_in_four_bits_is_traced_as_the_closed_form_has_it() -> None:
-    model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2}, lora=LoraSpec(rank=4, quantise_base=True))
+    model = ModelSpec(
+        hf=LLAMA | {"num_hidden_layers": 2}, lora=LoraSpec(rank=4, quantise_base=True)
+    )
     kind = Arithmetic(precision=Precision.BF16, autocast=True)
     fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
     (trace,) = profiles(Request(model=model, arithmetics=(kind,), **fields))
-    spec = JobSpec(name="job", global_batch_size=4, model=model, data=DataSpec(text=("text",), sequence_length=32))
+    spec = JobSpec(
+        name="job",
+        global_batch_size=4,
+        model=model,
+        data=DataSpec(text=("text",), sequence_length=32),
+    )
     closed_form = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
     assert closed_form is not None
     assert (trace.source, closed_form.source) == (Source.TRACED, Source.CLOSED_FORM)
@@ -308,14 +386,19 @@ def test_a_base_in_four_bits_is_traced_as_the_closed_form_has_it() -> None:
 def test_frozen_parameters_have_no_gradients() -> None:
     config = {"width": 8, "depth": 2, "size": 8, "samples": 8}
     model = ModelSpec(factory=f"{EXAMPLES}/conv_classifier.py:build", config=config)
-    whole, part = trace_model(model), trace_model(model, TrainingSpec(freeze=(Freeze(parameters="blocks.0.*"),)))
+    whole, part = (
+        trace_model(model),
+        trace_model(model, TrainingSpec(freeze=(Freeze(parameters="blocks.0.*"),))),
+    )
     layer = next(segment.parameters for segment in whole.segments if segment.count == 2)
     assert part.parameters == whole.parameters
     assert part.trained_parameters == whole.trained_parameters - layer
     assert max(moment.own + moment.done for moment in part.moments) <= part.trained_parameters
 
 
-@pytest.mark.parametrize(("tied", "last"), [(True, 64), (False, 512 * 64)], ids=("a norm", "the head"))
+@pytest.mark.parametrize(
+    ("tied", "last"), [(True, 64), (False, 512 * 64)], ids=("a norm", "the head")
+)
 def test_fsdp2_does_not_reduce_the_first_embedding_last(tied: bool, last: int) -> None:
     config = LLAMA | {"num_hidden_layers": 2, "tie_word_embeddings": tied}
     assert trace_model(ModelSpec(hf=config)).segments[-1].last_gradient == last
@@ -333,7 +416,9 @@ def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
     )
     path = tmp_path / "request.json"
     path.write_text(json.dumps(dataclasses.asdict(request)))
-    child = subprocess.run([sys.executable, "-m", PROGRAM, str(path)], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-m", PROGRAM, str(path)], capture_output=True, text=True, check=False
+    )
     assert child.returncode not in (0, -signal.SIGKILL)
     assert "allocate" in child.stderr.splitlines()[-1], child.stderr
 
@@ -345,19 +430,27 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
 
         def phases(samples: int) -> list[Phase]:
             forward = [
-                8 * samples * index + (bend if bent == "forward" and index == 2 else 0) for index in range(layers)
+                8 * samples * index + (bend if bent == "forward" and index == 2 else 0)
+                for index in range(layers)
             ]
             backward = [
-                8 * samples * index + (bend if bent == "backward" and index == 2 else 0) for index in range(layers)
+                8 * samples * index + (bend if bent == "backward" and index == 2 else 0)
+                for index in range(layers)
             ]
             done = [layers - 1 - index for index in range(layers)]
-            return [Phase(index, 0, False, [Event(forward[index], 0, 0, 0, 0)]) for index in range(layers)] + [
+            return [
+                Phase(index, 0, False, [Event(forward[index], 0, 0, 0, 0)])
+                for index in range(layers)
+            ] + [
                 Phase(index, 0, True, [Event(backward[index], 0, done[index], 0, done[index])])
                 for index in reversed(range(layers))
             ]
 
         held_bytes = tuple(
-            {index: 8 * samples + (bend if bent == "held" and index == 2 else 0) for index in range(layers)}
+            {
+                index: 8 * samples + (bend if bent == "held" and index == 2 else 0)
+                for index in range(layers)
+            }
             for samples in (2, 3)
         )
         return Steps(
@@ -370,8 +463,12 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
         )
 
     def grown(depth: int, bend: int = 0) -> Timeline:
-        places = [Place(name=f"layers.{index}", is_layer=True, parameters=1) for index in range(depth)]
-        return timeline(places, [record_steps(depth, bend)], Stack(lead=0, period=1, length=9), depth)
+        places = [
+            Place(name=f"layers.{index}", is_layer=True, parameters=1) for index in range(depth)
+        ]
+        return timeline(
+            places, [record_steps(depth, bend)], Stack(lead=0, period=1, length=9), depth
+        )
 
     assert grown(5) == grown(9)
     with pytest.raises(Unlike):

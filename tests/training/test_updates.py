@@ -20,7 +20,13 @@ from orchestrator.training.contract.loss_scale import GROWTH_INTERVAL, INITIAL, 
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines import eight_bit
 from orchestrator.training.engines.freezing import freeze_for, next_thaw, thaw_step
-from orchestrator.training.engines.optimizers import STEPS, Updates, clip_factor, gradient_norm, scale_gradients
+from orchestrator.training.engines.optimizers import (
+    STEPS,
+    Updates,
+    clip_factor,
+    gradient_norm,
+    scale_gradients,
+)
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.recompute import recompute
 from orchestrator.training.engines.schedule import learning_rate
@@ -36,7 +42,11 @@ def test_a_learning_rate_rises_then_never_rises_again_and_stays_within_its_bound
     schedule: Schedule, warmup: int, steps: int
 ) -> None:
     training = TrainingSpec(
-        max_steps=steps, schedule=schedule, warmup_steps=warmup, learning_rate=0.5, min_learning_rate=0.1
+        max_steps=steps,
+        schedule=schedule,
+        warmup_steps=warmup,
+        learning_rate=0.5,
+        min_learning_rate=0.1,
     )
     rates = [learning_rate(training, step) for step in range(steps + 5)]
     peak = min(warmup, len(rates) - 1)
@@ -56,17 +66,25 @@ def test_a_cosine_is_half_way_down_in_the_middle() -> None:
 
 
 def test_the_longest_of_several_freezes_counts() -> None:
-    freeze = (Freeze(parameters="a.*", until_step=3), Freeze(parameters="*.w", until_step=5), Freeze(parameters="z*"))
+    freeze = (
+        Freeze(parameters="a.*", until_step=3),
+        Freeze(parameters="*.w", until_step=5),
+        Freeze(parameters="z*"),
+    )
     assert [thaw_step(name, freeze) for name in ("a.b", "a.w", "b.c", "z.w")] == [3, 5, 0, None]
     assert [next_thaw(step, freeze) for step in (0, 2, 3, 4, 5)] == [3, 3, 5, 5, None]
 
 
 def test_a_checkpoint_has_exactly_the_parameters_that_some_step_trains() -> None:
-    module = nn.ModuleDict({"base": nn.Linear(2, 2), "late": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    module = nn.ModuleDict(
+        {"base": nn.Linear(2, 2), "late": nn.Linear(2, 2), "head": nn.Linear(2, 2)}
+    )
     module["base"].requires_grad_(False)
     freeze = (Freeze(parameters="late.*", until_step=4), Freeze(parameters="head.bias"))
     assert freeze_for(module, freeze, step=0) == {"late.weight", "late.bias", "head.weight"}
-    assert {name for name, parameter in module.named_parameters() if parameter.requires_grad} == {"head.weight"}
+    assert {name for name, parameter in module.named_parameters() if parameter.requires_grad} == {
+        "head.weight"
+    }
 
 
 def test_freezing_nothing_or_everything_is_refused() -> None:
@@ -87,19 +105,25 @@ def test_a_loss_scale_halves_on_overflow_and_doubles_after_its_interval() -> Non
 
 @settings(deadline=None, max_examples=30)
 @given(tokens=st.integers(1, 40), chunk=st.integers(1, 12), masked=st.integers(1, 5))
-def test_the_chunked_loss_and_its_gradients_are_those_of_the_whole(tokens: int, chunk: int, masked: int) -> None:
+def test_the_chunked_loss_and_its_gradients_are_those_of_the_whole(
+    tokens: int, chunk: int, masked: int
+) -> None:
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(tokens, 8, generator=generator, requires_grad=True)
     weight = torch.randn(11, 8, generator=generator, requires_grad=True)
     labels = torch.randint(11, (tokens,), generator=generator)
     labels[::masked] = -100
-    expected = functional.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
+    expected = functional.cross_entropy(
+        hidden @ weight.T, labels, ignore_index=-100, reduction="sum"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "CHUNK_TOKENS", chunk)
         loss = linear_cross_entropy(hidden, weight, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     wanted = torch.autograd.grad(expected * 0.3, (hidden, weight))
-    torch.testing.assert_close(torch.autograd.grad(loss * 0.3, (hidden, weight)), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss * 0.3, (hidden, weight)), wanted, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_frozen_head_costs_no_gradient() -> None:
@@ -110,18 +134,26 @@ def test_a_frozen_head_costs_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(optimizer: Optimizer) -> None:
+def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(
+    optimizer: Optimizer,
+) -> None:
     """States of zeros before the first update must be what torch makes in it; clipping must be torch's."""
-    training = TrainingSpec(optimizer=optimizer, learning_rate=0.1, clip_norm=0.5, schedule=Schedule.LINEAR)
+    training = TrainingSpec(
+        optimizer=optimizer, learning_rate=0.1, clip_norm=0.5, schedule=Schedule.LINEAR
+    )
     tuned, plain = _twins()
     updates = Updates(tuned.named_parameters(), training, CPU, step=0)
     updates.allocate()
     reference = {
-        Optimizer.ADAMW: lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1),
+        Optimizer.ADAMW: lambda p: torch.optim.AdamW(
+            p, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1
+        ),
         Optimizer.SGD: lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
         Optimizer.ADAFACTOR: lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1),
     }[optimizer](plain.parameters())
-    falling = torch.optim.lr_scheduler.LambdaLR(reference, lambda step: 1 - step / training.max_steps)
+    falling = torch.optim.lr_scheduler.LambdaLR(
+        reference, lambda step: 1 - step / training.max_steps
+    )
     for step in range(4):
         for module in (tuned, plain):
             (module(torch.ones(3, 4)) ** 2).sum().backward()
@@ -135,11 +167,16 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(optimi
         falling.step()
         for module in (tuned, plain):
             module.zero_grad()
-    torch.testing.assert_close(dict(tuned.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        dict(tuned.named_parameters()), dict(plain.named_parameters()), rtol=0, atol=1e-7
+    )
 
 
 def test_what_is_predicted_to_be_quantised_is_what_is() -> None:
-    assert (optimizers.BLOCK, optimizers.QUANTISED_MIN) == (eight_bit.BLOCK, eight_bit.QUANTISED_MIN)
+    assert (optimizers.BLOCK, optimizers.QUANTISED_MIN) == (
+        eight_bit.BLOCK,
+        eight_bit.QUANTISED_MIN,
+    )
 
 
 def test_changes_below_what_bf16_can_tell_apart_add_up() -> None:
@@ -147,7 +184,9 @@ def test_changes_below_what_bf16_can_tell_apart_add_up() -> None:
     weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     training = TrainingSpec(optimizer=Optimizer.ADAMW_8BIT, learning_rate=1e-3, weight_decay=0.0)
     seeds = itertools.count()
-    updates = Updates([("weight", weight)], training, CPU, step=0, seed=lambda _: torch.manual_seed(next(seeds)))
+    updates = Updates(
+        [("weight", weight)], training, CPU, step=0, seed=lambda _: torch.manual_seed(next(seeds))
+    )
     updates.allocate()
     for _ in range(20):
         weight.grad = torch.ones_like(weight)
@@ -172,7 +211,12 @@ def test_an_optimizer_restored_by_name_continues_exactly(optimizer: Optimizer) -
 
 
 def _advance(
-    module: nn.Module, training: TrainingSpec, *, steps: int, start: int, saved: dict[str, torch.Tensor] | None = None
+    module: nn.Module,
+    training: TrainingSpec,
+    *,
+    steps: int,
+    start: int,
+    saved: dict[str, torch.Tensor] | None = None,
 ) -> Updates:
     """Train for some steps with a new optimizer, restored from another one's state at `start`."""
     module.requires_grad_(True)
@@ -210,7 +254,9 @@ class _Samples:
 
 
 @pytest.mark.parametrize("mode", ActivationCheckpointing)
-def test_masks_follow_from_step_and_micro_batch_under_any_recomputation(mode: ActivationCheckpointing) -> None:
+def test_masks_follow_from_step_and_micro_batch_under_any_recomputation(
+    mode: ActivationCheckpointing,
+) -> None:
     gradients = {}
     for name, prelude in (("alone", 0), ("after others", 3)):
         torch.manual_seed(0)
@@ -218,7 +264,13 @@ def test_masks_follow_from_step_and_micro_batch_under_any_recomputation(mode: Ac
         module = nn.Sequential(*layers)
         recompute(tuple(layers), mode)
         randomness = Randomness(
-            Recipe(module=module, loss_sum=lambda m, b: m(b[0]).sum(), dataset=_Samples(), layers=tuple(layers)), seed=5
+            Recipe(
+                module=module,
+                loss_sum=lambda m, b: m(b[0]).sum(),
+                dataset=_Samples(),
+                layers=tuple(layers),
+            ),
+            seed=5,
         )
         torch.rand(prelude)
         x = torch.ones(2, 8, requires_grad=True)

@@ -203,12 +203,16 @@ def _rank(folder: str) -> None:
     live = []
     for wrap in (_replicated, _sharded):
         with VirtualDevice(64 * MIB) as device:
-            model = wrap(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))))
+            model = wrap(
+                nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+            )
             optimizer = torch.optim.AdamW(model.parameters())
             for _ in range(3):
                 model(torch.zeros(8, WIDTH)).sum().backward()
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=wrap is _sharded)  # DDP's gradients are views of its buckets
+                optimizer.zero_grad(
+                    set_to_none=wrap is _sharded
+                )  # DDP's gradients are views of its buckets
             steps_bytes = sum(state["step"].nbytes for state in optimizer.state.values())
             live += [_settled(device) - steps_bytes, device.peak_bytes]
             del model, optimizer
@@ -237,10 +241,14 @@ def _sharded(model: nn.Sequential) -> nn.Module:
 
 
 def test_two_ranks_hold_four_copies_replicated_and_three_halves_sharded(tmp_path: Path) -> None:
-    assert gang.finish(start_ranks("tests.training.test_virtual_device", [str(tmp_path)], 2)) == [0, 0]
+    assert gang.finish(start_ranks("tests.training.test_virtual_device", [str(tmp_path)], 2)) == [
+        0,
+        0,
+    ]
     for rank in (0, 1):
         ddp, ddp_peak, fsdp, fsdp_peak = map(int, Path(tmp_path, str(rank)).read_text().split())
-        # parameters, two moments, and buckets that hold the gradients, within the bookkeeping of DDP
+        # parameters, two moments, and buckets that hold the gradients, within the bookkeeping of
+        # DDP
         assert ddp == pytest.approx(4 * PARAMETER_BYTES, abs=4 * KIB)
         assert fsdp == pytest.approx(3 * PARAMETER_BYTES / 2, abs=4 * KIB)
         assert ddp < ddp_peak < 5.5 * PARAMETER_BYTES

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 320
 LLAMA_LIKE: dict[str, Any] = {
@@ -32,7 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": LLAMA_LIKE,
     "phi": LLAMA_LIKE,  # its head has a bias
     "gpt_neox": LLAMA_LIKE,
-    "mixtral": {**LLAMA_LIKE, "num_local_experts": 2},  # its files are converted while they are loaded
+    "mixtral": {
+        **LLAMA_LIKE,
+        "num_local_experts": 2,
+    },  # its files are converted while they are loaded
     "gpt2": {
         "vocab_size": VOCABULARY,
         "n_embd": 32,
@@ -81,8 +89,19 @@ TEMPLATE = (
 )
 TALKS = [
     [("user", "what is two and two"), ("assistant", "four")],
-    [("system", "be brief"), ("user", "hello"), ("assistant", " hello to you "), ("user", "bye"), ("assistant", "bye")],
-    [("user", "spell cat"), ("assistant", "c a t"), ("user", "spell assistant"), ("assistant", "assistant")],
+    [
+        ("system", "be brief"),
+        ("user", "hello"),
+        ("assistant", " hello to you "),
+        ("user", "bye"),
+        ("assistant", "bye"),
+    ],
+    [
+        ("user", "spell cat"),
+        ("assistant", "c a t"),
+        ("user", "spell assistant"),
+        ("assistant", "assistant"),
+    ],
 ]
 
 
@@ -114,7 +133,9 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     made.train_from_iterator([text() for _ in range(2)], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     fast.chat_template = template
     return fast
 
@@ -122,11 +143,19 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 def text(lines: int = 60) -> str:
     """Distinct lines of words."""
     vocabulary = ("alpha", "beta", "gamma", "delta", "two", "four", "cat", "hello", "bye")
-    return "\n".join(" ".join(vocabulary[(n * n + k) % 9] for k in range(1 + n % 7)) for n in range(lines)) + "\n"
+    return (
+        "\n".join(
+            " ".join(vocabulary[(n * n + k) % 9] for k in range(1 + n % 7)) for n in range(lines)
+        )
+        + "\n"
+    )
 
 
 def chat_file(path: Path, copies: int = 8) -> Path:
     """JSON lines: the conversations, repeated."""
-    lines = (json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) for talk in TALKS * copies)
+    lines = (
+        json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]})
+        for talk in TALKS * copies
+    )
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -20,7 +20,12 @@ class Tower(nn.Module):
         self.embed = nn.Embedding(256, width)
         nn.init.normal_(self.embed.weight, std=0.05)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 3 * width),
+                nn.GELU(),
+                nn.Linear(3 * width, width),
+            )
             for _ in range(depth)
         )
         self.register_buffer("seen", torch.zeros(1))
@@ -50,4 +55,6 @@ def build(config: dict[str, Any]) -> Recipe:
 def _loss_sum(module: nn.Module, batch: Batch) -> Tensor:
     tokens, labels = batch
     logits = module(tokens).float()
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )

@@ -67,7 +67,8 @@ class ProcessBackend:
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
         self._declared, self._policy = idle_nodes(cluster), cluster.policy
         self._told: tuple[object, ...] | None = None
-        self._answered_s = -AWAY_S  # by the monotonic clock: nothing is decided on nodes of an earlier service
+        # by the monotonic clock: nothing is decided on nodes of an earlier service
+        self._answered_s = -AWAY_S
         self._refresh()
         self._refresher = start_loop("nodes", self._keep_refreshing, self._world.closing)
 
@@ -83,7 +84,9 @@ class ProcessBackend:
         """
         if attempt.released or self._is_watched(attempt.name):
             return
-        self._watches = {name: watched for name, watched in self._watches.items() if watched[1].is_alive()}
+        self._watches = {
+            name: watched for name, watched in self._watches.items() if watched[1].is_alive()
+        }
         watch = AttemptWatch(job, attempt, self._world)
         thread = threading.Thread(target=watch.run, name=attempt.name, daemon=True)
         self._watches[attempt.name] = (watch, thread)
@@ -136,13 +139,17 @@ class ProcessBackend:
             nodes = self._world.nodes.refresh()
             self._answered_s = time.monotonic()
         except ClusterAway:
-            if time.monotonic() - self._answered_s < AWAY_S:  # its nodes are there, for all that is known
+            if (
+                time.monotonic() - self._answered_s < AWAY_S
+            ):  # its nodes are there, for all that is known
                 return
             nodes = ()
         declared, policy = self._declared, self._policy
         if (nodes, declared, policy) != self._told:
             self._told = (nodes, declared, policy)
-            self._events.put(NodesSeen(nodes=nodes, declared=declared, policy=policy, at_s=self._world.clock()))
+            self._events.put(
+                NodesSeen(nodes=nodes, declared=declared, policy=policy, at_s=self._world.clock())
+            )
 
 
 def _fence_of(home: Path, ownership: Ownership) -> Fence | None:

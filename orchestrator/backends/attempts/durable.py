@@ -18,7 +18,8 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
     """Replace `path` by `text` atomically, and sync it to disk. The umask applies to `mode`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()  # of an earlier process of this id, or planted: it is not written through
+        # of an earlier process of this id, or planted: it is not written through
+        temporary.unlink()
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)

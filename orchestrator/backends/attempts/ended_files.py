@@ -51,7 +51,9 @@ class Removal:
     size_bytes: int
 
 
-def parts_of(home: Path, job_id: str, status: str, ended_at_s: float, tick: Callable[[], None]) -> list[Part]:
+def parts_of(
+    home: Path, job_id: str, status: str, ended_at_s: float, tick: Callable[[], None]
+) -> list[Part]:
     """Return the existing removable parts of an ended job; a link is never one. Calls `tick` per directory entry."""
     folder = JobFolder(home, job_id)
     output = PartKind.RESULTS if status == "succeeded" else PartKind.UNSUCCESSFUL
@@ -116,7 +118,9 @@ def empty_trash(home: Path, limit: int) -> list[str]:
                 break
             try:
                 if stat.S_ISDIR(os.lstat(name, dir_fd=trash).st_mode):
-                    shutil.rmtree(name, dir_fd=trash)  # resists links that are swapped in (shutil documentation)
+                    shutil.rmtree(
+                        name, dir_fd=trash
+                    )  # resists links that are swapped in (shutil documentation)
                 else:
                     os.unlink(name, dir_fd=trash)
                 deleted += 1

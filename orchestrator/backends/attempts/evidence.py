@@ -124,18 +124,24 @@ def collect(
     parts = Parts(attempt.name)
 
     def read(kind: type[Report], path: Callable[[int], Path]) -> tuple[Report, ...]:
-        reports = parts.read(kind.__name__, lambda: read_reports(kind, path, range(world_size)), Reports[Report]())
+        reports = parts.read(
+            kind.__name__, lambda: read_reports(kind, path, range(world_size)), Reports[Report]()
+        )
         parts.problems.add(*reports.problems)
         return reports.reports
 
     beats = read(Heartbeat, folder.heartbeat)
     results, checkpoints, unmatched = Results(), Checkpoints(), tuple[str, ...]()
     if not attempt.probe:
-        results = parts.read("results", lambda: find_results(spec, jobs, folder, started, access), results)
+        results = parts.read(
+            "results", lambda: find_results(spec, jobs, folder, started, access), results
+        )
         parts.problems.add(*results.problems)
     if not attempt.probe and spec.is_script:
         output = output_folder(spec, jobs)
-        checkpoints = parts.read("checkpoints", lambda: find_checkpoints(spec, output, access), checkpoints)
+        checkpoints = parts.read(
+            "checkpoints", lambda: find_checkpoints(spec, output, access), checkpoints
+        )
         parts.problems.add(*checkpoints.problems)
         if not checkpoints.has_matches:
             unmatched = parts.read("output", lambda: list_unmatched(spec, jobs), unmatched)
@@ -146,14 +152,20 @@ def collect(
         parts.read(
             f"log of rank {rank}",
             partial(_end_of, spec, attempt, jobs, rank, beats, access),
-            RankEnd(rank=rank, exit_code=read_exit_code(folder, rank), log_tail=log_tail(folder.log(rank))),
+            RankEnd(
+                rank=rank,
+                exit_code=read_exit_code(folder, rank),
+                log_tail=log_tail(folder.log(rank)),
+            ),
         )
         for rank in (started if began else ())
     ]
     lost, unwatched = tuple[str, ...](), tuple[str, ...]()
     lost = parts.read("restart", lambda: _list_lost(spec, folder, ending, jobs, attempt), lost)
     if began:
-        unwatched = parts.read("unwatched", lambda: _list_unwatched(folder, beats, ending), unwatched)
+        unwatched = parts.read(
+            "unwatched", lambda: _list_unwatched(folder, beats, ending), unwatched
+        )
     return Evidence(
         ranks=tuple(ranks),
         ooms=read(OomReport, folder.oom),
@@ -190,15 +202,21 @@ class Parts:
         """Return the part, or the default where the call raises."""
         try:
             return call()
-        except Exception as error:  # the edge: whatever a job left ends its attempt as its training ended
+        except (
+            Exception
+        ) as error:  # the edge: whatever a job left ends its attempt as its training ended
             log.exception("attempt %s: its %s cannot be read", self.attempt, name)
             self.problems.add(f"its {name} cannot be read: {type(error).__name__}: {error}")
             return default
 
 
-def _list_unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
+def _list_unwatched(
+    folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending
+) -> tuple[str, ...]:
     """Processes that trained without the guard, each with the reason; logged steps without a guarded process count."""
-    processes = tuple(line[:UNWATCHED_CHARACTERS_MAX] for line in log_tail(folder.unwatched).splitlines())
+    processes = tuple(
+        line[:UNWATCHED_CHARACTERS_MAX] for line in log_tail(folder.unwatched).splitlines()
+    )
     if processes or ending.counts is None or any(beat.torch_version for beat in beats):
         return processes[:UNWATCHED_MAX]
     return ("its log counts steps, and none of its processes has imported PyTorch under the guard",)
@@ -265,20 +283,30 @@ def _with_workers(
     access: FileAccess,
 ) -> tuple[Finding, ...]:
     """The findings with those in the logs of dora's workers (dora/executor.py); the worker that died first leads."""
-    died = next((count_of(match[1]) for finding in findings if (match := WORKER_DIED.search(finding.line))), 0)
+    died = next(
+        (count_of(match[1]) for finding in findings if (match := WORKER_DIED.search(finding.line))),
+        0,
+    )
     merged = [replace(finding, rank=0) for finding in findings]
     logs = access.search(jobs.output, ("**/worker_*.log",)).matches
     for entry in sorted(logs, key=lambda entry: entry.path)[:WORKERS_MAX]:
         path = Path(entry.path)
         rank = count_of(path.stem.removeprefix("worker_"))
-        if rank is not None and entry.mtime_ns >= attempt.launched_at_s * 1e9:  # not an earlier attempt's
+        if (
+            rank is not None and entry.mtime_ns >= attempt.launched_at_s * 1e9
+        ):  # not an earlier attempt's
             merged += [replace(finding, rank=rank) for finding in scan_log(spec, path).findings]
-    return tuple(sorted(merged, key=lambda finding: (finding.cause in COMPLAINTS, finding.rank != died)))
+    return tuple(
+        sorted(merged, key=lambda finding: (finding.cause in COMPLAINTS, finding.rank != died))
+    )
 
 
 def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
     """Return the finding with an out-of-memory report, where its line gives byte counts."""
-    live, capacity = oom_report.allocated_bytes(finding.line), oom_report.capacity_bytes(finding.line)
+    live, capacity = (
+        oom_report.allocated_bytes(finding.line),
+        oom_report.capacity_bytes(finding.line),
+    )
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
         return finding
     rank = rank if finding.rank is None else finding.rank
@@ -310,8 +338,12 @@ def _list_lost(
     """The state that the script did not restore; earlier attempts tell the highest step that it had reached."""
     checkpoint = _left_object(folder.resume).get("checkpoint")
     earlier = [read_ending(jobs.attempt(number)) for number in range(1, attempt.number)]
-    highest = max((end.counts[1] for end in earlier if end is not None and end.counts), default=None)
-    return tuple(list_lost(spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest))
+    highest = max(
+        (end.counts[1] for end in earlier if end is not None and end.counts), default=None
+    )
+    return tuple(
+        list_lost(spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest)
+    )
 
 
 def _left_object(path: Path) -> Mapping[str, Any]:

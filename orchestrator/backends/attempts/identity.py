@@ -43,7 +43,12 @@ class Identity:
         """Return default environment variables of the user's processes. The job's own variables override them."""
         user_home = home / USERS / self.name
         cache = str(user_home / ".cache")
-        return {"HOME": str(user_home), "USER": self.name, "LOGNAME": self.name, "XDG_CACHE_HOME": cache}
+        return {
+            "HOME": str(user_home),
+            "USER": self.name,
+            "LOGNAME": self.name,
+            "XDG_CACHE_HOME": cache,
+        }
 
     def final_variables(self, home: Path) -> dict[str, str]:
         """Return environment variables of the user's processes that nothing overrides."""
@@ -61,7 +66,9 @@ def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identi
     user = users.get(name)
     if user is None:
         hint = "the cluster file's `users` gives each user a user id, as whom jobs run"
-        raise SpecError("the user has no user id here", source=source, path="user", got=name, hint=hint)
+        raise SpecError(
+            "the user has no user id here", source=source, path="user", got=name, hint=hint
+        )
     return Identity(name=name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
 
 
@@ -89,7 +96,9 @@ def open_home(home: Path) -> None:
         folder.chmod(ENTER)
 
 
-def hand_over(identity: Identity, home: Path, job: Job, number: int, request: LaunchRequest) -> None:
+def hand_over(
+    identity: Identity, home: Path, job: Job, number: int, request: LaunchRequest
+) -> None:
     """Give the user ownership of what the attempt's ranks write, and read access to their inputs. Raises OSError."""
     folder = JobFolder(home, job.id)
     attempt = folder.attempt(number)

@@ -13,19 +13,34 @@ from pathlib import Path
 import yaml
 
 from orchestrator.backends.attempts.workdir import rewrite_config
-from orchestrator.planning.render import RenderedCommand, accelerate_config, deepspeed_config, script_command
+from orchestrator.planning.render import (
+    RenderedCommand,
+    accelerate_config,
+    deepspeed_config,
+    script_command,
+)
 from orchestrator.specs.attempt import Attempt, Placement
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
-from orchestrator.specs.run import GUARDED_RANK, AttemptFolder, GuardSettings, JobFolder, TrainingRun
+from orchestrator.specs.run import (
+    GUARDED_RANK,
+    AttemptFolder,
+    GuardSettings,
+    JobFolder,
+    TrainingRun,
+)
 
 GUARD = Path(__file__).resolve().parents[2] / "training" / "guard" / "guard.py"
-FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python interpreter, when written apart
+FLAGS_WITH_A_WORD = (
+    "-X",
+    "-W",
+    "--check-hash-based-pycs",
+)  # of the Python interpreter, when written apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +69,13 @@ class LaunchRequest:
 
     name: str
     workdir: str
-    linked: tuple[str, str] | None  # (folder, file): `workdir` gets links to everything in folder but this file
+    # (folder, file): `workdir` gets links to everything in folder but this file
+    linked: tuple[str, str] | None
     files: tuple[tuple[str, str], ...]  # (absolute path, text), written before any rank starts
     before: tuple[str, ...] | None  # run on the first node, to its end, before any rank starts
-    ranks: tuple[tuple[str, tuple[RankRequest, ...]], ...]  # (node, its processes), in the placement's order
+    ranks: tuple[
+        tuple[str, tuple[RankRequest, ...]], ...
+    ]  # (node, its processes), in the placement's order
     secrets: tuple[str, ...]
 
 
@@ -96,20 +114,32 @@ def launch_request(
     }
     files = attempt_files(job, attempt, folder, nodes)
     if spec.is_script:
-        common["ORC_GUARD"] = str(paths.guard)  # guards what no wrapped process is: see inherited/sitecustomize.py
+        common["ORC_GUARD"] = str(
+            paths.guard
+        )  # guards what no wrapped process is: see inherited/sitecustomize.py
         files = (*files, (str(paths.resume), json.dumps({"checkpoint": resume_from})))
     if spec.config is not None:
-        text = rewrite_config(config_text, rendered.keys, is_json=spec.config.file.endswith(".json"))
+        text = rewrite_config(
+            config_text, rendered.keys, is_json=spec.config.file.endswith(".json")
+        )
         files = (*files, (str(_config_path(spec, paths)), text))
     if spec.launch == "ranks":
-        argv = rendered.arguments if spec.command is None else add_guard(rendered.arguments, str(paths.guard), python)
+        argv = (
+            rendered.arguments
+            if spec.command is None
+            else add_guard(rendered.arguments, str(paths.guard), python)
+        )
         ranks = _ranks(spec, attempt, nodes, argv, common, master_port)
     else:
-        ranks = _launchers(spec, attempt, nodes, paths, rendered.arguments, common, master_port, python)
+        ranks = _launchers(
+            spec, attempt, nodes, paths, rendered.arguments, common, master_port, python
+        )
     return LaunchRequest(
         name=attempt.name,
         workdir=_workdir(spec, paths),
-        linked=(str(spec.workdir), spec.config.file) if spec.config is not None and _is_linked(spec) else None,
+        linked=(str(spec.workdir), spec.config.file)
+        if spec.config is not None and _is_linked(spec)
+        else None,
         files=files,
         before=_before(spec, rendered, resume_from, python),
         ranks=tuple(ranks),
@@ -117,21 +147,34 @@ def launch_request(
     )
 
 
-def _before(spec: JobSpec, rendered: RenderedCommand, resume_from: str | None, python: str) -> tuple[str, ...] | None:
+def _before(
+    spec: JobSpec, rendered: RenderedCommand, resume_from: str | None, python: str
+) -> tuple[str, ...] | None:
     """The command to run before a restart from a checkpoint; None without a checkpoint."""
     if spec.resume.before is None or resume_from is None:
         return None
     filled: list[str] = []
     for word in spec.resume.before:
-        filled += rendered.arguments[1:] if word == "{arguments}" else [resume_from if word == "{checkpoint}" else word]
-    return (_own_python(spec, python) if filled[0] in ("python", "python3") else filled[0], *filled[1:])
+        filled += (
+            rendered.arguments[1:]
+            if word == "{arguments}"
+            else [resume_from if word == "{checkpoint}" else word]
+        )
+    return (
+        _own_python(spec, python) if filled[0] in ("python", "python3") else filled[0],
+        *filled[1:],
+    )
 
 
 def _own_python(spec: JobSpec, python: str) -> str:
     """The interpreter that the command names or that stands beside its program; `python` without such a path."""
     program = Path(spec.command[0] if spec.command else "").expanduser()
     beside = program if is_python(program.name) else program.with_name("python")
-    return str(beside) if len(program.parts) > 1 and (Path(spec.workdir or ".") / beside).is_file() else python
+    return (
+        str(beside)
+        if len(program.parts) > 1 and (Path(spec.workdir or ".") / beside).is_file()
+        else python
+    )
 
 
 def attempt_files(
@@ -140,7 +183,7 @@ def attempt_files(
     """Return (absolute path, text) of each file that the ranks read."""
     paths = folder.attempt(attempt.number)
     devices = [nodes[part.node].device for part in attempt.placement]
-    virtual = [device.memory for device in devices if device.kind is DeviceKind.VIRTUAL]
+    virtual = [device.memory for device in devices if device.kind.traits.is_virtual]
     fault = job.fault if attempt.number == 1 else None
     guard = GuardSettings(
         attempt_folder=str(paths.path),
@@ -163,7 +206,9 @@ def attempt_files(
         )
         files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
     if _has_deepspeed_file(job.spec, attempt.plan):
-        config = deepspeed_config(attempt.plan, clip_norm=job.spec.training.clip_norm, virtual=bool(virtual))
+        config = deepspeed_config(
+            attempt.plan, clip_norm=job.spec.training.clip_norm, virtual=bool(virtual)
+        )
         files.append((str(_deepspeed_path(paths)), json.dumps(config)))
     if job.spec.launch == "accelerate":
         deepspeed = str(_deepspeed_path(paths))
@@ -173,8 +218,12 @@ def attempt_files(
 
 
 def _has_deepspeed_file(spec: JobSpec, plan: Plan) -> bool:
-    by_accelerate = spec.knobs.zero_stage is not None and spec.knobs.zero_stage.accelerate == "deepspeed"
-    return spec.knobs.deepspeed_config is not None or (by_accelerate and isinstance(plan.mechanics, Zero))
+    by_accelerate = (
+        spec.knobs.zero_stage is not None and spec.knobs.zero_stage.accelerate == "deepspeed"
+    )
+    return spec.knobs.deepspeed_config is not None or (
+        by_accelerate and isinstance(plan.mechanics, Zero)
+    )
 
 
 def _deepspeed_path(paths: AttemptFolder) -> Path:
@@ -208,10 +257,16 @@ def _output_dir(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
 def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
     """Path of the attempt's copy of the config file: beside its logs, or where the script reads it."""
     assert spec.config is not None, "only a job with a config file has a copy of it"
-    return _links(paths) / spec.config.file if spec.config.flag is None else paths.path / Path(spec.config.file).name
+    return (
+        _links(paths) / spec.config.file
+        if spec.config.flag is None
+        else paths.path / Path(spec.config.file).name
+    )
 
 
-def _render(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> RenderedCommand:
+def _render(
+    job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None
+) -> RenderedCommand:
     """Arguments of a rank: the engine's own program, already guarded, or the script's command."""
     spec, paths = job.spec, folder.attempt(attempt.number)
     if spec.command is None:
@@ -251,7 +306,9 @@ def _guard_self_start(argv: tuple[str, ...], guard_settings: str, python: str) -
     if not is_python(argv[0]):
         return argv
     interpreter, program = _interpreter(argv, python)
-    flags = "".join(word for word in interpreter[1:] if word.startswith("-") and not word.startswith("--"))
+    flags = "".join(
+        word for word in interpreter[1:] if word.startswith("-") and not word.startswith("--")
+    )
     if not program or program[0] in ("-c", "-") or not {"I", "E", "S"} & set(flags):
         return (*interpreter, *program)
     return (*interpreter, str(GUARD), guard_settings, "--", *program)
@@ -260,7 +317,9 @@ def _guard_self_start(argv: tuple[str, ...], guard_settings: str, python: str) -
 def _interpreter(argv: tuple[str, ...], python: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The interpreter with its flags, and the program with its own."""
     start = 1
-    while start < len(argv) and argv[start].startswith("-") and argv[start] not in ("-m", "-c", "-"):
+    while (
+        start < len(argv) and argv[start].startswith("-") and argv[start] not in ("-m", "-c", "-")
+    ):
         start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
     return (python if argv[0] in ("python", "python3") else argv[0], *argv[1:start]), argv[start:]
 
@@ -284,7 +343,9 @@ def _launchers(
         if spec.launch == "self":
             program = _guard_self_start(argv, str(paths.guard), python)
         elif spec.launch == "dora":
-            workers = ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
+            workers = (
+                ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
+            )
             program = (*argv[:2], *workers, *argv[2:])
         else:
             interpreter, script = _interpreter(argv, python)
@@ -305,13 +366,27 @@ def _launcher_words(
     where, port = gang["MASTER_ADDR"], gang["MASTER_PORT"]
     if spec.launch == "torchrun":
         return (
-            *("-m", "torch.distributed.run", "--nnodes", str(len(counts)), "--nproc-per-node", str(counts[node])),
+            *(
+                "-m",
+                "torch.distributed.run",
+                "--nnodes",
+                str(len(counts)),
+                "--nproc-per-node",
+                str(counts[node]),
+            ),
             *("--node-rank", str(node), "--master-addr", where, "--master-port", port),
         )
     if spec.launch == "accelerate":
         return (
             *("-m", "accelerate.commands.launch", "--config_file", str(_accelerate_path(paths))),
-            *("--num_machines", str(len(counts)), "--num_processes", str(sum(counts)), "--machine_rank", str(node)),
+            *(
+                "--num_machines",
+                str(len(counts)),
+                "--num_processes",
+                str(sum(counts)),
+                "--machine_rank",
+                str(node),
+            ),
             *("--main_process_ip", where, "--main_process_port", port),
         )
     assert spec.launch == "deepspeed", spec.launch
@@ -351,7 +426,11 @@ def _ranks(
         devices = _device_env(node, part.devices)
         ranks = []
         for local_rank in range(len(part.devices)):
-            numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(len(part.devices))}
+            numbers = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(len(part.devices)),
+            }
             group = {} if spec.is_script and world_size == 1 else {**gang, **numbers}
             env = {**_defaults(node), **common, **group, **devices, GUARDED_RANK: str(rank)}
             ranks.append(RankRequest(rank=rank, argv=argv, env=tuple(sorted(env.items()))))
@@ -361,14 +440,14 @@ def _ranks(
 
 def _defaults(node: LaunchNode) -> dict[str, str]:
     """Variables that the job's own `env` overrides."""
-    defaults = {"OMP_NUM_THREADS": str(max(1, node.cpus // node.devices))}
-    if node.device.kind is DeviceKind.CUDA:
-        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    return defaults
+    threads = str(max(1, node.cpus // node.devices))
+    return {"OMP_NUM_THREADS": threads, **dict(node.device.kind.traits.default_variables)}
 
 
 def _device_env(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
-    """Variables that select the devices in PCI bus order, as NVML counts them."""
-    if node.device.kind is DeviceKind.VIRTUAL:
-        return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in devices)}
+    """Variables that select the devices, as the driver counts them."""
+    traits = node.device.kind.traits
+    variables = dict(traits.variables)
+    if traits.visible_variable:
+        variables[traits.visible_variable] = ",".join(str(index) for index in devices)
+    return variables

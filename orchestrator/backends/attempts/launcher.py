@@ -32,16 +32,18 @@ from orchestrator.specs.run import AttemptFolder
 POLL_S = 0.05
 GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
 GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their own reports
-GRACE_AFTER_ERROR_S = 15.0  # its exception is reported: it should end by itself, but may wait for its peers
+# its exception is reported: it should end by itself, but may wait for its peers
+GRACE_AFTER_ERROR_S = 15.0
 BEFORE_TIMEOUT_S = 900.0
 FENCE_EVERY_S = 0.5
 WRITE_AGAIN_S = 1.0
-PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
+PORTS = range(
+    20000, 32000
+)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1
 CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
-INHERITED = (
-    Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
-)  # guards every Python process that trains
+# guards every Python process that trains
+INHERITED = Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 RUN_AS = "ORC_RUN_AS"  # uid:gid of a rank's process; it does not inherit this
 CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
@@ -90,7 +92,9 @@ class Rank:
 class Launcher:
     """Starts and watches the ranks of one attempt on one node."""
 
-    def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, mark: str, watched: Watched) -> None:
+    def __init__(
+        self, attempt_folder: str, epoch_path: str, epoch: int, mark: str, watched: Watched
+    ) -> None:
         self._folder = AttemptFolder(attempt_folder)
         self._epoch_path, self._epoch, self._mark = Path(epoch_path), epoch, mark
         self._changed = threading.Condition()
@@ -124,8 +128,11 @@ class Launcher:
         with self._changed:
             if self._state == "idle" and not (fence is not None and fence.is_passed):
                 self._state, self._ranks_each = "starting", count
-                # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the ranks do.
-                threading.Thread(target=self._look_after, args=(list(ranks), workdir), daemon=True).start()
+                # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the
+                # ranks do.
+                threading.Thread(
+                    target=self._look_after, args=(list(ranks), workdir), daemon=True
+                ).start()
             self._changed.wait_for(lambda: self._state != "starting", timeout=30)
             return self._status()
 
@@ -133,7 +140,12 @@ class Launcher:
         """Run the command that precedes the ranks, and return its exit code. Raises TimeoutExpired after 15 minutes."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder.before) as log:
-            env = {**base_env(), **env, "ORC_GUARD": "", MARK: self._mark}  # no rank: a process of the host
+            env = {
+                **base_env(),
+                **env,
+                "ORC_GUARD": "",
+                MARK: self._mark,
+            }  # no rank: a process of the host
             return subprocess.run(
                 argv,
                 cwd=workdir,
@@ -212,10 +224,14 @@ class Launcher:
         with self._changed:
             self._state = "running" if self._ranks else "ended"
             self._touch()
-        numbers = [rank for number in self._ranks for rank in range(number, number + self._ranks_each)]
+        numbers = [
+            rank for number in self._ranks for rank in range(number, number + self._ranks_each)
+        ]
         threading.Thread(target=self._sampler.run, args=(numbers, self._ended), daemon=True).start()
         next_fence_s = next_census_s = 0.0
-        while any(rank.exit_code is None for rank in self._ranks.values()):  # ends: the watchdog stops hung ranks
+        while any(
+            rank.exit_code is None for rank in self._ranks.values()
+        ):  # ends: the watchdog stops hung ranks
             with self._changed:
                 self._changed.wait(POLL_S)
             if time.monotonic() >= next_fence_s:
@@ -230,7 +246,11 @@ class Launcher:
                 self._signal(signal.SIGKILL)
         self._ended.set()
         try:
-            clean_up(self._mark, str(self._folder.path), [rank.process.pid for rank in self._ranks.values()])
+            clean_up(
+                self._mark,
+                str(self._folder.path),
+                [rank.process.pid for rank in self._ranks.values()],
+            )
         finally:
             with self._changed:
                 self._state = "ended"
@@ -241,7 +261,9 @@ class Launcher:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         for number, argv, env in ranks:
             env = {**base, **env}
-            process = self._start_process(number, argv, {**gloo_interface(env), **env, MARK: self._mark}, workdir)
+            process = self._start_process(
+                number, argv, {**gloo_interface(env), **env, MARK: self._mark}, workdir
+            )
             self._ranks[number] = rank = Rank(number=number, process=process)
             threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
 
@@ -266,12 +288,16 @@ class Launcher:
             except OSError as error:
                 if error.errno not in EXEC_ERRORS:
                     raise
-                why = why_not_started(argv[0], workdir, env) or f"{error.strerror}: {error.filename}"
+                why = (
+                    why_not_started(argv[0], workdir, env) or f"{error.strerror}: {error.filename}"
+                )
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
 
     def _reap(self, rank: Rank) -> None:
         code, ended_ns = rank.process.wait(), time.time_ns()
-        while True:  # on a full disk until there is room: an end that nobody can read is not reported
+        while (
+            True
+        ):  # on a full disk until there is room: an end that nobody can read is not reported
             try:
                 write_durably(self._folder.exit_code(rank.number), str(code))
                 break
@@ -322,7 +348,9 @@ class Launcher:
 
 def base_env() -> dict[str, str]:
     """Return variables that ranks inherit. PATH includes the tools of this environment, such as ninja."""
-    base = {name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY}
+    base = {
+        name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY
+    }
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base
 
@@ -342,7 +370,10 @@ def _with_guard(env: dict[str, str]) -> dict[str, str]:
     """The variables with the guard's folder first in PYTHONPATH, where the rank is guarded."""
     if not env.get("ORC_GUARD"):
         return env
-    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(INHERITED), env.get("PYTHONPATH")]))}
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(INHERITED), env.get("PYTHONPATH")])),
+    }
 
 
 def dies_with_parent() -> Callable[[], None]:

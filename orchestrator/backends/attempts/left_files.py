@@ -56,7 +56,9 @@ def read_heartbeats(folder: AttemptFolder, world_size: int) -> Reports[Heartbeat
     return read_reports(Heartbeat, folder.heartbeat, range(world_size))
 
 
-def read_reports(kind: type[Report], path: Callable[[int], Path], ranks: Iterable[int]) -> Reports[Report]:
+def read_reports(
+    kind: type[Report], path: Callable[[int], Path], ranks: Iterable[int]
+) -> Reports[Report]:
     """Return the reports of ranks whose files hold one of this kind.
 
     A field that has a default and a wrong value gets its default. A report of another rank is left out.
@@ -113,14 +115,22 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
             offset, rest, dropped_bytes = 0, b"", 0
             while chunk := log.read(BLOCK_BYTES):
                 text = (rest + chunk).replace(b"\r", b"\n")
+                if (
+                    dropped_bytes and b"\n" in text
+                ):  # the line that was cut off ends here: it is a block of its own
+                    first = text.index(b"\n") + 1
+                    yield offset, text[:first]
+                    offset, text, dropped_bytes = offset + first + dropped_bytes, text[first:], 0
                 end = text.rfind(b"\n") + 1
                 if end:
                     yield offset, text[:end]
-                    offset += end + dropped_bytes
-                    dropped_bytes = 0
+                    offset += end
                 rest = text[end : end + BLOCK_BYTES]
                 dropped_bytes += len(text) - end - len(rest)
-                if log.tell() >= LOG_HEAD_BYTES and size - log.tell() > LOG_BYTES_MAX - LOG_HEAD_BYTES:
+                if (
+                    log.tell() >= LOG_HEAD_BYTES
+                    and size - log.tell() > LOG_BYTES_MAX - LOG_HEAD_BYTES
+                ):
                     offset, rest, dropped_bytes = size - (LOG_BYTES_MAX - LOG_HEAD_BYTES), b"", 0
                     log.seek(offset)
             yield offset, rest + b"\n"

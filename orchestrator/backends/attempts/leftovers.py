@@ -26,7 +26,8 @@ def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> No
     """End every process that an attempt left on this node, and remove its ranks' swap files here."""
     kill_marked(mark, sessions)
     path = AttemptFolder(attempt_folder).run
-    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None  # a script has none
+    # a script has none
+    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None
     if run is None or run.swap_folder is None:
         return
     shutil.rmtree(run.swap_folder, ignore_errors=True)
@@ -39,7 +40,10 @@ def kill_marked_below(home: Path) -> None:
     below = f"{MARK}={home}{os.sep}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            if any(variable.startswith(below) for variable in (entry / "environ").read_bytes().split(b"\0")):
+            if any(
+                variable.startswith(below)
+                for variable in (entry / "environ").read_bytes().split(b"\0")
+            ):
                 os.kill(int(entry.name), signal.SIGKILL)
 
 

@@ -17,5 +17,8 @@ LINES_MAX = 100_000  # of an attempt: 10 MB
 def metric_lines(home: Path, job: Job) -> Iterator[str]:
     """Yield the lines of metrics.jsonl of all attempts, in order of attempts."""
     for attempt in job.attempts:
-        with suppress(OSError), open_left(JobFolder(home, job.id).attempt(attempt.number).metrics) as file:
+        with (
+            suppress(OSError),
+            open_left(JobFolder(home, job.id).attempt(attempt.number).metrics) as file,
+        ):
             yield from (line.decode(errors="replace") for line in islice(file, LINES_MAX))

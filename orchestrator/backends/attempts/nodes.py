@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode, NodeSource
 from orchestrator.backends.devices.nvml import NvmlReading
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
+from orchestrator.specs.cluster import ClusterSpec, Node
 
 PROBE_EVERY_S = 5.0
 ROUNDING_BYTES = 64 * 2**20  # free memory is reported in these steps
@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 
 def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
     """Return the free memory to report: the last reported value until a reading differs by more than JITTER_BYTES."""
-    if told_bytes is not None and abs(told_bytes - read_bytes) <= JITTER_BYTES and read_bytes >= ROUNDING_BYTES:
+    if (
+        told_bytes is not None
+        and abs(told_bytes - read_bytes) <= JITTER_BYTES
+        and read_bytes >= ROUNDING_BYTES
+    ):
         return told_bytes
     return read_bytes // ROUNDING_BYTES * ROUNDING_BYTES
 
@@ -60,13 +64,19 @@ class NodeWatch:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _live: dict[str, LiveNode] = field(default_factory=dict)  # at the last answer
     _is_away: bool = True  # the last refresh had no answer
-    _busy: dict[tuple[str, int], int] = field(default_factory=dict)  # (node, device) -> attempts on it
+    _busy: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # (node, device) -> attempts on it
     _free: dict[tuple[str, int], int] = field(default_factory=dict)
-    _idle_free: dict[tuple[str, int], int] = field(default_factory=dict)  # the same to the byte, as NVML reports it
+    _idle_free: dict[tuple[str, int], int] = field(
+        default_factory=dict
+    )  # the same to the byte, as NVML reports it
     # (node, device) -> when its attempt last computed there, and when NVML last answered
     _use: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     _probed_at_s: dict[str, float] = field(default_factory=dict)
-    _errors: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: of each device, as Node.driver_errors
+    _errors: dict[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # by node: of each device, as Node.driver_errors
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Use another cluster description, and pass it to the node source."""
@@ -97,7 +107,7 @@ class NodeWatch:
             self._live, self._is_away = live, False
         for name, node in live.items():
             due = time.monotonic() - self._probed_at_s.get(name, -PROBE_EVERY_S) >= PROBE_EVERY_S
-            if node.launch.device.kind is DeviceKind.CUDA and due:
+            if not node.launch.device.kind.traits.is_virtual and due:
                 self._probe(node)
         return tuple(self._node(node) for node in live.values())
 
@@ -132,32 +142,39 @@ class NodeWatch:
 
     def _wait_until_free(self, parts: Sequence[tuple[str, int]]) -> None:
         deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
-        waiting = {part for part in parts if self._is_cuda(part[0])}
+        waiting = {part for part in parts if self._is_read(part[0])}
         while waiting and time.monotonic() < deadline_s:
             for name in sorted({name for name, _ in waiting}):
                 node = self.last_known().get(name)
                 reading = None if node is None else self.source.read_devices(node)
-                if reading is None or reading.error:  # gone, or cannot be asked: nothing to wait for
+                if (
+                    reading is None or reading.error
+                ):  # gone, or cannot be asked: nothing to wait for
                     waiting = {part for part in waiting if part[0] != name}
                     continue
-                free = {(name, device.index): device.free_bytes for device in reading.devices if not device.error}
+                free = {
+                    (name, device.index): device.free_bytes
+                    for device in reading.devices
+                    if not device.error
+                }
                 with self._lock:
                     before = {part: self._free.get(part, 0) for part in waiting}
-                waiting = {p for p in waiting if p in free and free[p] + JITTER_BYTES < before[p]} | {
-                    p for p in waiting if p[0] != name
-                }
+                waiting = {
+                    p for p in waiting if p in free and free[p] + JITTER_BYTES < before[p]
+                } | {p for p in waiting if p[0] != name}
             if waiting:
                 time.sleep(RELEASE_POLL_S)
 
-    def _is_cuda(self, name: str) -> bool:
+    def _is_read(self, name: str) -> bool:
         node = self.last_known().get(name)
-        return node is not None and node.launch.device.kind is DeviceKind.CUDA
+        return node is not None and not node.launch.device.kind.traits.is_virtual
 
     def _probe(self, node: LiveNode) -> None:
         began_s = time.monotonic()
         reading = self.source.read_devices(node)
         now_s = time.monotonic()
-        # a driver that hangs holds up the readings of all nodes: a third of the time at most goes to it
+        # a driver that hangs holds up the readings of all nodes: a third of the time at most goes
+        # to it
         self.see(node, reading, now_s + 2 * (now_s - began_s))
 
     def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
@@ -183,17 +200,21 @@ class NodeWatch:
         """Return the errors, each as it was before where only numbers in it differ: that is no news."""
         before = self._errors.get(name, ())
         if len(before) == len(errors):
-            errors = tuple(old if _is_same(old, new) else new for old, new in zip(before, errors, strict=True))
+            errors = tuple(
+                old if _is_same(old, new) else new for old, new in zip(before, errors, strict=True)
+            )
         if errors != before and any((*errors, *before)):
             text = "; ".join(dict.fromkeys(filter(None, errors)))
-            log.warning("node %s %s", name, f"cannot be read: {text}" if text else "can be read again")
+            log.warning(
+                "node %s %s", name, f"cannot be read: {text}" if text else "can be read again"
+            )
         return errors
 
     def _node(self, node: LiveNode) -> Node:
         launch = node.launch
         free = [launch.device.memory] * launch.devices
         errors: tuple[str, ...] = ()
-        if launch.device.kind is DeviceKind.CUDA:
+        if not launch.device.kind.traits.is_virtual:
             with self._lock:
                 read = self._errors.get(launch.name, ())
                 errors = read if any(read) else ()

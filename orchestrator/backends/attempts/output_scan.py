@@ -25,7 +25,8 @@ CHILD_S_MAX = SEARCH_S_MAX + 20.0  # of a child, whose start may be slow, or who
 REPLY_BYTES_MAX = 16 * 2**20
 ZIP_START = b"PK\x03\x04"
 SAFETENSORS_LENGTH_BYTES = 8
-SAFETENSORS_HEADER_BYTES_MAX = 100_000_000  # huggingface/safetensors, safetensors/src/tensor.rs, MAX_HEADER_SIZE
+# huggingface/safetensors, safetensors/src/tensor.rs, MAX_HEADER_SIZE
+SAFETENSORS_HEADER_BYTES_MAX = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,9 @@ def search(root: str, patterns: Sequence[str], holds: Sequence[str] | None = Non
         try:
             examined.append(examine_checkpoint(match, holds, bounds))
         except (OutOfBounds, ValueError, RecursionError) as error:
-            problems.append(f"checkpoints older than {os.path.basename(match.path)[:80]!r} are not examined: {error}")
+            problems.append(
+                f"checkpoints older than {os.path.basename(match.path)[:80]!r} are not examined: {error}"
+            )
             break
         except OSError:  # a file in it is being removed, which is progress
             examined.append(FileMatch(match.pattern, match.path, match.mtime_ns, time.time()))
@@ -204,7 +207,11 @@ def is_torn(path: str) -> bool:
             return False  # it only has that name: nothing is known of its end
         try:
             header = json.loads(content.read(header_bytes))
-            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+            ends = [
+                tensor["data_offsets"][1]
+                for name, tensor in header.items()
+                if name != "__metadata__"
+            ]
             end = max(ends, default=0)
             return size < SAFETENSORS_LENGTH_BYTES + header_bytes + end
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
@@ -224,7 +231,9 @@ def search_as(
     """
     if user is None or not patterns:
         return search(root, patterns, holds)
-    request = json.dumps({"user": user, "root": root, "patterns": list(patterns), "holds": holds and list(holds)})
+    request = json.dumps(
+        {"user": user, "root": root, "patterns": list(patterns), "holds": holds and list(holds)}
+    )
     problem = "its search as the job's user failed"
     try:
         child = subprocess.run(
@@ -242,7 +251,9 @@ def search_as(
         problem = f"its search took more than {CHILD_S_MAX:.0f} s"
     except (OSError, ValueError, TypeError, KeyError, subprocess.SubprocessError) as error:
         problem = f"{problem}: {type(error).__name__}: {str(error)[:200]}"
-    sentences = (f"the pattern {pattern[:80]!r} is not evaluated: {problem}" for pattern in patterns)
+    sentences = (
+        f"the pattern {pattern[:80]!r} is not evaluated: {problem}" for pattern in patterns
+    )
     return SearchResult((), tuple(sentences), tuple(patterns))
 
 

@@ -62,7 +62,11 @@ class LauncherGroup(Protocol):
         """Run a command on `node` to its end, and return its exit code."""
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
+        self,
+        ranks: Mapping[str, Sequence[RankStart]],
+        counts: Mapping[str, int],
+        workdir: str,
+        fence: Fence | None,
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node.
 
@@ -82,7 +86,9 @@ class LauncherGroup(Protocol):
 class Launchers(Protocol):
     """Creates launchers on a cluster's nodes, where they outlive the service. Every method may raise ClusterAway."""
 
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LauncherGroup | str:
+    def place(
+        self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
+    ) -> LauncherGroup | str:
         """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
 
     def find(self, attempt: Attempt) -> LauncherGroup:

@@ -11,9 +11,13 @@ from orchestrator.backends.attempts.durable import open_to_append
 
 MARK = "ORC_LAUNCHER"  # in the environment of every process that a launcher answers for
 TORCH = b"/libtorch_cpu.so"  # under every build of PyTorch, on every device
-NOT_TRAINING = ("torch_shm_manager",)  # a helper process of PyTorch's that loads it and runs no Python
+NOT_TRAINING = (
+    "torch_shm_manager",
+)  # a helper process of PyTorch's that loads it and runs no Python
 TOLD_MAX = 16  # processes without the guard that are written down
-PARTS = 4  # of the settings' path that name them: <job>/attempts/<number>/guard.json, wherever they are mounted
+# of the settings' path that name them: <job>/attempts/<number>/guard.json, wherever they are
+# mounted
+PARTS = 4
 
 
 def marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
@@ -23,13 +27,19 @@ def marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
     """
     carried = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid() and _is_marked(entry, carried, sessions):
+        if (
+            entry.name.isdigit()
+            and int(entry.name) != os.getpid()
+            and _is_marked(entry, carried, sessions)
+        ):
             yield entry
 
 
 def _is_marked(entry: Path, carried: bytes, sessions: Container[int]) -> bool:
     with suppress(OSError):  # gone meanwhile, or another user's
-        return os.getsid(int(entry.name)) in sessions or carried in (entry / "environ").read_bytes().split(b"\0")
+        return os.getsid(int(entry.name)) in sessions or carried in (
+            entry / "environ"
+        ).read_bytes().split(b"\0")
     return False
 
 
@@ -43,7 +53,9 @@ class Census:
         self._foreign: set[int] = set()
         self._cpu_s: dict[int, float] = {}  # of those that live
         self._ended_cpu_s = 0.0
-        self._judged: dict[int, bytes] = {}  # command of a process that has the guard, or was reported
+        self._judged: dict[
+            int, bytes
+        ] = {}  # command of a process that has the guard, or was reported
         self._told = 0
 
     @property
@@ -70,7 +82,9 @@ class Census:
                     self._judge(pid, entry, command)
 
     def _taken_s(self, entry: Path) -> float:
-        fields = (entry / "stat").read_text().rpartition(")")[2].split()  # the name before it may hold anything
+        fields = (
+            (entry / "stat").read_text().rpartition(")")[2].split()
+        )  # the name before it may hold anything
         return (int(fields[11]) + int(fields[12])) / self._ticks  # utime and stime, proc(5)
 
     def _judge(self, pid: int, entry: Path, command: bytes) -> None:
@@ -85,4 +99,6 @@ class Census:
         self._told += 1
         if self._told <= TOLD_MAX:
             with suppress(OSError), open_to_append(self._told_path) as file:
-                file.write(f"{command[:900]!r}, process {pid}, loaded PyTorch without the guard\n".encode())
+                file.write(
+                    f"{command[:900]!r}, process {pid}, loaded PyTorch without the guard\n".encode()
+                )

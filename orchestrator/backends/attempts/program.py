@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-EXEC_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)  # the same again, however often it is tried
+EXEC_ERRORS = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.ENOEXEC,
+    errno.ENOTDIR,
+)  # the same again, however often it is tried
 INTERPRETER_TIMEOUT_S = 30.0
 SHEBANG_BYTES_MAX = 256  # BINPRM_BUF_SIZE of Linux (include/uapi/linux/binfmts.h)
 PYTHON = re.compile(r"python[0-9.]*")
@@ -34,16 +39,22 @@ def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Probl
     Only Python interpreters are run: the program itself, or the one in its first line.
     """
     if not Path(workdir).is_dir():
-        return Problem("the folder does not exist", workdir, "`workdir` is where the job runs on its node")
+        return Problem(
+            "the folder does not exist", workdir, "`workdir` is where the job runs on its node"
+        )
     file = _find_program(program, workdir, env)
     if isinstance(file, Problem):
         return file
     interpreter = interpreter_of(file)
-    if interpreter is not None and not PYTHON.fullmatch(file.name):  # pyenv's `python` is a script of a shell
+    if interpreter is not None and not PYTHON.fullmatch(
+        file.name
+    ):  # pyenv's `python` is a script of a shell
         named = _find_program(interpreter, workdir, env)
         if isinstance(named, Problem):
             what = f"the first line of {file} names an interpreter that is not there"
-            return Problem(what, named.tried, "install the program again in an environment that exists")
+            return Problem(
+                what, named.tried, "install the program again in an environment that exists"
+            )
         file = named
     return _why_no_interpreter(file, workdir, env) if PYTHON.fullmatch(file.name) else None
 
@@ -61,9 +72,17 @@ def _find_program(program: str, workdir: str, env: Mapping[str, str]) -> Path | 
     if path.is_dir():
         return Problem("the program is a folder", str(path), "write the path of a file in it")
     if not path.exists():
-        return Problem("the program does not exist", str(path), f"a relative path starts at `workdir`, here {workdir}")
+        return Problem(
+            "the program does not exist",
+            str(path),
+            f"a relative path starts at `workdir`, here {workdir}",
+        )
     if not os.access(path, os.X_OK):
-        return Problem("the program is not executable", str(path), f"`chmod +x {path}`, or name its interpreter first")
+        return Problem(
+            "the program is not executable",
+            str(path),
+            f"`chmod +x {path}`, or name its interpreter first",
+        )
     return path
 
 
@@ -97,9 +116,13 @@ def _why_no_interpreter(python: Path, workdir: str, env: Mapping[str, str]) -> P
         return None  # slow is not wrong
     except OSError as error:
         other = " (another machine's, or no program)" if error.errno == errno.ENOEXEC else ""
-        return Problem(f"the interpreter cannot be started: {error.strerror}{other}", str(python), hint)
+        return Problem(
+            f"the interpreter cannot be started: {error.strerror}{other}", str(python), hint
+        )
     if ended.returncode == 0:
         return None
     last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     message = f": {last}" if last else ""
-    return Problem(f"the interpreter ends with code {ended.returncode} at `-c ''`{message}", str(python), hint)
+    return Problem(
+        f"the interpreter ends with code {ended.returncode} at `-c ''`{message}", str(python), hint
+    )

@@ -23,8 +23,10 @@ ANOTHER_PACE = 1.1  # times as fast or as slow as before: reported, so that ends
 PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
 LINE_CHARACTERS_MAX = 16 * 1024  # of a line that are searched for a number
-# Of one core, over the limit, before a program without visible steps counts as at work. Training keeps a thread
-# busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child takes below 1 %.
+# Of one core, over the limit, before a program without visible steps counts as at work. Training
+# keeps a thread
+# busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child
+# takes below 1 %.
 CPU_SHARE = 0.05
 
 
@@ -35,7 +37,9 @@ class LogCounter:
     pattern: LinePattern
     first: int | None = None
     last: int | None = None
-    _read: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # log -> bytes read, and its unended line
+    _read: dict[Path, tuple[int, bytes]] = field(
+        default_factory=dict
+    )  # log -> bytes read, and its unended line
 
     def follow(self, logs: Sequence[Path]) -> None:
         """Read the new bytes of each log."""
@@ -101,7 +105,10 @@ class Progress:
         The peak memory is included after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
         """
         timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
-        step_s, steps = max((step_s for step_s, _ in timed), default=0.0), min((done for _, done in timed), default=0)
+        step_s, steps = (
+            max((step_s for step_s, _ in timed), default=0.0),
+            min((done for _, done in timed), default=0),
+        )
         learns = self._tells_peak and steps >= LEARNED_STEPS and len(timed) == self._world_size
         is_as_before = 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE
         if steps < PACE_STEPS or (is_as_before and not learns):
@@ -116,7 +123,9 @@ class Progress:
     def is_probed(self) -> bool:
         """Return whether every rank of a probe has measured its step, or the probe's time is over."""
         beats = read_heartbeats(self._folder, self._world_size).reports
-        trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
+        trained = len(beats) == self._world_size and all(
+            beat.steps_done >= PROBE_STEPS for beat in beats
+        )
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
 
     def has_lone_ranks(self) -> bool:
@@ -137,7 +146,9 @@ class Progress:
         beats, counts = read_heartbeats(self._folder, self._world_size).reports, self.counts
         self._beats = beats
         steps = sum(beat.steps_done for beat in beats)
-        is_watched = any(beat.torch_version for beat in beats) and not self._folder.unwatched.exists()
+        is_watched = (
+            any(beat.torch_version for beat in beats) and not self._folder.unwatched.exists()
+        )
         is_unseen = counts is None and not steps and not is_watched
         signs: tuple[object, ...]
         if not is_unseen:
@@ -146,7 +157,10 @@ class Progress:
             size = sum(map(_size_bytes, self._logs))
             signs, trains = (size,), size > 0
         limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
-        now_s, at_work = time.monotonic(), is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s
+        now_s, at_work = (
+            time.monotonic(),
+            is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s,
+        )
         if signs != self._seen or at_work:
             self._seen, self._since_s, self._sign_cpu_s = signs, now_s, cpu_s
         still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)

@@ -27,7 +27,9 @@ class FileAccess:
     python: str = sys.executable
     user: tuple[int, int] | None = None
 
-    def search(self, root: Path, patterns: Sequence[str], holds: Sequence[str] | None = None) -> SearchResult:
+    def search(
+        self, root: Path, patterns: Sequence[str], holds: Sequence[str] | None = None
+    ) -> SearchResult:
         """Return the files that match shell patterns below `root`, as `output_scan.search` does."""
         return search_as(self.python, self.user, str(root), patterns, holds)
 
@@ -74,12 +76,16 @@ def find_results(
         began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
         result = access.search(output_folder(spec, jobs), spec.success.artifacts)
         fresh = {match.pattern for match in result.matches if match.mtime_ns >= began_ns}
-        absent += [name for name in spec.success.artifacts if name not in (*fresh, *result.unevaluated)]
+        absent += [
+            name for name in spec.success.artifacts if name not in (*fresh, *result.unevaluated)
+        ]
         problems += result.problems
     if spec.success.log is None:
         return Results(tuple(absent), False, tuple(problems))
     pattern = LinePattern(spec.success.log)
-    is_reported = any(pattern.matches(line) for rank in started for _, line in log_lines(folder.log(rank)))
+    is_reported = any(
+        pattern.matches(line) for rank in started for _, line in log_lines(folder.log(rank))
+    )
     if pattern.problem is not None:
         problems.append(pattern.problem)
     elif not is_reported:
@@ -117,7 +123,11 @@ def saved_step(spec: JobSpec, jobs: JobFolder, checkpoints: Checkpoints) -> int 
     if spec.is_script:
         pattern = None if spec.resume.step is None else LinePattern(spec.resume.step)
         newest = next(iter(checkpoints.matches), None)
-        return None if newest is None else last_count(pattern, path_below(output_folder(spec, jobs), newest.path))
+        return (
+            None
+            if newest is None
+            else last_count(pattern, path_below(output_folder(spec, jobs), newest.path))
+        )
     checkpoint = latest_complete(jobs.checkpoints)
     return None if checkpoint is None else step_of(checkpoint)
 
@@ -133,7 +143,11 @@ def list_unmatched(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
         return ()
     try:
         entries = islice(chain(output.glob("*"), output.glob("*/*")), ENTRIES_MAX)
-        files = [path for path in entries if path.is_file() and not (path.is_symlink() or path.parent.is_symlink())]
+        files = [
+            path
+            for path in entries
+            if path.is_file() and not (path.is_symlink() or path.parent.is_symlink())
+        ]
         times_ns = {str(path.relative_to(output)): path.stat().st_mtime_ns for path in files}
     except OSError:  # the script removes one
         return ()

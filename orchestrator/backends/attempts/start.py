@@ -13,7 +13,12 @@ from orchestrator.backends.attempts.durable import Fence, write_durably
 from orchestrator.backends.attempts.identity import access_of, hand_over, identity_of
 from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
 from orchestrator.backends.attempts.ports import LauncherGroup
-from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, newest_checkpoint, output_folder
+from orchestrator.backends.attempts.script_output import (
+    OWN_ACCESS,
+    FileAccess,
+    newest_checkpoint,
+    output_folder,
+)
 from orchestrator.backends.attempts.workdir import link_all_but
 from orchestrator.backends.environment import matching
 from orchestrator.specs.attempt import Attempt
@@ -21,7 +26,12 @@ from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.training.checkpoint.folder import complete_path, latest_complete, step_of, writing_path
+from orchestrator.training.checkpoint.folder import (
+    complete_path,
+    latest_complete,
+    step_of,
+    writing_path,
+)
 
 STALE_LOCK_S = 900.0  # a C++ build takes up to 350 s on a busy 2-core machine
 
@@ -62,7 +72,10 @@ def start_ranks(
         take_over_checkpoint(job, home)
     port = _master_port(folder, group, attempt.placement[0].node)
     request = request_of(job, attempt, home, nodes, port, python, access_of(job, users, python))
-    handed = {**matching(os.environ, inherit_env), **{name: os.environ[name] for name in request.secrets}}
+    handed = {
+        **matching(os.environ, inherit_env),
+        **{name: os.environ[name] for name in request.secrets},
+    }
     write_files(request)
     final: dict[str, str] = {}
     if identity is not None:
@@ -71,11 +84,16 @@ def start_ranks(
     remove_stale_locks(home / "torch_extensions")
     if request.before is not None:
         first, (rank, *_) = request.ranks[0]
-        code = group.run_before(first, request.before, {**handed, **dict(rank.env), **final}, request.workdir)
+        code = group.run_before(
+            first, request.before, {**handed, **dict(rank.env), **final}, request.workdir
+        )
         if code != 0:
             raise OSError(f"what goes before a restart ended with {code}: see {folder.before}")
     ranks = {
-        node: [(process.rank, process.argv, {**handed, **dict(process.env), **final}) for process in processes]
+        node: [
+            (process.rank, process.argv, {**handed, **dict(process.env), **final})
+            for process in processes
+        ]
         for node, processes in request.ranks
     }
     counts = {part.node: len(part.devices) // len(ranks[part.node]) for part in attempt.placement}
@@ -106,10 +124,16 @@ def request_of(
     resume_from = None
     if spec.is_script and not attempt.probe:
         resume_from = newest_checkpoint(spec, output, access)
-        if resume_from is None and job.continues_from is not None:  # that of another job is read, never copied
+        if (
+            resume_from is None and job.continues_from is not None
+        ):  # that of another job is read, never copied
             earlier = JobFolder(home, job.continues_from)
             resume_from = newest_checkpoint(spec, output_folder(spec, earlier), access)
-    config = "" if spec.config is None else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
+    config = (
+        ""
+        if spec.config is None
+        else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
+    )
     return launch_request(
         job,
         attempt,

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_to_append, read_json
-from orchestrator.backends.devices.nvml import NvmlDevice, devices
+from orchestrator.backends.devices.nvml import NvmlDevice
+from orchestrator.backends.devices.readers import read_devices
 from orchestrator.specs.metric_row import is_bounded_number
 from orchestrator.specs.run import AttemptFolder
 
-FIRST_S = 1.0  # until the second sample; then twice as long each time, so that short attempts have some
+# until the second sample; then twice as long each time, so that short attempts have some
+FIRST_S = 1.0
 # Between samples later on: MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL is 10 by default (mlflow 3.17)
 EVERY_S = 10.0
 PREFIX = "system/"
@@ -29,6 +31,7 @@ class Watched:
     node: str
     devices: tuple[int, ...]  # as NVML counts them
     is_alone: bool = True  # the attempt has one node; else the names contain the node
+    driver: str = "nvml"  # that reads the devices; "" on virtual ones
 
 
 class Sampler:
@@ -51,7 +54,10 @@ class Sampler:
     def take(self, ranks: Sequence[int], capacity_bytes: int | None) -> None:
         """Append one sample; `capacity_bytes` is that of a virtual device, None on real ones."""
         numbers = {**self._of_node(), **dict(self._of_devices(ranks, capacity_bytes))}
-        line = {"at_s": time.time(), **{f"{self._prefix}{name}": round(value, 1) for name, value in numbers.items()}}
+        line = {
+            "at_s": time.time(),
+            **{f"{self._prefix}{name}": round(value, 1) for name, value in numbers.items()},
+        }
         with open_to_append(self._folder.system(self._watched.node)) as file:
             file.write(f"{json.dumps(line)}\n".encode())
 
@@ -66,7 +72,9 @@ class Sampler:
             "system_memory_usage_percentage": 100 * used_bytes / total_bytes,
         }
 
-    def _of_devices(self, ranks: Sequence[int], capacity_bytes: int | None) -> Iterator[tuple[str, float]]:
+    def _of_devices(
+        self, ranks: Sequence[int], capacity_bytes: int | None
+    ) -> Iterator[tuple[str, float]]:
         if capacity_bytes is not None:
             for index, rank in zip(self._watched.devices, ranks, strict=False):
                 live_bytes = _live_bytes(self._folder.heartbeat(rank))
@@ -74,8 +82,12 @@ class Sampler:
                     yield f"gpu_{index}_memory_usage_megabytes", live_bytes / MEGABYTE
                     yield f"gpu_{index}_memory_usage_percentage", 100 * live_bytes / capacity_bytes
             return
-        for device in devices().devices:
-            if device.index in self._watched.devices and device.error is None and device.total_bytes:
+        for device in read_devices(self._watched.driver).devices:
+            if (
+                device.index in self._watched.devices
+                and device.error is None
+                and device.total_bytes
+            ):
                 yield from _of_device(device)
 
     def _virtual_capacity_bytes(self) -> int | None:
@@ -103,7 +115,11 @@ def _live_bytes(heartbeat: Path) -> int | None:
         live_bytes = read_json(heartbeat).get("live_bytes")
     except (OSError, ValueError):  # not begun yet
         return None
-    return live_bytes if isinstance(live_bytes, int) and is_bounded_number("live_bytes", live_bytes) else None
+    return (
+        live_bytes
+        if isinstance(live_bytes, int) and is_bounded_number("live_bytes", live_bytes)
+        else None
+    )
 
 
 def _cpu_ticks() -> tuple[int, int]:

@@ -47,9 +47,15 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 TICK_S = 0.25
-DISK_AWAY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the home folder: no fault of an attempt
+DISK_AWAY = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+)  # of the home folder: no fault of an attempt
 AWAY_S = 1.0  # between two tries to reach a cluster that is away
-END_TIMEOUT_S = 30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
+# a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
+END_TIMEOUT_S = 30.0
 ERROR_CHARACTERS_MAX = 500
 PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving, nor of ranks that train apart
 
@@ -80,7 +86,9 @@ class World:
     fence: Fence | None  # of this service, already stored
     inherit_env: tuple[str, ...] = ()
     users: Mapping[str, UserSpec] = field(default_factory=dict)
-    serving: threading.Event = field(default_factory=event_that_is_set)  # set once the service answers requests
+    serving: threading.Event = field(
+        default_factory=event_that_is_set
+    )  # set once the service answers requests
 
 
 class Ownership(Protocol):
@@ -113,7 +121,11 @@ class Gang:
 
     def unending(self) -> list[str]:
         """Return nodes of `open` whose launchers are not yet ending their ranks."""
-        return [node for node in self.open() if node not in self.statuses or not self.statuses[node]["ending"]]
+        return [
+            node
+            for node in self.open()
+            if node not in self.statuses or not self.statuses[node]["ending"]
+        ]
 
 
 @dataclass(slots=True)
@@ -124,7 +136,8 @@ class EndingGang:
     aborted: bool = False
     stopped: bool = False
     give_up_at_s: float = -math.inf  # once aborted or stopped
-    lost_before: frozenset[str] = frozenset()  # nodes that were lost before any launcher was asked to end
+    # nodes that were lost before any launcher was asked to end
+    lost_before: frozenset[str] = frozenset()
 
 
 class AttemptWatch:
@@ -140,7 +153,9 @@ class AttemptWatch:
         self._devices = [(part.node, index) for part in attempt.placement for index in part.devices]
         self._stop_grace_s: float | None = None
         self._has_finished = False  # its end was emitted
-        self._free_before_bytes: tuple[int, ...] = ()  # unknown where a restarted service takes the attempt up
+        self._free_before_bytes: tuple[
+            int, ...
+        ] = ()  # unknown where a restarted service takes the attempt up
 
     def stop(self, grace_s: float) -> None:
         """Request the attempt's end; the thread acts within TICK_S."""
@@ -163,7 +178,9 @@ class AttemptWatch:
         except Exception as error:  # the edge of a thread
             log.exception("attempt %s", self._attempt.name, extra=self._about)
             self._give_up(f"{type(error).__name__}: {error}")
-        self._emit_unless_closing(Released(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
+        self._emit_unless_closing(
+            Released(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock())
+        )
 
     def _wait_for_service(self) -> None:
         """Wait until the service answers requests, since patterns of users run from here on. Raises Closed."""
@@ -173,9 +190,13 @@ class AttemptWatch:
     def _give_up(self, error: str) -> None:
         """End the attempt after a fault of its watch, without reading anything that it left."""
         if self._attempt.evidence is None and not self._has_finished:
-            evidence = Evidence(collect_error=error[:ERROR_CHARACTERS_MAX], stopped=self._stop_grace_s is not None)
+            evidence = Evidence(
+                collect_error=error[:ERROR_CHARACTERS_MAX], stopped=self._stop_grace_s is not None
+            )
             at_s = self._world.clock()
-            event = Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s)
+            event = Finished(
+                job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s
+            )
             self._emit_unless_closing(event)
         for release in (self._remove, partial(self._world.nodes.release, self._devices)):
             try:
@@ -201,7 +222,9 @@ class AttemptWatch:
         except StartFailed as error:
             self._remove()
             return Ending(launch_error=str(error), no_program=error.no_program)
-        except Exception as error:  # the edge: whatever goes wrong with a launch is its end, and nothing else's
+        except (
+            Exception
+        ) as error:  # the edge: whatever goes wrong with a launch is its end, and nothing else's
             self._check_closing()
             log.exception("attempt %s", self._attempt.name, extra=self._about)
             self._remove()
@@ -213,7 +236,9 @@ class AttemptWatch:
         collected = collect(self._job.spec, self._attempt, self._jobs, ending, self._access())
         evidence = without_secrets(collected, self._job.spec, os.environ)
         at_s = self._world.clock()
-        self._emit(Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s))
+        self._emit(
+            Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s)
+        )
         self._has_finished = True
 
     def _access(self) -> FileAccess:
@@ -273,7 +298,11 @@ class AttemptWatch:
                 settings = (world.home, world.python, world.fence, world.inherit_env, world.users)
                 start_ranks(self._job, self._attempt, group, nodes, *settings)
             if self._attempt.status is AttemptStatus.LAUNCHING:
-                self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
+                self._emit(
+                    Started(
+                        job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()
+                    )
+                )
         return group
 
     def _place(self) -> LauncherGroup | Ending:
@@ -301,9 +330,18 @@ class AttemptWatch:
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
         world_size, recovered = self._attempt.plan.world_size, any(map(ran_out, self._job.attempts))
         progress = Progress(
-            spec, self._folder, world_size, self._started, output, tells_peak=recovered, access=self._access()
+            spec,
+            self._folder,
+            world_size,
+            self._started,
+            output,
+            tells_peak=recovered,
+            access=self._access(),
         )
-        ending, known_step_s = EndingGang(), self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
+        ending, known_step_s = (
+            EndingGang(),
+            self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s,
+        )
         while gang.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()
             try:
@@ -312,14 +350,23 @@ class AttemptWatch:
                     ending.lost_before = frozenset(gang.lost)
                 if not ending.aborted and ending.hung_for_s is None and not ending.stopped:
                     cpu_s = sum(status["cpu_s"] for status in gang.statuses.values())
-                    ending.hung_for_s = progress.hung_for_s(self._world.nodes.idle_for_s(self._devices), cpu_s)
+                    ending.hung_for_s = progress.hung_for_s(
+                        self._world.nodes.idle_for_s(self._devices), cpu_s
+                    )
                     pace = progress.pace(known_step_s, self._world.clock())
                     if pace is not None:
                         known_step_s = pace.step_s
                         self._emit(
-                            PaceReported(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s)
+                            PaceReported(
+                                job_id=self._job.id,
+                                number=self._attempt.number,
+                                pace=pace,
+                                at_s=pace.at_s,
+                            )
                         )
-                is_over = progress.has_lone_ranks() or (self._attempt.probe and progress.is_probed())
+                is_over = progress.has_lone_ranks() or (
+                    self._attempt.probe and progress.is_probed()
+                )
                 if self._stop_grace_s is None and is_over:
                     self._stop_grace_s = PROBE_GRACE_S
                 self._end_gang(gang, ending)
@@ -333,12 +380,18 @@ class AttemptWatch:
         self._confirm()
         grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(gang)
         if grace_s is not None and not ending.aborted:
-            # a launcher whose own rank failed has set an end to it, with more time for a rank that said why
-            gang.group.abort(gang.open() if ending.hung_for_s is not None else gang.unending(), grace_s)
+            # a launcher whose own rank failed has set an end to it, with more time for a rank that
+            # said why
+            gang.group.abort(
+                gang.open() if ending.hung_for_s is not None else gang.unending(), grace_s
+            )
             ending.aborted, ending.give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
         if self._stop_grace_s is not None and not ending.stopped:
             gang.group.stop(gang.open(), self._stop_grace_s)
-            ending.stopped, ending.give_up_at_s = True, time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
+            ending.stopped, ending.give_up_at_s = (
+                True,
+                time.monotonic() + self._stop_grace_s + END_TIMEOUT_S,
+            )
         if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
             gang.lost.update(gang.open())
 
@@ -364,16 +417,34 @@ class AttemptWatch:
         for node in sorted(gang.lost & live.keys()):
             pids = [*gang.statuses[node]["pids"].values()] if node in gang.statuses else []
             self._insist(partial(self._world.launchers.end_orphans, self._folder, live[node], pids))
-        firsts = [status["first_ended"] for status in gang.statuses.values() if status["first_ended"]]
-        first = min(firsts, key=lambda failure: failure[1])[0] if firsts else first_ended(self._folder, self._started)
-        errors = [status["error"] for status in gang.statuses.values() if status["error"] and not status["pids"]]
+        firsts = [
+            status["first_ended"] for status in gang.statuses.values() if status["first_ended"]
+        ]
+        first = (
+            min(firsts, key=lambda failure: failure[1])[0]
+            if firsts
+            else first_ended(self._folder, self._started)
+        )
+        errors = [
+            status["error"]
+            for status in gang.statuses.values()
+            if status["error"] and not status["pids"]
+        ]
         return Ending(
-            nodes_lost=tuple(sorted(node for node in gang.lost if not self._all_told(node, ending))),
+            nodes_lost=tuple(
+                sorted(node for node in gang.lost if not self._all_told(node, ending))
+            ),
             first_ended_rank=first,
-            host_oom_kills=max((status["host_oom_kills"] for status in gang.statuses.values()), default=0),
+            host_oom_kills=max(
+                (status["host_oom_kills"] for status in gang.statuses.values()), default=0
+            ),
             hung_for_s=ending.hung_for_s,
             launch_error=errors[0] if errors else None,
-            no_program=any(status["no_program"] for status in gang.statuses.values() if status["error"] in errors[:1]),
+            no_program=any(
+                status["no_program"]
+                for status in gang.statuses.values()
+                if status["error"] in errors[:1]
+            ),
             stopped=ending.stopped,
             counts=counts,
             free_before_bytes=self._free_before_bytes,
@@ -390,8 +461,14 @@ class AttemptWatch:
         for part in self._attempt.placement:
             ranks = range(rank, rank := rank + len(part.devices))
             if part.node == node:
-                codes = [read_exit_code(self._folder, number) for number in ranks if number in self._started]
-        was_killed = {code for code in codes if code} == {-signal.SIGKILL} and node in ending.lost_before
+                codes = [
+                    read_exit_code(self._folder, number)
+                    for number in ranks
+                    if number in self._started
+                ]
+        was_killed = {code for code in codes if code} == {
+            -signal.SIGKILL
+        } and node in ending.lost_before
         return None not in codes and not was_killed
 
     def _emit(self, event: Event) -> None:

@@ -37,8 +37,12 @@ def rewrite_config(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
         *sections, last = key.split(".")
         place = root
         for section in sections:
-            place = _at(place, section, key) or _put(place, section, yaml.MappingNode("tag:yaml.org,2002:map", []))
-        value = yaml.compose(word, Loader=yaml.SafeLoader) or yaml.ScalarNode("tag:yaml.org,2002:str", word, style="'")
+            place = _at(place, section, key) or _put(
+                place, section, yaml.MappingNode("tag:yaml.org,2002:map", [])
+            )
+        value = yaml.compose(word, Loader=yaml.SafeLoader) or yaml.ScalarNode(
+            "tag:yaml.org,2002:str", word, style="'"
+        )
         if not isinstance(value, yaml.ScalarNode):  # a path may look like a list
             value = yaml.ScalarNode("tag:yaml.org,2002:str", word, style="'")
         _at(place, last, key)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pynvml
 
-# Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py), doubled per generation.
+# Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py),
+# doubled per generation.
 PCIE_LANE_BYTES_S = {1: 0.19e9, 2: 0.38e9, 3: 0.75e9, 4: 1.5625e9, 5: 3.4375e9, 6: 6.875e9}
 
-# What a driver's failures raise: its codes, text that is no UTF-8, and a library that cannot be loaded.
+# What a driver's failures raise: its codes, text that is no UTF-8, and a library that cannot be
+# loaded.
 FAULTS = (pynvml.NVMLError, ValueError, OSError)
 
 
@@ -37,7 +39,8 @@ class NvmlDevice:
     used_bytes: int = 0
     power_w: float | None = None  # now; None where the driver does not say
     power_limit_w: float | None = None  # enforced limit
-    busy_percent: int | None = None  # of the last second, in which kernels ran; None where the driver does not say
+    # of the last second, in which kernels ran; None where the driver does not say
+    busy_percent: int | None = None
     processes: tuple[NvmlProcess, ...] = ()
     error: str | None = None
 
@@ -57,7 +60,9 @@ def devices() -> NvmlReading:
     except FAULTS as error:
         return NvmlReading(error=f"NVML does not start: {error}")
     try:
-        return NvmlReading(devices=tuple(_device(index) for index in range(pynvml.nvmlDeviceGetCount())))
+        return NvmlReading(
+            devices=tuple(_device(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        )
     except FAULTS as error:
         return NvmlReading(error=f"NVML does not answer: {error}")
     finally:
@@ -74,7 +79,8 @@ class NvmlRates:
     fp32_flops: float | None  # 2 x cores x highest clock
     memory_bandwidth: float | None  # bytes per second: 2 x highest clock x width of the bus
     nvlink_bandwidth: float  # bytes per second and direction, of all active links; 0 without one
-    pcie_bandwidth: float | None  # bytes per second and direction, at the highest generation and width
+    # bytes per second and direction, at the highest generation and width
+    pcie_bandwidth: float | None
 
 
 def rates(index: int) -> NvmlRates | None:
@@ -92,11 +98,17 @@ def rates(index: int) -> NvmlRates | None:
 
 
 def _rates(handle: object) -> NvmlRates:
-    cores, width = _query(pynvml.nvmlDeviceGetNumGpuCores, handle), _query(pynvml.nvmlDeviceGetMemoryBusWidth, handle)
+    cores, width = (
+        _query(pynvml.nvmlDeviceGetNumGpuCores, handle),
+        _query(pynvml.nvmlDeviceGetMemoryBusWidth, handle),
+    )
     core_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
     memory_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
     lane = PCIE_LANE_BYTES_S.get(_query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0)
-    lanes, mode = _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle), _query(pynvml.nvmlDeviceGetMigMode, handle)
+    lanes, mode = (
+        _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        _query(pynvml.nvmlDeviceGetMigMode, handle),
+    )
     capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return NvmlRates(
         capability=(capability[0], capability[1]) if capability else None,
@@ -118,15 +130,22 @@ def _query(ask: Callable[..., Any], *arguments: object) -> Any:
 
 
 def _cuda_bytes(handle: object) -> int:
-    memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # older drivers lack it
+    memory = _query(
+        pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2
+    )  # older drivers lack it
     if memory is not None:
         return int(memory.total - memory.reserved)
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
 
 
 def _nvlink_bandwidth(handle: object) -> float:
-    links = [_query(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
-    reply = _query(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+    links = [
+        _query(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS)
+    ]
+    reply = _query(
+        pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
+    )
     if reply is None or reply[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return 0.0
     return float(1e6 * reply[0].value.uiVal * sum(map(bool, links)))
@@ -136,8 +155,14 @@ def _device(index: int) -> NvmlDevice:
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        if not 0 <= memory.free <= memory.total or not 0 <= memory.used <= memory.total or not memory.total:
-            return NvmlDevice(index=index, error="the driver reports more memory free or used than there is")
+        if (
+            not 0 <= memory.free <= memory.total
+            or not 0 <= memory.used <= memory.total
+            or not memory.total
+        ):
+            return NvmlDevice(
+                index=index, error="the driver reports more memory free or used than there is"
+            )
         name = pynvml.nvmlDeviceGetName(handle)
         return NvmlDevice(
             index=index,
@@ -160,10 +185,14 @@ def _watts(ask: Callable[..., Any], handle: object) -> float | None:
 
 
 def _busy_percent(handle: object) -> int | None:
-    use = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)  # none of a device in MIG mode, whose memory can be read
+    use = _query(
+        pynvml.nvmlDeviceGetUtilizationRates, handle
+    )  # none of a device in MIG mode, whose memory can be read
     return None if use is None else int(use.gpu)
 
 
 def _processes(handle: object) -> tuple[NvmlProcess, ...]:
     running = _query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
-    return tuple(NvmlProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in running)
+    return tuple(
+        NvmlProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in running
+    )

@@ -18,10 +18,14 @@ from orchestrator.specs.errors import ServiceError, UnknownError
 
 PREFIX = "orc_"
 SECRET_BYTES = 32
-SHOWN_CHARACTERS = 8  # of a token, behind the prefix: enough to tell tokens apart, too few to guess one
+# of a token, behind the prefix: enough to tell tokens apart, too few to guess one
+SHOWN_CHARACTERS = 8
 BROWSER = "browser"  # shown of a session that an OpenID provider began
 TOUCH_S = 60.0  # at most so often is the last use of a token written
-CACHE_S, CACHE_MAX = 10.0, 1000  # principals remembered; every change of accounts forgets them at once
+CACHE_S, CACHE_MAX = (
+    10.0,
+    1000,
+)  # principals remembered; every change of accounts forgets them at once
 AUDIT_ROWS_MAX = 1000  # in one answer
 
 _metadata = sa.MetaData()
@@ -101,14 +105,20 @@ class Accounts:
     def __init__(self, transaction: Transaction, clock: Callable[[], float]) -> None:
         self._transaction = transaction
         self._clock = clock
-        self._principals: dict[str | int, tuple[Principal, float]] = {}  # by digest or number, and their expiry
+        self._principals: dict[
+            str | int, tuple[Principal, float]
+        ] = {}  # by digest or number, and their expiry
 
     def principal(self, token: str) -> Principal | None:
         """Return the user of this token; None for an unknown, expired or revoked token.
 
         Tokens have 256 random bits, so an equal digest is an equal token; comparing digests in SQL leaks none of it.
         """
-        return self._find_principal(_digest(token), _tokens.c.digest) if token.startswith(PREFIX) else None
+        return (
+            self._find_principal(_digest(token), _tokens.c.digest)
+            if token.startswith(PREFIX)
+            else None
+        )
 
     def number_of(self, token: str) -> int | None:
         """Return the record number of a valid token; None for any other."""
@@ -116,7 +126,9 @@ class Accounts:
             return None
         digest = _digest(token)
         with self._transaction() as connection:
-            return connection.execute(sa.select(_tokens.c.id).where(_tokens.c.digest == digest)).scalar()
+            return connection.execute(
+                sa.select(_tokens.c.id).where(_tokens.c.digest == digest)
+            ).scalar()
 
     def principal_of(self, number: int) -> Principal | None:
         """Return the user of the token with this record number; None where it is unknown, expired or revoked."""
@@ -127,7 +139,13 @@ class Accounts:
         entry, until_s = self._principals.get(key, (None, 0.0))
         if entry is not None and now_s < until_s:
             return entry
-        columns = (_tokens.c.id, _tokens.c.used_at, _tokens.c.expires_at, _users.c.name, _users.c.role)
+        columns = (
+            _tokens.c.id,
+            _tokens.c.used_at,
+            _tokens.c.expires_at,
+            _users.c.name,
+            _users.c.role,
+        )
         query = (
             sa.select(*columns)
             .join(_users, _users.c.name == _tokens.c.user)
@@ -143,19 +161,28 @@ class Accounts:
             if row is None or role is None:
                 return None
             if row.used_at is None or row.used_at < now_s - TOUCH_S:
-                connection.execute(_tokens.update().where(_tokens.c.id == row.id).values(used_at=now_s))
+                connection.execute(
+                    _tokens.update().where(_tokens.c.id == row.id).values(used_at=now_s)
+                )
         principal = Principal(name=row.name, role=role)
         if len(self._principals) >= CACHE_MAX:
             self._principals.clear()
-        self._principals[key] = (principal, min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at))
+        self._principals[key] = (
+            principal,
+            min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at),
+        )
         return principal
 
     def set_user(self, name: str, role: Role) -> None:
         """Add a user, or change the role of an existing one."""
         with self._transaction() as connection:
-            changed = connection.execute(_users.update().where(_users.c.name == name).values(role=role.value))
+            changed = connection.execute(
+                _users.update().where(_users.c.name == name).values(role=role.value)
+            )
             if not changed.rowcount:
-                connection.execute(_users.insert().values(name=name, role=role.value, created_at=self._clock()))
+                connection.execute(
+                    _users.insert().values(name=name, role=role.value, created_at=self._clock())
+                )
         self._principals.clear()
 
     def remove_user(self, name: str) -> None:
@@ -171,7 +198,9 @@ class Accounts:
         with self._transaction() as connection:
             rows = connection.execute(sa.select(_users).order_by(_users.c.name)).all()
         readable = ((row, role) for row in rows if (role := _role(row.name, row.role)) is not None)
-        return [User(name=row.name, role=role, created_at_s=row.created_at) for row, role in readable]
+        return [
+            User(name=row.name, role=role, created_at_s=row.created_at) for row, role in readable
+        ]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
         """Return (token, its record). The token cannot be read again. Raises ServiceError for an unknown user."""
@@ -185,10 +214,17 @@ class Accounts:
             "expires_at": None if lifetime_s is None else now_s + lifetime_s,
         }
         with self._transaction() as connection:
-            if connection.execute(sa.select(_users.c.name).where(_users.c.name == user)).one_or_none() is None:
+            if (
+                connection.execute(
+                    sa.select(_users.c.name).where(_users.c.name == user)
+                ).one_or_none()
+                is None
+            ):
                 raise _unknown_user(user)
             connection.execute(_tokens.insert().values(**row_values))
-            row = connection.execute(sa.select(_tokens).where(_tokens.c.digest == row_values["digest"])).one()
+            row = connection.execute(
+                sa.select(_tokens).where(_tokens.c.digest == row_values["digest"])
+            ).one()
         return secret, _token(row)
 
     def open_session(self, user: str, role: Role, lifetime_s: float) -> int:
@@ -198,12 +234,16 @@ class Accounts:
         nobody_knows = _digest(secrets.token_urlsafe(SECRET_BYTES))
         row_values = {"user": user, "digest": nobody_knows, "shown": BROWSER, "created_at": now_s}
         with self._transaction() as connection:
-            made = connection.execute(_tokens.insert().values(**row_values, expires_at=now_s + lifetime_s))
+            made = connection.execute(
+                _tokens.insert().values(**row_values, expires_at=now_s + lifetime_s)
+            )
         return int(made.inserted_primary_key[0])  # type: ignore[index]
 
     def close_session(self, number: int) -> None:
         """End a browser session. Records of tokens stay."""
-        is_open = sa.and_(_tokens.c.id == number, _tokens.c.shown == BROWSER, _tokens.c.revoked_at.is_(None))
+        is_open = sa.and_(
+            _tokens.c.id == number, _tokens.c.shown == BROWSER, _tokens.c.revoked_at.is_(None)
+        )
         with self._transaction() as connection:
             connection.execute(_tokens.update().where(is_open).values(revoked_at=self._clock()))
         self._principals.clear()
@@ -212,18 +252,27 @@ class Accounts:
         """Revoke a token. Raises ServiceError without a valid token of this number."""
         alive = sa.and_(_tokens.c.id == number, _tokens.c.revoked_at.is_(None))
         with self._transaction() as connection:
-            if not connection.execute(_tokens.update().where(alive).values(revoked_at=self._clock())).rowcount:
+            if not connection.execute(
+                _tokens.update().where(alive).values(revoked_at=self._clock())
+            ).rowcount:
                 raise UnknownError(f"there is no live token {number}. `orc token list` shows them")
         self._principals.clear()
 
     def tokens(self) -> Sequence[Token]:
         """Return every token ever made for an existing user, oldest first."""
         with self._transaction() as connection:
-            return [_token(row) for row in connection.execute(sa.select(_tokens).order_by(_tokens.c.id))]
+            return [
+                _token(row) for row in connection.execute(sa.select(_tokens).order_by(_tokens.c.id))
+            ]
 
     def record(self, principal: Principal, request_id: str, action: str, status: int) -> None:
         """Add a row to the audit log."""
-        row = {"at": self._clock(), "user": principal.name, "role": principal.role.value, "request_id": request_id}
+        row = {
+            "at": self._clock(),
+            "user": principal.name,
+            "role": principal.role.value,
+            "request_id": request_id,
+        }
         with self._transaction() as connection:
             connection.execute(_audit.insert().values(**row, action=action, status=status))
 
@@ -255,7 +304,11 @@ def _role(name: str, text: str) -> Role | None:
     try:
         return Role(text)
     except ValueError:
-        log.error("user %s has the unknown role %r, and is not admitted: `orc user set` gives another", name, text)
+        log.error(
+            "user %s has the unknown role %r, and is not admitted: `orc user set` gives another",
+            name,
+            text,
+        )
         return None
 
 

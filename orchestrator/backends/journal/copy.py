@@ -15,7 +15,11 @@ def copy_journal(source: Path, target: Path) -> None:
     Raises SpecError where `source` is no SQLite journal.
     """
     if not source.is_file():
-        raise SpecError("there is no journal", source=str(source), hint="a service keeps journal.sqlite in its home")
+        raise SpecError(
+            "there is no journal",
+            source=str(source),
+            hint="a service keeps journal.sqlite in its home",
+        )
     try:
         with (
             closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as opened,

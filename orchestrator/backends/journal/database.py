@@ -22,7 +22,8 @@ from orchestrator.specs.errors import ServiceError, SpecError, StorageError, Unc
 
 SCHEMA = "0001"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
-LOOK_EVERY_S = 1.0  # of a standby at another's lease: a holder that ends by itself gives it up early
+# of a standby at another's lease: a holder that ends by itself gives it up early
+LOOK_EVERY_S = 1.0
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
 ALLOWED = "sqlite:////absolute/path/journal.db, postgresql+psycopg://user:password@host/database"
 
@@ -37,7 +38,9 @@ class Database:
     the database or it refuses, UncertainError where it does not answer in a commit, SpecError for an invalid address.
     """
 
-    def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None
+    ) -> None:
         """Open the database at `url`, made and migrated as needed, if it is not only read.
 
         With `stop`, wait until it is set for the lease that another process holds.
@@ -68,7 +71,9 @@ class Database:
         """Open a transaction that is durable on exit, and rolled back on an error. Only the journal's owner may."""
         with self._lock:
             if self._closed:
-                raise ServiceError(f"journal {self.name} is closed in this process: the service is ending.")
+                raise ServiceError(
+                    f"journal {self.name} is closed in this process: the service is ending."
+                )
             with self._connect() as connection:
                 if isinstance(self._owned, Lease):
                     self._owned.renew(connection)
@@ -86,7 +91,9 @@ class Database:
         """
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
             if not asks:
-                raise ServiceError(f"journal {self.name} has not answered for a while: another service may own it.")
+                raise ServiceError(
+                    f"journal {self.name} has not answered for a while: another service may own it."
+                )
             with self.transaction():  # which holds the lease anew, or raises
                 pass
 
@@ -95,7 +102,9 @@ class Database:
         self._ended.set()
         with self._lock:
             self._closed = True
-            if isinstance(self._owned, Lease) and self._owned.is_sure:  # else the database is away, or another's
+            if (
+                isinstance(self._owned, Lease) and self._owned.is_sure
+            ):  # else the database is away, or another's
                 with suppress(DatabaseError), self.engine.begin() as connection:
                     self._owned.give_up(connection)
             self.engine.dispose()
@@ -195,13 +204,19 @@ def _parse_url(url: str) -> sa.URL:
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
-        raise SpecError("the address of the journal cannot be read", path="journal", allowed=ALLOWED) from None
+        raise SpecError(
+            "the address of the journal cannot be read", path="journal", allowed=ALLOWED
+        ) from None
     in_file = parsed.drivername == "sqlite" and parsed.database not in (None, "", ":memory:")
     if not in_file and parsed.drivername != "postgresql+psycopg":
         got = parsed.render_as_string(hide_password=True)
         raise SpecError("no journal can be kept there", path="journal", got=got, allowed=ALLOWED)
     if not in_file and find_spec("psycopg") is None:
-        raise SpecError("the driver psycopg is missing", path="journal", hint="pip install 'orchestrator[postgres]'")
+        raise SpecError(
+            "the driver psycopg is missing",
+            path="journal",
+            hint="pip install 'orchestrator[postgres]'",
+        )
     return parsed
 
 
@@ -221,7 +236,11 @@ def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
         url,
         poolclass=sa.StaticPool,
         hide_parameters=True,
-        connect_args={"check_same_thread": False, "timeout": BUSY_TIMEOUT_S, "isolation_level": None},
+        connect_args={
+            "check_same_thread": False,
+            "timeout": BUSY_TIMEOUT_S,
+            "isolation_level": None,
+        },
     )
 
     @sa.event.listens_for(engine, "connect")
@@ -231,7 +250,9 @@ def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")  # the driver alone would leave table changes outside
+        connection.exec_driver_sql(
+            "BEGIN IMMEDIATE"
+        )  # the driver alone would leave table changes outside
 
     return engine
 
@@ -249,7 +270,11 @@ def _check_schema(connection: sa.Connection, name: str) -> None:
 
 def _schema(connection: sa.Connection) -> str | None:
     has_version = sa.inspect(connection).has_table("alembic_version")
-    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if has_version else None
+    return (
+        connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+        if has_version
+        else None
+    )
 
 
 def _migrate(connection: sa.Connection, name: str) -> None:
@@ -267,7 +292,9 @@ def _migrate(connection: sa.Connection, name: str) -> None:
 
     config = Config()
     scripts = str(Path(__file__).with_name("migrations"))
-    config.set_main_option("script_location", scripts.replace("%", "%%"))  # configparser interpolates
+    config.set_main_option(
+        "script_location", scripts.replace("%", "%%")
+    )  # configparser interpolates
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

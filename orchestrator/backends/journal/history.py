@@ -17,13 +17,32 @@ from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
 from orchestrator.specs.report_bounds import bounded_report
 from orchestrator.specs.spec_model import HISTORY
 
-# What a core schema says of values beyond their type (docs.pydantic.dev/latest/api/pydantic_core_schema).
-RULES = ("ge", "gt", "le", "lt", "multiple_of", "pattern", "min_length", "max_length", "allow_inf_nan")
+# What a core schema says of values beyond their type
+# (docs.pydantic.dev/latest/api/pydantic_core_schema).
+RULES = (
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "multiple_of",
+    "pattern",
+    "min_length",
+    "max_length",
+    "allow_inf_nan",
+)
 CONFIG_RULES = ("str_max_length", "str_min_length")
 BOUNDED = ("int", "float", "str", "tuple", "list", "dict", "set", "frozenset")
-FUNCTIONS = ("function-before", "function-after", "function-wrap")  # those around the schema of a value
+FUNCTIONS = (
+    "function-before",
+    "function-after",
+    "function-wrap",
+)  # those around the schema of a value
 DATA = ("metadata", "default", "expected", "cls", "members")  # no schemas
-REPORTS = (Heartbeat, OomReport, ErrorReport)  # which earlier versions kept as a rank had written them
+REPORTS = (
+    Heartbeat,
+    OomReport,
+    ErrorReport,
+)  # which earlier versions kept as a rank had written them
 AS_WRITTEN = CoreConfig(ser_json_inf_nan="constants", allow_inf_nan=True)  # a loss may be NaN
 
 
@@ -106,7 +125,9 @@ def _without_rules(schema: Any, *, is_parsed: bool = False) -> Any:
     if kind in BOUNDED:
         parts = {key: part for key, part in parts.items() if key not in RULES}
     if kind in ("dataclass", "model"):
-        config = {key: rule for key, rule in parts.get("config", {}).items() if key not in CONFIG_RULES}
+        config = {
+            key: rule for key, rule in parts.get("config", {}).items() if key not in CONFIG_RULES
+        }
         parts["config"] = config | AS_WRITTEN
     if kind == "dataclass":
         parts["post_init"] = False

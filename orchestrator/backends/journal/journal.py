@@ -31,10 +31,18 @@ PAGE = 500  # rows read at a time
 
 _metadata = sa.MetaData()
 _events, _snapshots = (
-    sa.Table(name, _metadata, sa.Column("id", sa.Integer, primary_key=True), sa.Column("body", sa.Text), *more)
+    sa.Table(
+        name,
+        _metadata,
+        sa.Column("id", sa.Integer, primary_key=True),
+        sa.Column("body", sa.Text),
+        *more,
+    )
     for name, more in (("events", (sa.Column("decided", sa.Text),)), ("snapshots", ()))
 )
-_live = sa.Table("live", _metadata, sa.Column("id", sa.Text, primary_key=True), sa.Column("body", sa.Text))
+_live = sa.Table(
+    "live", _metadata, sa.Column("id", sa.Text, primary_key=True), sa.Column("body", sa.Text)
+)
 _jobs = sa.Table(
     "jobs",
     _metadata,
@@ -58,7 +66,9 @@ class Journal:
     (`set_aside`), and the others are read on.
     """
 
-    def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None
+    ) -> None:
         """Open the journal at `url`, made and migrated as needed, if it is not only read.
 
         With `stop`, wait until it is set for the lease that another process holds: a standby.
@@ -67,14 +77,21 @@ class Journal:
         self.name = self.database.name
         self.set_aside = SetAside(self.database)
         self.outbox = Outbox(
-            self.database, Record, "outbox", "trackers", self.set_aside, lambda record: bool(record.job.attempts)
+            self.database,
+            Record,
+            "outbox",
+            "trackers",
+            self.set_aside,
+            lambda record: bool(record.job.attempts),
         )
         self.notices = Notices(self.database, self.set_aside)
         self.sweeps = Sweeps(self.database)
         self._submissions = Submissions(self.database)
         self._event, self._state, self._job = codec_of(EVENTS), codec_of(State), codec_of(Job)
-        self._saved = Jobs()  # those in the table of live jobs, where that is not to be written anew
-        self._is_rebuilt = False  # the snapshot could not be read: the table of live jobs is written anew
+        # those in the table of live jobs, where that is not to be written anew
+        self._saved = Jobs()
+        # the snapshot could not be read: the table of live jobs is written anew
+        self._is_rebuilt = False
         self._ended, self._counted = Counter[str](), 0  # archived jobs by status, up to this number
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
@@ -122,7 +139,11 @@ class Journal:
         job = self.set_aside.read(self._job, _live.name, job_id, body)
         if job is not None:
             return job
-        reason = next(row.reason for row in self.set_aside.rows() if (row.table, row.row) == (_live.name, job_id))
+        reason = next(
+            row.reason
+            for row in self.set_aside.rows()
+            if (row.table, row.row) == (_live.name, job_id)
+        )
         named = _events.c.decided.contains(f"launch {job_id}-", autoescape=True)
         released = _events.c.body.contains(f'"job_id":"{job_id}"', autoescape=True)
         with self.database.transaction() as connection:
@@ -133,8 +154,13 @@ class Journal:
 
     def append(self, decided: Sequence[Decided]) -> None:
         """Append events, decisions, ended jobs, tracker records and notices in one durable transaction."""
-        events = [{"body": self._event.write(event), "decided": decisions(actions)} for event, actions in decided]
-        records = [action for _, actions in decided for action in actions if isinstance(action, Record)]
+        events = [
+            {"body": self._event.write(event), "decided": decisions(actions)}
+            for event, actions in decided
+        ]
+        records = [
+            action for _, actions in decided for action in actions if isinstance(action, Record)
+        ]
         ended = [
             self._row(action.job, event.at_s)
             for event, actions in decided
@@ -161,10 +187,17 @@ class Journal:
         Only jobs that changed since the last snapshot are written.
         """
         last = sa.select(sa.func.coalesce(sa.func.max(_events.c.id), 0)).scalar_subquery()
-        changed = [{"row": job.id, "body": self._job.write(job)} for job in state.jobs.changed_since(self._saved)]
+        changed = [
+            {"row": job.id, "body": self._job.write(job)}
+            for job in state.jobs.changed_since(self._saved)
+        ]
         gone = [{"row": job_id} for job_id in self._saved if job_id not in state.jobs]
         rewritten = [row for row in changed if row["row"] in self._saved]
-        added = [{"id": row["row"], "body": row["body"]} for row in changed if row["row"] not in self._saved]
+        added = [
+            {"id": row["row"], "body": row["body"]}
+            for row in changed
+            if row["row"] not in self._saved
+        ]
         body = self._state.write(state, exclude={"jobs"})
         row = _live.c.id == sa.bindparam("row")
         with self.database.transaction() as connection:
@@ -183,15 +216,20 @@ class Journal:
     def job(self, job_id: str) -> Job | None:
         """Return an ended job that has left the state; None where there is no readable one."""
         with self.database.transaction() as connection:
-            row = connection.execute(sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)).one_or_none()
+            row = connection.execute(
+                sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)
+            ).one_or_none()
         return None if row is None else self.set_aside.read(self._job, _jobs.name, *row)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """Return at most `limit` ended jobs, latest end first; with `before`, only those that ended before that job."""
-        newest = sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
+        newest = (
+            sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
+        )
         if before is not None:
             newest = newest.where(
-                _jobs.c.number < sa.select(_jobs.c.number).where(_jobs.c.id == before).scalar_subquery()
+                _jobs.c.number
+                < sa.select(_jobs.c.number).where(_jobs.c.id == before).scalar_subquery()
             )
         with self.database.transaction() as connection:
             rows = connection.execute(newest).all()
@@ -206,9 +244,15 @@ class Journal:
 
     def totals(self) -> Totals:
         """Return counts of ended jobs and of records that wait for trackers. Only new jobs are counted anew."""
-        columns = (_jobs.c.status, sa.func.count().label("jobs"), sa.func.max(_jobs.c.number).label("last"))
+        columns = (
+            _jobs.c.status,
+            sa.func.count().label("jobs"),
+            sa.func.max(_jobs.c.number).label("last"),
+        )
         with self.database.transaction() as connection:
-            fresh = sa.select(*columns).where(_jobs.c.number > self._counted).group_by(_jobs.c.status)
+            fresh = (
+                sa.select(*columns).where(_jobs.c.number > self._counted).group_by(_jobs.c.status)
+            )
             for row in connection.execute(fresh).all():
                 self._ended[row.status] += row.jobs
                 self._counted = max(self._counted, row.last)
@@ -279,4 +323,6 @@ class Journal:
         try:
             return self._event.as_kept(event)
         except Unreadable as error:
-            raise SpecError(f"the journal could not be read with it: {error}", source="the journal") from None
+            raise SpecError(
+                f"the journal could not be read with it: {error}", source="the journal"
+            ) from None

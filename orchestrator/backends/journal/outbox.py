@@ -57,7 +57,12 @@ class Outbox(Generic[Body]):
         ran: Callable[[Body], bool] = lambda _: False,
     ) -> None:
         """Use these names of tables; bodies that `ran` go before all others."""
-        self.database, self._codec, self._set_aside, self._ran = database, codec_of(noun), set_aside, ran
+        self.database, self._codec, self._set_aside, self._ran = (
+            database,
+            codec_of(noun),
+            set_aside,
+            ran,
+        )
         self._progress: dict[str, _Progress] = {}  # by receiver
         tables = sa.MetaData()
         self._rows = sa.Table(
@@ -68,7 +73,10 @@ class Outbox(Generic[Body]):
             sa.Column("body", sa.Text),
         )
         self._cursors = sa.Table(
-            cursors, tables, sa.Column("name", sa.Text, primary_key=True), sa.Column("last_row", sa.Integer)
+            cursors,
+            tables,
+            sa.Column("name", sa.Text, primary_key=True),
+            sa.Column("last_row", sa.Integer),
         )
 
     def add(self, connection: sa.Connection, bodies: Sequence[Body]) -> None:
@@ -102,10 +110,15 @@ class Outbox(Generic[Body]):
                 rows = [
                     row
                     for ran in (True, False)
-                    for row in connection.execute(self._after(progress, ran, limit, self._rows.c.body)).all()
+                    for row in connection.execute(
+                        self._after(progress, ran, limit, self._rows.c.body)
+                    ).all()
                     if row.id not in progress.ahead
                 ][:limit]
-            bodies = [(row.id, self._set_aside.read(self._codec, self._rows.name, row.id, row.body)) for row in rows]
+            bodies = [
+                (row.id, self._set_aside.read(self._codec, self._rows.name, row.id, row.body))
+                for row in rows
+            ]
             readable = [(number, body) for number, body in bodies if body is not None]
             if len(readable) < len(rows):
                 self.delivered(receiver, [number for number, body in bodies if body is None])
@@ -125,7 +138,9 @@ class Outbox(Generic[Body]):
         for name in connection.execute(sa.select(self._cursors.c.name)).scalars().all():
             progress = self._progress_of(name, connection)
             lacks = sa.or_(*(self._beyond(ran, passed) for ran, passed in progress.passed.items()))
-            rows = connection.execute(sa.select(sa.func.count()).select_from(self._rows).where(lacks)).scalar_one()
+            rows = connection.execute(
+                sa.select(sa.func.count()).select_from(self._rows).where(lacks)
+            ).scalar_one()
             counts[name] = rows - len(progress.ahead)
         return counts
 
@@ -201,16 +216,24 @@ class Notices(Outbox[Notice]):
         self._remember(connection, fresh)
         super().add(connection, fresh)
         last = connection.execute(sa.select(sa.func.max(self._rows.c.id))).scalar_one()
-        dropped = connection.execute(self._rows.delete().where(self._rows.c.id <= last - NOTICES_MAX)).rowcount
+        dropped = connection.execute(
+            self._rows.delete().where(self._rows.c.id <= last - NOTICES_MAX)
+        ).rowcount
         if dropped:
-            log.error("more than %d notices wait for their targets: the oldest %d are dropped", NOTICES_MAX, dropped)
+            log.error(
+                "more than %d notices wait for their targets: the oldest %d are dropped",
+                NOTICES_MAX,
+                dropped,
+            )
 
     def oldest_s(self, connection: sa.Connection) -> dict[str, float]:
         """Return {target: time of its oldest waiting notice} in seconds since 1970, for targets that lack one."""
         cursors, rows = self._cursors, self._rows
         least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
         first = least.correlate(cursors).scalar_subquery()
-        query = sa.select(cursors.c.name, rows.c.id, rows.c.body).join_from(cursors, rows, rows.c.id == first)
+        query = sa.select(cursors.c.name, rows.c.id, rows.c.body).join_from(
+            cursors, rows, rows.c.id == first
+        )
         oldest: dict[str, float] = {}
         for row in connection.execute(query).all():
             with suppress(Unreadable):  # which the relay sets aside
@@ -235,10 +258,17 @@ class Notices(Outbox[Notice]):
     def knows_kind(self, kind: str) -> bool:
         """Return whether any notice of this kind was sent in the last TOLD_S seconds."""
         with self.database.transaction() as connection:
-            return connection.execute(sa.select(_told.c.id).where(_told.c.kind == kind).limit(1)).first() is not None
+            return (
+                connection.execute(
+                    sa.select(_told.c.id).where(_told.c.kind == kind).limit(1)
+                ).first()
+                is not None
+            )
 
     def _remember(self, connection: sa.Connection, notices: Sequence[Notice]) -> None:
-        connection.execute(_told.delete().where(_told.c.at_s < max(notice.at_s for notice in notices) - TOLD_S))
+        connection.execute(
+            _told.delete().where(_told.c.at_s < max(notice.at_s for notice in notices) - TOLD_S)
+        )
         rows = [{"id": notice.id, "kind": notice.kind, "at_s": notice.at_s} for notice in notices]
         connection.execute(_told.insert(), rows)
 

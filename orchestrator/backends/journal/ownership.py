@@ -85,18 +85,26 @@ class Lease:
 
     def left_s(self, connection: sa.Connection) -> float:
         """Return the seconds until the lease expires. Locks nothing, so that a stopped standby blocks nobody."""
-        return float(connection.execute(sa.select(sa.extract("epoch", _lease.c.expires_at - _now))).scalar_one())
+        return float(
+            connection.execute(
+                sa.select(sa.extract("epoch", _lease.c.expires_at - _now))
+            ).scalar_one()
+        )
 
     def take(self, connection: sa.Connection) -> float:
         """Try to take the lease. Returns 0 on success, else the seconds until the other's lease expires."""
         asked_s = time.monotonic()
         left = sa.extract("epoch", _lease.c.expires_at - _now)
-        row = connection.execute(sa.select(_lease.c.fence, left.label("left_s")).with_for_update()).one()
+        row = connection.execute(
+            sa.select(_lease.c.fence, left.label("left_s")).with_for_update()
+        ).one()
         if row.left_s > 0:
             return float(row.left_s)
         self._fence = row.fence + 1
         holder = f"process {os.getpid()} on {socket.gethostname()}"
-        connection.execute(_lease.update().values(fence=self._fence, holder=holder, expires_at=_now + _interval()))
+        connection.execute(
+            _lease.update().values(fence=self._fence, holder=holder, expires_at=_now + _interval())
+        )
         self._renewed_s = asked_s
         return 0.0
 
@@ -114,7 +122,9 @@ class Lease:
     def give_up(self, connection: sa.Connection) -> None:
         """Release the lease now."""
         self._renewed_s = -LEASE_S
-        connection.execute(_lease.update().where(_lease.c.fence == self._fence).values(expires_at=_now))
+        connection.execute(
+            _lease.update().where(_lease.c.fence == self._fence).values(expires_at=_now)
+        )
 
     def holder(self, connection: sa.Connection) -> str:
         """Return the name of the current or last holder."""

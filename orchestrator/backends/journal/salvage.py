@@ -18,7 +18,9 @@ DIGITS_MAX = 4  # of an attempt's number: every budget of restarts is far below
 UNKNOWN_PROGRAM = "unreadable"
 
 
-def salvage_job(job_id: str, body: str, reason: str, decided: Iterable[str], released: Iterable[str]) -> Job:
+def salvage_job(
+    job_id: str, body: str, reason: str, decided: Iterable[str], released: Iterable[str]
+) -> Job:
     """Return a placeholder job that never starts, and that occupies the devices of its last recorded launch.
 
     `decided` are recorded decisions that may name the job, oldest first. `released` are texts of events that may free
@@ -26,10 +28,17 @@ def salvage_job(job_id: str, body: str, reason: str, decided: Iterable[str], rel
     """
     raw = _plain(body)
     name, _, order = job_id.rpartition("-")
-    launches = [launch for text in decided for line in text.splitlines() if (launch := _launch_of(job_id, line))]
+    launches = [
+        launch
+        for text in decided
+        for line in text.splitlines()
+        if (launch := _launch_of(job_id, line))
+    ]
     number, placement = launches[-1] if launches else (0, ())
     is_free = any(_is_release(_plain(text), job_id, number) for text in released)
-    attempts = tuple(_attempt(job_id, n, placement, released=n < number or is_free) for n in range(1, number + 1))
+    attempts = tuple(
+        _attempt(job_id, n, placement, released=n < number or is_free) for n in range(1, number + 1)
+    )
     runs = bool(attempts) and not is_free
     return Job(
         id=job_id,
@@ -50,7 +59,9 @@ def salvage_submission(body: str, reason: str) -> Submitted | None:
     if raw.get("type") != "submitted" or not isinstance(job_id, str) or not isinstance(order, int):
         return None
     spec = _spec(job_id.rpartition("-")[0], raw.get("spec"))
-    return Submitted(job_id=job_id, order=order, spec=spec, at_s=_number(raw.get("at_s")), unreadable=reason)
+    return Submitted(
+        job_id=job_id, order=order, spec=spec, at_s=_number(raw.get("at_s")), unreadable=reason
+    )
 
 
 def _plain(body: str) -> Mapping[str, Any]:
@@ -68,7 +79,9 @@ def _number(value: object) -> float:
 def _spec(name: str, raw: object) -> JobSpec:
     user = raw.get("user") if isinstance(raw, dict) else None
     spec = JobSpec(name="unreadable", command=(UNKNOWN_PROGRAM,), global_batch_size=1)
-    return spec.model_copy(update={"name": name or "unreadable", "user": user if isinstance(user, str) else None})
+    return spec.model_copy(
+        update={"name": name or "unreadable", "user": user if isinstance(user, str) else None}
+    )
 
 
 def _launch_of(job_id: str, line: str) -> tuple[int, Placement] | None:
@@ -77,10 +90,16 @@ def _launch_of(job_id: str, line: str) -> tuple[int, Placement] | None:
     if parts[:1] != ["launch"] or parts[2:3] != ["on"] or "as" not in parts:
         return None
     number = parts[1].removeprefix(f"{job_id}-")
-    if not number.isdecimal() or len(number) > DIGITS_MAX or parts[1] != attempt_name(job_id, int(number)):
+    if (
+        not number.isdecimal()
+        or len(number) > DIGITS_MAX
+        or parts[1] != attempt_name(job_id, int(number))
+    ):
         return None
     nodes = (part.rpartition(":") for part in parts[3 : parts.index("as")])
-    return int(number), tuple(NodeDevices(node=node, devices=tuple(map(int, ids.split(",")))) for node, _, ids in nodes)
+    return int(number), tuple(
+        NodeDevices(node=node, devices=tuple(map(int, ids.split(",")))) for node, _, ids in nodes
+    )
 
 
 def _is_release(raw: Mapping[str, Any], job_id: str, number: int) -> bool:
@@ -90,9 +109,14 @@ def _is_release(raw: Mapping[str, Any], job_id: str, number: int) -> bool:
 def _attempt(job_id: str, number: int, placement: Placement, *, released: bool) -> Attempt:
     devices = sum(len(part.devices) for part in placement)
     plan = Plan(
-        engine=Engine.SCRIPT, layout=ParallelLayout(dp=max(1, devices)), micro_batch_size=1, precision=Precision.FP32
+        engine=Engine.SCRIPT,
+        layout=ParallelLayout(dp=max(1, devices)),
+        micro_batch_size=1,
+        precision=Precision.FP32,
     )
-    nothing = MemoryEstimate(moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
+    nothing = MemoryEstimate(
+        moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0
+    )
     return Attempt(
         job_id=job_id,
         number=number,

@@ -45,7 +45,9 @@ class SetAside:
         """Load what was set aside before."""
         self._database = database
         with database.transaction() as connection:
-            rows = connection.execute(sa.select(_set_aside).order_by(_set_aside.c.at).limit(ROWS_MAX)).all()
+            rows = connection.execute(
+                sa.select(_set_aside).order_by(_set_aside.c.at).limit(ROWS_MAX)
+            ).all()
         self._rows = {
             (row.table, row.row): UnreadableRow(
                 table=row.table, row=row.row, body=row.body, reason=row.reason, at_s=row.at
@@ -67,9 +69,17 @@ class SetAside:
         if key in self._rows:
             return
         entry = UnreadableRow(table=table, row=key[1], body=body, reason=reason, at_s=time.time())
-        log.error("row %s of table %s cannot be read and is set aside: %s", entry.row, table, reason)
+        log.error(
+            "row %s of table %s cannot be read and is set aside: %s", entry.row, table, reason
+        )
         if not self._database.reads_only:
-            values = {"table": table, "row": entry.row, "body": body, "reason": reason, "at": entry.at_s}
+            values = {
+                "table": table,
+                "row": entry.row,
+                "body": body,
+                "reason": reason,
+                "at": entry.at_s,
+            }
             with self._database.transaction() as connection:
                 connection.execute(_set_aside.insert().values(**values))
         self._rows[key] = entry
@@ -102,9 +112,16 @@ class SetAside:
             key = (_set_aside.c.table == table) & (_set_aside.c.row == row)
             connection.execute(_set_aside.delete().where(key))
             if table in OWN_ROWS:
-                connection.execute(sa.text(f"DELETE FROM {table} WHERE {OWN_ROWS[table]} = :row"), {"row": int(row)})
+                connection.execute(
+                    sa.text(f"DELETE FROM {table} WHERE {OWN_ROWS[table]} = :row"),
+                    {"row": int(row)},
+                )
         del self._rows[(table, row)]
         return entry
 
 
-OWN_ROWS = {"jobs": "number", "outbox": "id", "notices": "id"}  # tables whose rows can be dropped, each with its key
+OWN_ROWS = {
+    "jobs": "number",
+    "outbox": "id",
+    "notices": "id",
+}  # tables whose rows can be dropped, each with its key

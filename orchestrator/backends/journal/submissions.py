@@ -41,7 +41,8 @@ class Submissions:
             return
         connection.execute(_submissions.delete().where(_submissions.c.at_s < at_s - KEPT_S))
         rows = [
-            {"key": key.name, "digest": key.digest, "jobs": json.dumps(jobs), "at_s": at_s} for key, jobs in ids.items()
+            {"key": key.name, "digest": key.digest, "jobs": json.dumps(jobs), "at_s": at_s}
+            for key, jobs in ids.items()
         ]
         connection.execute(_submissions.insert(), rows)
 
@@ -50,4 +51,6 @@ class Submissions:
         wanted = sa.select(_submissions).where(_submissions.c.key.in_(names))
         with self._database.transaction() as connection:
             rows = connection.execute(wanted).all()
-        return {row.key: Submission(digest=row.digest, ids=tuple(json.loads(row.jobs))) for row in rows}
+        return {
+            row.key: Submission(digest=row.digest, ids=tuple(json.loads(row.jobs))) for row in rows
+        }

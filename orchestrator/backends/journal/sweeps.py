@@ -70,7 +70,9 @@ class Sweeps:
     def ended(self, sweep: str) -> str | None:
         """Return why the sweep has ended; "" while it runs, None for an unknown sweep."""
         with self._database.transaction() as connection:
-            row = connection.execute(sa.select(_sweeps.c.ended).where(_sweeps.c.id == sweep)).one_or_none()
+            row = connection.execute(
+                sa.select(_sweeps.c.ended).where(_sweeps.c.id == sweep)
+            ).one_or_none()
         return None if row is None else row.ended or ""
 
     def trials(self, sweep: str) -> Sequence[TrialRow]:

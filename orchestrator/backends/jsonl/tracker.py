@@ -46,7 +46,9 @@ class JsonLinesTracker(Tracker):
 
     def _object(self, number: int, record: Record) -> dict[str, Any]:
         """Return a record: the job without its attempts and variables, and the attempt that it is about, or None."""
-        job = self._job.dump_python(record.job, mode="json", exclude={"attempts": True, "spec": {"env"}})
+        job = self._job.dump_python(
+            record.job, mode="json", exclude={"attempts": True, "spec": {"env"}}
+        )
         attempt = self._attempt.dump_python(record.attempt, mode="json")
         entry = {"id": f"{record.job.key}/{number}", "job": job, "attempt": attempt}
         hidden: dict[str, Any] = _hide_in(entry, hider(record.job.spec, os.environ))

@@ -18,12 +18,18 @@ REQUEST_TIMEOUT_S = 5
 
 def bound_requests() -> None:
     """Set timeouts and retries of MLflow's client, and bypass proxies for servers on this machine."""
-    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the relay's are longer apart; the default waits 4 minutes
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = (
+        "0"  # the relay's are longer apart; the default waits 4 minutes
+    )
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # for which it would ask for each run that ends
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = (
+        "true"  # for which it would ask for each run that ends
+    )
     hosts = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*hosts, "127.0.0.1", "localhost", HOST))))
+    os.environ["no_proxy"] = ",".join(
+        filter(None, dict.fromkeys((*hosts, "127.0.0.1", "localhost", HOST)))
+    )
 
 
 class Contact:
@@ -34,7 +40,9 @@ class Contact:
 
         self.client: MlflowClient = MlflowClient(tracking_uri)
         experiment = self.client.get_experiment_by_name(EXPERIMENT)
-        self.experiment_id: str = experiment.experiment_id if experiment else self.client.create_experiment(EXPERIMENT)
+        self.experiment_id: str = (
+            experiment.experiment_id if experiment else self.client.create_experiment(EXPERIMENT)
+        )
         self.run_ids: dict[str, str] = {}
         self.closed: set[str] = set()  # keys of runs that are complete
 
@@ -44,11 +52,15 @@ class Contact:
         if first is not None:
             return first
         run = self.create(start_ms, tags, name)
-        return self.only(key) or run  # another service may have created one since, and this one been frozen
+        return (
+            self.only(key) or run
+        )  # another service may have created one since, and this one been frozen
 
     def create(self, start_ms: int, tags: Mapping[str, str], name: str) -> Run:
         """Create a run, and return it."""
-        return self.client.create_run(self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name)
+        return self.client.create_run(
+            self.experiment_id, start_time=start_ms, tags=dict(tags), run_name=name
+        )
 
     def only(self, key: str) -> Run | None:
         """Return the one run with this key; None without one. Duplicates are deleted.
@@ -56,8 +68,12 @@ class Contact:
         Duplicates come from a creation that timed out but succeeded, or from a service that was frozen. Every service
         keeps the same run: the one that has ended, else the first by id.
         """
-        runs = self.client.search_runs([self.experiment_id], f"tags.`orc.run` = '{key}'", max_results=100)
-        first, *others = sorted(runs, key=lambda run: (run.info.end_time is None, run.info.run_id)) or (None,)
+        runs = self.client.search_runs(
+            [self.experiment_id], f"tags.`orc.run` = '{key}'", max_results=100
+        )
+        first, *others = sorted(
+            runs, key=lambda run: (run.info.end_time is None, run.info.run_id)
+        ) or (None,)
         for other in others:
             assert other is not None
             self.client.delete_run(other.info.run_id)

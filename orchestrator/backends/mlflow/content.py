@@ -31,14 +31,21 @@ from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.units import format_bytes, format_seconds
 
 ENDED_FROM_OUTSIDE = (
-    *(FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED, FailureKind.TIME_LIMIT),
+    *(
+        FailureKind.CANCELLED,
+        FailureKind.PREEMPTED,
+        FailureKind.MOVED,
+        FailureKind.PROBED,
+        FailureKind.TIME_LIMIT,
+    ),
 )
 TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/validation.py)
 ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
 ELAPSED_MS_MAX = 1e15  # MLflow takes 64 bits
 LOGS_MAX = 8  # failed ranks whose logs are kept
 NOTED_ATTEMPTS = 20
-OUTCOME_TAG = "orc.outcome"  # of an attempt's run: its Observation as JSON, for other homes to learn from
+# of an attempt's run: its Observation as JSON, for other homes to learn from
+OUTCOME_TAG = "orc.outcome"
 OWN_PROGRAM = "orchestrator.training.main"  # of jobs without a script
 METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
@@ -102,7 +109,9 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
         name=job.id,
         start_ms=_ms(job.submitted_at_s),
         end_ms=None if end_s is None else _ms(end_s),
-        status={JobStatus.SUCCEEDED: "FINISHED", JobStatus.CANCELLED: "KILLED"}.get(job.status, "FAILED"),
+        status={JobStatus.SUCCEEDED: "FINISHED", JobStatus.CANCELLED: "KILLED"}.get(
+            job.status, "FAILED"
+        ),
         tags=_cut(tags),
         params=_cut(params),
         metrics=metrics,
@@ -130,7 +139,9 @@ def attempt_content(
         "status": attempt.status,
         "outcome": failure.kind if failure else "succeeded" if ended else "",
         "reason": hide(failure.reason) if failure else "",
-        "change": hide(f"{changed} ({attempt.change_reason})" if attempt.change_reason else changed),
+        "change": hide(
+            f"{changed} ({attempt.change_reason})" if attempt.change_reason else changed
+        ),
         "engine": attempt.plan.engine,
         "device": attempt.device,
         "family": job.spec.family_name,
@@ -151,27 +162,40 @@ def attempt_content(
         tags["caught_ooms"] = str(caught)
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
-    outcome = "" if observation is None else TypeAdapter(Observation).dump_json(observation).decode()
+    outcome = (
+        "" if observation is None else TypeAdapter(Observation).dump_json(observation).decode()
+    )
     if 0 < len(outcome) <= TEXT_MAX:
         tags[OUTCOME_TAG] = outcome
-    place = "; ".join(f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement)
+    place = "; ".join(
+        f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement
+    )
     killed = failure is not None and failure.kind in ENDED_FROM_OUTSIDE
     return RunContent(
         name=attempt.name,
         start_ms=_ms(attempt.launched_at_s),
-        end_ms=_ms(attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s) if ended else None,
+        end_ms=_ms(attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s)
+        if ended
+        else None,
         status="KILLED" if killed else "FAILED" if failure else "FINISHED",
         tags=_cut(tags),
-        params=_cut({**recorded_settings(job.spec, attempt.plan), **_training(job.spec), "placement": place}),
+        params=_cut(
+            {**recorded_settings(job.spec, attempt.plan), **_training(job.spec), "placement": place}
+        ),
         metrics={**_attempt_metrics(attempt, observation), **_rates(job, attempt, device)},
-        texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(explanation))} if explanation else {}),
+        texts=_texts(attempt, hide)
+        | ({"explanation.txt": hide("\n".join(explanation))} if explanation else {}),
     )
 
 
 def source_tags(job: Job, hide: Hide) -> dict[str, str]:
     """Return tags of code and user, by the names of MLflow's context providers (mlflow/tracking/context, 3.17)."""
     command, source = job.spec.command, job.spec.source
-    script = OWN_PROGRAM if command is None else next((word for word in command if word.endswith(".py")), command[0])
+    script = (
+        OWN_PROGRAM
+        if command is None
+        else next((word for word in command if word.endswith(".py")), command[0])
+    )
     tags = {"mlflow.source.type": "LOCAL", "mlflow.source.name": hide(script)}
     if job.user:
         tags["mlflow.user"] = job.user
@@ -188,7 +212,8 @@ def source_tags(job: Job, hide: Hide) -> dict[str, str]:
 def compare_url(address: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
     """Return the URL of an MLflow page that shows these runs side by side."""
     runs, experiments = (quote(json.dumps(ids)) for ids in (list(run_ids), [experiment_id]))
-    query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"  # not the view of traces
+    # not the view of traces
+    query = f"runs={runs}&experiments={experiments}&workflowType=machine_learning"
     return f"{address.rstrip('/')}/#/compare-runs?{query}"
 
 
@@ -240,7 +265,11 @@ def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[
         predicted_peak_bytes(attempt),
         None if observation is None else observation.overhead_bytes,
     )
-    reserved_bytes = None if predicted is None else corrected(attempt.estimate, attempt.correction).reserved_bytes
+    reserved_bytes = (
+        None
+        if predicted is None
+        else corrected(attempt.estimate, attempt.correction).reserved_bytes
+    )
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
         "predicted_step_s": None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
@@ -252,7 +281,9 @@ def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[
         "measured_reserved_bytes": attempt.reserved_bytes,
         "measured_overhead_bytes": overhead_bytes,
         "measured_step_s": attempt.measured_step_s,
-        "predicted_over_measured": predicted / attempt.peak_bytes if predicted and attempt.peak_bytes else None,
+        "predicted_over_measured": predicted / attempt.peak_bytes
+        if predicted and attempt.peak_bytes
+        else None,
     }
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
@@ -262,8 +293,15 @@ def _training(spec: JobSpec) -> dict[str, str]:
     if spec.is_script:
         return {}
     training = spec.training
-    values = {"learning_rate": training.learning_rate, "seed": training.seed, "max_steps": training.max_steps}
-    return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    values = {
+        "learning_rate": training.learning_rate,
+        "seed": training.seed,
+        "max_steps": training.max_steps,
+    }
+    return {
+        name: f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+    }
 
 
 def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, float]:
@@ -289,18 +327,27 @@ def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, f
 
 def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
     estimate = corrected(attempt.estimate, attempt.correction)
-    totals = {name: getattr(estimate, name) for name in ("allocated_bytes", "reserved_bytes", "device_bytes")}
+    totals = {
+        name: getattr(estimate, name)
+        for name in ("allocated_bytes", "reserved_bytes", "device_bytes")
+    }
     texts = {
         "memory_estimate.json": json.dumps(
-            {"moment": estimate.moment, "bytes_by_cause": dict(estimate.by_cause), **totals}, indent=2
+            {"moment": estimate.moment, "bytes_by_cause": dict(estimate.by_cause), **totals},
+            indent=2,
         )
     }
     if attempt.evidence is None or attempt.failure is None:
         return texts
     failed = [end for end in attempt.evidence.ranks if end.exit_code != 0 and end.log_tail]
-    texts |= {f"logs/rank{end.rank}.txt": hide(end.log_tail)[-ARTIFACT_MAX:] for end in failed[:LOGS_MAX]}
+    texts |= {
+        f"logs/rank{end.rank}.txt": hide(end.log_tail)[-ARTIFACT_MAX:] for end in failed[:LOGS_MAX]
+    }
     errors = attempt.evidence.errors[:LOGS_MAX]
-    texts |= {f"tracebacks/rank{error.rank}.txt": hide(error.traceback)[-ARTIFACT_MAX:] for error in errors}
+    texts |= {
+        f"tracebacks/rank{error.rank}.txt": hide(error.traceback)[-ARTIFACT_MAX:]
+        for error in errors
+    }
     return texts
 
 
@@ -314,7 +361,11 @@ def _note(job: Job, compare: str) -> str:
         "|---|---|---|---|---|---|",
     ]
     for attempt in job.attempts[-NOTED_ATTEMPTS:]:
-        predicted, peak, step_s = predicted_peak_bytes(attempt), attempt.peak_bytes, attempt.measured_step_s
+        predicted, peak, step_s = (
+            predicted_peak_bytes(attempt),
+            attempt.peak_bytes,
+            attempt.measured_step_s,
+        )
         cells = (
             str(attempt.number),
             ", ".join(str(change) for change in attempt.change) or "-",
@@ -330,7 +381,10 @@ def _note(job: Job, compare: str) -> str:
 def comparison_note(comparison: Comparison, link: str) -> str:
     """Return the Markdown description of a comparison's run: its verdict, and a table of its strategies."""
     lines = [f"**{comparison.verdict}**", "", f"[Compare the strategies]({link})", ""]
-    lines += ["| strategy | predicted peak | measured peak | step | loss | end |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| strategy | predicted peak | measured peak | step | loss | end |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in comparison.rows:
         cells = (
             row.strategy,
@@ -347,15 +401,17 @@ def comparison_note(comparison: Comparison, link: str) -> str:
 def sweep_note(report: SweepReport, link: str) -> str:
     """Return the Markdown description of a sweep's run: its best trial, and a table of its trials."""
     lines = [
-        f"**{report.best_said or 'No trial succeeded'}**",
+        f"**{report.best_text or 'No trial succeeded'}**",
         "",
-        f"{report.state}; {report.cost_said}. [Compare the trials]({link})",
+        f"{report.state}; {report.cost_text}. [Compare the trials]({link})",
         "",
     ]
     lines += [f"| trial | {report.metric} | parameters | plan | end |", "|---|---|---|---|---|"]
     for trial in report.trials:
         value = "-" if trial.value is None else f"{trial.value:.6g}"
-        lines.append(f"| {trial.job} | {value} | {trial.said} | {trial.plan or '-'} | {trial.status} |")
+        lines.append(
+            f"| {trial.job} | {value} | {trial.text} | {trial.plan or '-'} | {trial.status} |"
+        )
     return "\n".join(lines)[:TEXT_MAX]
 
 

@@ -18,13 +18,30 @@ DOTS_PER_INCH = 120
 TICKS_MAX = 7
 # Colour-blind safe (Okabe and Ito 2008, Color Universal Design), and told apart by shape as well.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-SHAPES = {Mark.TOO_BIG: "o", Mark.REFUTED: "X", Mark.PREDICTED: "D", Mark.MEASURED: "D"}  # where colours are names
+SHAPES = {
+    Mark.TOO_BIG: "o",
+    Mark.REFUTED: "X",
+    Mark.PREDICTED: "D",
+    Mark.MEASURED: "D",
+}  # where colours are names
 STYLES: dict[Mark, dict[str, Any]] = {
     Mark.TOO_BIG: {"marker": "o", "s": 16, "color": "#b0b0b0"},
-    Mark.FITS: {"marker": "o", "s": 34, "facecolors": "white", "edgecolors": "#0072b2", "linewidths": 1.4},
+    Mark.FITS: {
+        "marker": "o",
+        "s": 34,
+        "facecolors": "white",
+        "edgecolors": "#0072b2",
+        "linewidths": 1.4,
+    },
     Mark.REFUTED: {"marker": "X", "s": 70, "color": "#d55e00"},
     Mark.CHOSEN: {"marker": "o", "s": 80, "color": "#009e73"},
-    Mark.PREDICTED: {"marker": "D", "s": 40, "facecolors": "white", "edgecolors": "#0072b2", "linewidths": 1.4},
+    Mark.PREDICTED: {
+        "marker": "D",
+        "s": 40,
+        "facecolors": "white",
+        "edgecolors": "#0072b2",
+        "linewidths": 1.4,
+    },
     Mark.MEASURED: {"marker": "D", "s": 50, "color": "#009e73"},
 }
 
@@ -34,7 +51,9 @@ def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
 
     Points with names have a colour for each name, and the names in the legend.
     """
-    from matplotlib.figure import Figure  # mlflow brings matplotlib; pyplot keeps state, which threads share
+    from matplotlib.figure import (
+        Figure,
+    )  # mlflow brings matplotlib; pyplot keeps state, which threads share
 
     names = tuple(dict.fromkeys(point.name for point in picture.points if point.name))
     width, height = INCHES
@@ -51,7 +70,12 @@ def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
         if point.label:
             place = point.step_s, point.needed_bytes
             axes.annotate(
-                f"{labelled}{point.label}", place, xytext=(7, 5), textcoords="offset points", fontsize=9, zorder=9
+                f"{labelled}{point.label}",
+                place,
+                xytext=(7, 5),
+                textcoords="offset points",
+                fontsize=9,
+                zorder=9,
             )
     places, labels = zip(*second_ticks(*picture.span_s, TICKS_MAX), strict=True)
     axes.set_xticks(places, labels)
@@ -64,18 +88,30 @@ def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
     axes.set_xlabel(f"time of an optimizer step{'' if is_measured else ' (predicted)'}")
     axes.set_ylabel("memory that each device needs")
     axes.set_title(f"{title} on {picture.device}", loc="left", fontsize=11)
-    drawn.legend(loc="outside lower center", ncols=2 if names else len(STYLES), fontsize=9, frameon=False)
+    drawn.legend(
+        loc="outside lower center", ncols=2 if names else len(STYLES), fontsize=9, frameon=False
+    )
     return drawn
 
 
 def _draw_limit(axes: Axes, picture: Picture) -> None:
     """Draw the line where the memory ends, or say that it lies above."""
-    text, height, coordinates = f"memory ends: {format_bytes(picture.capacity_bytes)}", picture.capacity_bytes, "data"
+    text, height, coordinates = (
+        f"memory ends: {format_bytes(picture.capacity_bytes)}",
+        picture.capacity_bytes,
+        "data",
+    )
     if picture.has_limit:
-        axes.axhspan(picture.capacity_bytes, picture.span_bytes[1], color="#e69f00", alpha=0.08, linewidth=0)
+        axes.axhspan(
+            picture.capacity_bytes, picture.span_bytes[1], color="#e69f00", alpha=0.08, linewidth=0
+        )
         axes.axhline(picture.capacity_bytes, color="#e69f00", linestyle="--", linewidth=1.4)
     else:
-        text, height, coordinates = f"memory ends above, at {format_bytes(picture.capacity_bytes)}", 1, "axes fraction"
+        text, height, coordinates = (
+            f"memory ends above, at {format_bytes(picture.capacity_bytes)}",
+            1,
+            "axes fraction",
+        )
     axes.annotate(
         text,
         (1.0, height),
@@ -102,13 +138,34 @@ def _scatter_names(axes: Axes, picture: Picture, names: Sequence[str]) -> None:
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     for point in picture.points:
         colour, is_open = colours[point.name], point.mark in (Mark.PREDICTED, Mark.TOO_BIG)
-        face, label = "white" if is_open else colour, labels.pop(point.name, None) if point.label else None
+        face, label = (
+            "white" if is_open else colour,
+            labels.pop(point.name, None) if point.label else None,
+        )
         place = [point.step_s], [point.needed_bytes]
-        axes.scatter(*place, s=50, marker=SHAPES[point.mark], facecolors=face, edgecolors=colour, label=label, zorder=4)
+        axes.scatter(
+            *place,
+            s=50,
+            marker=SHAPES[point.mark],
+            facecolors=face,
+            edgecolors=colour,
+            label=label,
+            zorder=4,
+        )
         if point.within_s is not None:
             low, high = point.within_s
             sides = [[point.step_s - low], [high - point.step_s]]
-            axes.errorbar(*place, xerr=sides, fmt="none", ecolor=colour, elinewidth=1.2, capsize=3, zorder=3)
+            axes.errorbar(
+                *place, xerr=sides, fmt="none", ecolor=colour, elinewidth=1.2, capsize=3, zorder=3
+            )
     for mark in dict.fromkeys(point.mark for point in picture.points):
         face = "white" if mark in (Mark.PREDICTED, Mark.TOO_BIG) else "#606060"
-        axes.scatter([], [], s=50, marker=SHAPES[mark], facecolors=face, edgecolors="#606060", label=mark.value)
+        axes.scatter(
+            [],
+            [],
+            s=50,
+            marker=SHAPES[mark],
+            facecolors=face,
+            edgecolors="#606060",
+            label=mark.value,
+        )

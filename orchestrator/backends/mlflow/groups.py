@@ -50,7 +50,10 @@ class Groups:
         """Resume the parent run of a sweep that an earlier process began."""
         tags = run.data.tags
         sweep = self._lookups.sweep(tags[SWEEP_OF_TAG]) if SWEEP_OF_TAG in tags else None
-        if sweep is not None and tags.get("orc.run") == f"sweep {sweep_key(sweep.id, sweep.submitted_at_s)}":
+        if (
+            sweep is not None
+            and tags.get("orc.run") == f"sweep {sweep_key(sweep.id, sweep.submitted_at_s)}"
+        ):
             self._sweeps.setdefault(run.info.run_id, sweep.id)  # else it is another home's
 
     def tags(self, contact: Contact, job: Job) -> dict[str, str]:
@@ -80,7 +83,9 @@ class Groups:
         key = tags["orc.run"]
         with self._lock:
             if key not in contact.run_ids:
-                contact.run_ids[key] = contact.find_or_create(key, int(1000 * begun_s), tags, name).info.run_id
+                contact.run_ids[key] = contact.find_or_create(
+                    key, int(1000 * begun_s), tags, name
+                ).info.run_id
         return contact.run_ids[key]
 
     def end_sweeps(self, contact: Contact) -> None:
@@ -93,17 +98,27 @@ class Groups:
             runs = contact.client.search_runs(
                 [contact.experiment_id], f"tags.`{SWEEP_TAG}` = '{key}'", max_results=RUNS_MAX
             )
-            by_job = {run.data.tags.get("orc.job_id"): run for run in reversed(runs) if run.info.end_time is not None}
+            by_job = {
+                run.data.tags.get("orc.job_id"): run
+                for run in reversed(runs)
+                if run.info.end_time is not None
+            }
             if len(by_job) < len(report.trials):
                 continue
             self._log_sweep(contact, run_id, report, by_job)
-            contact.client.set_terminated(run_id, "FINISHED" if report.best is not None else "FAILED")
+            contact.client.set_terminated(
+                run_id, "FINISHED" if report.best is not None else "FAILED"
+            )
             del self._sweeps[run_id]
 
-    def _log_sweep(self, contact: Contact, run_id: str, report: SweepReport, by_job: Mapping[str | None, Run]) -> None:
+    def _log_sweep(
+        self, contact: Contact, run_id: str, report: SweepReport, by_job: Mapping[str | None, Run]
+    ) -> None:
         for trial in report.trials:
             run = by_job[trial.job]
-            if trial.value is not None and report.metric not in run.data.metrics:  # a script's, out of its log
+            if (
+                trial.value is not None and report.metric not in run.data.metrics
+            ):  # a script's, out of its log
                 contact.client.log_metric(run.info.run_id, report.metric, trial.value)
             if trial.number == report.best and trial.value is not None:
                 contact.client.log_metric(run_id, report.metric, trial.value)
@@ -118,25 +133,40 @@ class Groups:
         contact.client.set_tag(run_id, "mlflow.note.content", sweep_note(report, link))
         contact.client.log_text(run_id, json.dumps(asdict(report), indent=2), "sweep.json")
 
-    def end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
+    def end_comparison(
+        self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide
+    ) -> None:
         """End the run of a comparison whose jobs have all ended, with its table, chart and verdict."""
         if job.spec.trial is None:
             with self._lock:
                 self._end_comparison(contact, job, tags, hide)
 
-    def _end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
+    def _end_comparison(
+        self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide
+    ) -> None:
         assert job.spec.member is not None, job.id
-        key, run_id, member_count = tags[COMPARISON_TAG], tags["mlflow.parentRunId"], job.spec.member.of
-        found_jobs = [job if job_id == job.id else self._lookups.job(job_id) for job_id in compared_ids(job)]
+        key, run_id, member_count = (
+            tags[COMPARISON_TAG],
+            tags["mlflow.parentRunId"],
+            job.spec.member.of,
+        )
+        found_jobs = [
+            job if job_id == job.id else self._lookups.job(job_id) for job_id in compared_ids(job)
+        ]
         jobs = [member for member in found_jobs if member is not None]
         if len(jobs) < member_count or not all(member.status.ended for member in jobs):
             return
         runs = compared_runs(contact.client, contact.experiment_id, key)
-        if len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None}) < member_count:
+        if (
+            len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None})
+            < member_count
+        ):
             return
         curves = {member.id: curve_of(metric_lines(self._home, member)) for member in jobs}
         report = comparison(self._lookups.state(), jobs, curves)
-        link = compare_url(self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
+        link = compare_url(
+            self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id
+        )
         contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(report, link)))
         rows = json.dumps([asdict(row) for row in report.rows], indent=2)
         contact.client.log_text(run_id, hide(rows), "comparison.json")
@@ -150,15 +180,27 @@ def member_name(job: Job, attempt: Attempt) -> str:
     """Return the name of an attempt's run within a comparison or sweep."""
     if job.spec.trial is None:
         member, strategy = job.spec.member, strategy_of(attempt.plan)
-        return f"{strategy}, repeat {member.repeat}" if member is not None and member.repeats > 1 else strategy
+        return (
+            f"{strategy}, repeat {member.repeat}"
+            if member is not None and member.repeats > 1
+            else strategy
+        )
     return job.id if attempt.number == 1 else attempt.name
 
 
 def trial_of(job: Job) -> dict[str, str]:
     """Return the parameters of a trial as parameters of its MLflow run; {} for other jobs."""
-    return {} if job.spec.trial is None else {name: str(value) for name, value in job.spec.trial.parameters}
+    return (
+        {}
+        if job.spec.trial is None
+        else {name: str(value) for name, value in job.spec.trial.parameters}
+    )
 
 
 def compared_runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
     """Return the runs of a comparison's strategies, without the parent run."""
-    return list(client.search_runs([experiment_id], f"tags.`{COMPARISON_TAG}` = '{key}'", max_results=RUNS_MAX))
+    return list(
+        client.search_runs(
+            [experiment_id], f"tags.`{COMPARISON_TAG}` = '{key}'", max_results=RUNS_MAX
+        )
+    )

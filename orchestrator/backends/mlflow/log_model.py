@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from mlflow.models import Model
 
 COPIED_BYTES_MAX = 16 * 2**30  # of one output folder; larger ones stay where they are
-MODEL_TAG = "orc.model"  # of a job's run: PENDING, the id of its LoggedModel, or in words what became of its output
+# of a job's run: PENDING, the id of its LoggedModel, or in words what became of its output
+MODEL_TAG = "orc.model"
 PENDING = "pending"
 IN_ARTIFACTS = "output/"
-TASKS: Mapping[str, str] = {  # end of the name of a transformers class -> the pipeline that takes it
+TASKS: Mapping[
+    str, str
+] = {  # end of the name of a transformers class -> the pipeline that takes it
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
     "ForMaskedLM": "fill-mask",
@@ -43,7 +46,12 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"
-WORDY = "text-generation", "fill-mask", "text-classification", "token-classification"  # tasks that need a tokenizer
+WORDY = (
+    "text-generation",
+    "fill-mask",
+    "text-classification",
+    "token-classification",
+)  # tasks that need a tokenizer
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -113,9 +121,13 @@ def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> N
     if size_bytes > COPIED_BYTES_MAX:
         outcome = f"not copied: {size_bytes} bytes in {output}"
     elif task is not None and _has("transformers"):
-        outcome = _logged_model(client, tracking_uri, run_id, name, task, partial(_save_model, files, task))
+        outcome = _logged_model(
+            client, tracking_uri, run_id, name, task, partial(_save_model, files, task)
+        )
     elif _has("transformers", "peft") and (base := base_of(output)) is not None:
-        outcome = _logged_model(client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base))
+        outcome = _logged_model(
+            client, tracking_uri, run_id, name, base[1], partial(_save_adapters, files, *base)
+        )
     else:
         for path in files:
             client.log_artifact(run_id, str(path), IN_ARTIFACTS.rstrip("/"))
@@ -130,7 +142,12 @@ def _has(*libraries: str) -> bool:
 
 
 def _logged_model(
-    client: MlflowClient, tracking_uri: str, run_id: str, name: str, task: str, save: Callable[[Path, Model], Path]
+    client: MlflowClient,
+    tracking_uri: str,
+    run_id: str,
+    name: str,
+    task: str,
+    save: Callable[[Path, Model], Path],
 ) -> str:
     """The id of the run's LoggedModel; one that an earlier process left unfinished is made anew."""
     import mlflow
@@ -139,7 +156,9 @@ def _logged_model(
 
     mlflow.set_tracking_uri(tracking_uri)
     experiment = client.get_run(run_id).info.experiment_id
-    for existing in client.search_logged_models([experiment], filter_string=f"source_run_id = '{run_id}'"):
+    for existing in client.search_logged_models(
+        [experiment], filter_string=f"source_run_id = '{run_id}'"
+    ):
         if existing.status == LoggedModelStatus.READY:
             return str(existing.model_id)
         client.delete_logged_model(existing.model_id)
@@ -157,10 +176,16 @@ def _logged_model(
 def _save_adapters(files: list[Path], base: Path, task: str, scratch: Path, about: Model) -> Path:
     """MLflow's form of adapters beside a base model in a folder, whose weights are neither loaded nor copied."""
     by_name = {path.name: path for path in files}
-    described = {path.name: path for path in files_of(base) if path.suffix in (".json", ".txt", ".model")} | by_name
+    described = {
+        path.name: path for path in files_of(base) if path.suffix in (".json", ".txt", ".model")
+    } | by_name
     adapters = [by_name.pop(name) for name in (ADAPTER_CONFIG, *ADAPTERS) if name in by_name]
     saved = _save_model(
-        [path for name, path in described.items() if path not in adapters], task, scratch, about, "peft"
+        [path for name, path in described.items() if path not in adapters],
+        task,
+        scratch,
+        about,
+        "peft",
     )
     shutil.rmtree(saved / "model")
     (saved / "peft").mkdir()
@@ -168,7 +193,11 @@ def _save_adapters(files: list[Path], base: Path, task: str, scratch: Path, abou
         shutil.copyfile(path, saved / "peft" / path.name)
     flavor = about.flavors["transformers"]
     del flavor["model_binary"]
-    flavor |= {"peft_adaptor": "peft", "local_base_model_path": str(base), "source_model_name": str(base)}
+    flavor |= {
+        "peft_adaptor": "peft",
+        "local_base_model_path": str(base),
+        "source_model_name": str(base),
+    }
     about.model_size_bytes = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     about.save(str(saved / "MLmodel"))
     return saved
@@ -180,7 +209,9 @@ def _save_model(files: list[Path], task: str, scratch: Path, about: Model, *need
     from mlflow.transformers import save_model
 
     pipeline = transformers.pipelines.check_task(task)[1]
-    if isinstance(pipeline["impl"], str):  # a class by its path in transformers 5.24; mlflow 3.17 expects the class
+    if isinstance(
+        pipeline["impl"], str
+    ):  # a class by its path in transformers 5.24; mlflow 3.17 expects the class
         pipeline["impl"] = resolve_name(pipeline["impl"])
     (scratch / "model").mkdir()
     for path in files:

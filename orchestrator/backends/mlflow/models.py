@@ -47,7 +47,9 @@ class Outputs:
         run_ids = {copy.run_id for copy in (*self._waiting, *filter(None, [self._current]))}
         for run in client.search_runs([experiment_id], wanted, max_results=PENDING_MAX):
             job = self._lookups.job(run.data.tags["orc.job_id"])
-            is_ours = job is not None and run.data.tags["orc.run"].startswith(f"{job.key}/")  # not another home's
+            is_ours = job is not None and run.data.tags["orc.run"].startswith(
+                f"{job.key}/"
+            )  # not another home's
             if job is not None and is_ours and run.info.run_id not in run_ids:
                 self._waiting.append(_Copy(run_id=run.info.run_id, job_id=job.id))
 
@@ -65,7 +67,11 @@ class Outputs:
                 return
             self._process.kill()
             if self._process.wait() != 0:  # it could not say so itself
-                client.set_tag(self._current.run_id, MODEL_TAG, f"not copied: {self._last_words(self._current)}"[:500])
+                client.set_tag(
+                    self._current.run_id,
+                    MODEL_TAG,
+                    f"not copied: {self._last_words(self._current)}"[:500],
+                )
             self._process = self._current = None
         if self._waiting:
             self._start(self._waiting.popleft())
@@ -80,7 +86,15 @@ class Outputs:
         }
         with self._log(copy).open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *module, str(self._home), self._uri, copy.run_id, name, str(folder.output)],
+                [
+                    sys.executable,
+                    *module,
+                    str(self._home),
+                    self._uri,
+                    copy.run_id,
+                    name,
+                    str(folder.output),
+                ],
                 env={name: os.environ[name] for name in PASSED_ON if name in os.environ} | offline,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -29,7 +29,9 @@ def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]
     """
     if not tracking_uri.startswith(SERVERS) and not _sqlite_file(tracking_uri).is_file():
         allowed = f"http://HOST:PORT, or {SQLITE}FILE of a file that is there"
-        raise SpecError("no MLflow is there", path="--from-mlflow", got=tracking_uri, allowed=allowed)
+        raise SpecError(
+            "no MLflow is there", path="--from-mlflow", got=tracking_uri, allowed=allowed
+        )
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_S))
     from mlflow import MlflowClient  # 2 s of imports
@@ -39,11 +41,19 @@ def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]
     try:
         record = client.get_experiment_by_name(experiment)
         if record is None:
-            raise SpecError("there is no such experiment", source=tracking_uri, path="--experiment", got=experiment)
+            raise SpecError(
+                "there is no such experiment",
+                source=tracking_uri,
+                path="--experiment",
+                got=experiment,
+            )
         token = None
         while True:
             page = client.search_runs(
-                [record.experiment_id], f"tags.`{OUTCOME_TAG}` LIKE '{{%'", max_results=PAGE, page_token=token
+                [record.experiment_id],
+                f"tags.`{OUTCOME_TAG}` LIKE '{{%'",
+                max_results=PAGE,
+                page_token=token,
             )
             texts += [run.data.tags[OUTCOME_TAG] for run in page]
             if not (token := page.token):

@@ -11,7 +11,11 @@ import uvicorn
 
 from orchestrator.backends.mlflow.server import SOCKET
 
-UNUSED = ("pyarrow", "scipy", "pygments")  # 30 MB that libraries of MLflow import where they find it, for nothing here
+UNUSED = (
+    "pyarrow",
+    "scipy",
+    "pygments",
+)  # 30 MB that libraries of MLflow import where they find it, for nothing here
 
 
 def main() -> None:

@@ -24,7 +24,15 @@ from typing import Any
 ADDRESS = "/mlflow"  # of the server's pages, behind the sign-in of the service
 MARK = "ORCHESTRATOR_MLFLOW_HOME"  # in the environment of the server and of each of its processes
 MODULE = "orchestrator.backends.mlflow.serve"
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH")  # nothing else: no secrets
+PASSED_ON = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+)  # nothing else: no secrets
 SOCKET = "server.sock"
 HOST = "mlflow.invalid"  # names below it are of socket files; no resolver has them (RFC 6761)
 ARTIFACTS = "mlflow-artifacts:/"  # where runs have their artifacts: at the server
@@ -84,10 +92,16 @@ class MlflowServer:
         are at the server.
         """
         try:
-            status, body = self._get("/api/2.0/mlflow/experiments/get?experiment_id=0", CHECK_TIMEOUT_S)
-            place = str(json.loads(body)["experiment"]["artifact_location"]) if status == 200 else ""
+            status, body = self._get(
+                "/api/2.0/mlflow/experiments/get?experiment_id=0", CHECK_TIMEOUT_S
+            )
+            place = (
+                str(json.loads(body)["experiment"]["artifact_location"]) if status == 200 else ""
+            )
         except (OSError, HTTPException) as error:
-            raise ConnectionError(f"MLflow does not answer: {error}. {self._last_words()}") from None
+            raise ConnectionError(
+                f"MLflow does not answer: {error}. {self._last_words()}"
+            ) from None
         except (ValueError, KeyError, TypeError):
             place = ""
         if not place.startswith(ARTIFACTS) or not (self.folder / "mlflow.db").is_file():
@@ -100,7 +114,9 @@ class MlflowServer:
         """End every process of the server; records stay in `home/mlflow`."""
         end_server(self.home)
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel has the signal and will see to it
+            with contextlib.suppress(
+                subprocess.TimeoutExpired
+            ):  # the kernel has the signal and will see to it
                 self._process.wait(STOP_S)
 
     def processes(self) -> tuple[int, ...]:
@@ -201,10 +217,14 @@ def register_socket(home: Path) -> str:
     tcp = connection.create_connection
     if not _folders:
 
-        def create_connection(address: tuple[str, int], timeout: Any = None, *arguments: Any, **options: Any) -> Any:
+        def create_connection(
+            address: tuple[str, int], timeout: Any = None, *arguments: Any, **options: Any
+        ) -> Any:
             if address[0] not in _folders:
                 return tcp(address, timeout, *arguments, **options)
-            return connect_socket(_folders[address[0]], timeout if isinstance(timeout, int | float) else None)
+            return connect_socket(
+                _folders[address[0]], timeout if isinstance(timeout, int | float) else None
+            )
 
         connection.create_connection = create_connection
     _folders[host] = folder

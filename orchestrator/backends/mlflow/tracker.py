@@ -43,7 +43,8 @@ ADDRESS_FILE = "mlflow_url"  # in the home: of an MLflow server that is not the 
 INPUTS_MAX = 100  # data files of one run
 REFUSED = "INVALID_PARAMETER_VALUE"
 THREADS = 4  # jobs sent at once: the server's one process answers them in turn
-POINTS = 500  # per request; 1,000 took 0.4 s idle and eight times as much under load (reference measurement)
+# per request; 1,000 took 0.4 s idle and eight times as much under load (reference measurement)
+POINTS = 500
 CHUNK_BYTES = 262_144  # of a curve file, read at a time
 
 
@@ -81,7 +82,8 @@ class MlflowTracker(Tracker):
         self._contact: Contact | None = None
         self._connecting = threading.Lock()
         self._curves: dict[str, _Curves] = {}
-        self._unsure: set[str] = set()  # keys of runs that were created without a search before, and are not complete
+        # keys of runs that were created without a search before, and are not complete
+        self._unsure: set[str] = set()
         self._outputs = Outputs(tracking_uri, home, lookups)
         self._groups = Groups(self.address, home, lookups)
         bound_requests()
@@ -130,7 +132,9 @@ class MlflowTracker(Tracker):
     def _take_up(self, contact: Contact) -> None:
         """Continue the curves and copies of what ran before this process began."""
         self._outputs.take_up(contact.client, contact.experiment_id)
-        running = contact.client.search_runs([contact.experiment_id], "attributes.status = 'RUNNING'", max_results=1000)
+        running = contact.client.search_runs(
+            [contact.experiment_id], "attributes.status = 'RUNNING'", max_results=1000
+        )
         for run in running:
             tags = run.data.tags
             key, number = tags.get("orc.run", ""), tags.get("orc.attempt", "0")
@@ -144,43 +148,73 @@ class MlflowTracker(Tracker):
         hide, state = hider(job.spec, os.environ), self._lookups.state()
         job_run = job_content(job, hide, "")
         compared = self._groups.tags(contact, job)
-        is_recorded = not compared or (job.status.ended and not job.attempts)  # else its attempts stand for it
-        is_unstarted = job.status is JobStatus.CANCELLED and not job.attempts  # all of its run comes with its creation
+        is_recorded = not compared or (
+            job.status.ended and not job.attempts
+        )  # else its attempts stand for it
+        # all of its run comes with its creation
+        is_unstarted = job.status is JobStatus.CANCELLED and not job.attempts
         parent = ""
         if is_recorded:
-            parent = self._open(contact, job, 0, job_run, {**job_run.tags, **compared} if is_unstarted else compared)
+            parent = self._open(
+                contact, job, 0, job_run, {**job_run.tags, **compared} if is_unstarted else compared
+            )
         ids = []
         for attempt in job.attempts:
-            explanation = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
-            observation, device = observation_of(state, job, attempt), device_of(state, attempt.device)
+            explanation = (
+                explain_attempt(state, job, attempt)
+                if attempt.status is AttemptStatus.ENDED
+                else ()
+            )
+            observation, device = (
+                observation_of(state, job, attempt),
+                device_of(state, attempt.device),
+            )
             content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
                 params = {**trial_of(job), **job_run.params, **content.params}
                 tags = {**content.tags, "job_spec": job_run.tags["job_spec"]}
                 content = replace(content, name=member_name(job, attempt), params=params, tags=tags)
-            ids.append(self._send_attempt(contact, job, attempt, content, compared or {"mlflow.parentRunId": parent}))
+            ids.append(
+                self._send_attempt(
+                    contact, job, attempt, content, compared or {"mlflow.parentRunId": parent}
+                )
+            )
         if job.spec.trial is not None and job.status is JobStatus.SUCCEEDED:
             self._outputs.ask(contact.client, contact.client.get_run(ids[-1]), job.id)
         if not is_recorded:
             self._groups.end_comparison(contact, job, compared, hide)
             return
-        compare = compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
+        compare = (
+            compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
+        )
         picture = picture_of(state, job) if job.status.ended and job.attempts else None
         content = job_content(job, hide, compare, picture)
         if is_unstarted:
             self._end_run(contact, run_key(job, 0), content)
         else:
-            self._send_content(contact, run_key(job, 0), replace(content, params={**trial_of(job), **content.params}))
+            self._send_content(
+                contact,
+                run_key(job, 0),
+                replace(content, params={**trial_of(job), **content.params}),
+            )
         if compared:
             self._groups.end_comparison(contact, job, compared, hide)
         elif job.status is JobStatus.SUCCEEDED:
             self._outputs.ask(contact.client, contact.client.get_run(parent), job.id)
 
     def _send_attempt(
-        self, contact: Contact, job: Job, attempt: Attempt, content: RunContent, tags: Mapping[str, str]
+        self,
+        contact: Contact,
+        job: Job,
+        attempt: Attempt,
+        content: RunContent,
+        tags: Mapping[str, str],
     ) -> str:
         """Bring the run of an attempt up to date, with its curves; return its id."""
-        key, run_id = run_key(job, attempt.number), self._open(contact, job, attempt.number, content, tags)
+        key, run_id = (
+            run_key(job, attempt.number),
+            self._open(contact, job, attempt.number, content, tags),
+        )
         if key not in contact.closed:
             folder = JobFolder(self._home, job.id).attempt(attempt.number)
             self._curves.setdefault(key, _Curves(folder=folder, start_ms=content.start_ms))
@@ -190,13 +224,19 @@ class MlflowTracker(Tracker):
                 del self._curves[key]
         return run_id
 
-    def _open(self, contact: Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]) -> str:
+    def _open(
+        self, contact: Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]
+    ) -> str:
         """The id of the run with this key, found or created."""
         key = run_key(job, number)
         if key not in contact.run_ids:
             tags = {"orc.run": key, "orc.job_id": job.id, "orc.attempt": str(number), **tags}
-            if job.status.ended and not job.attempts and key not in self._unsure:  # its only record: there is no run
-                self._unsure.add(key)  # if there is one after all, `_send_content` finds it, and the next try takes it
+            if (
+                job.status.ended and not job.attempts and key not in self._unsure
+            ):  # its only record: there is no run
+                self._unsure.add(
+                    key
+                )  # if there is one after all, `_send_content` finds it, and the next try takes it
                 run = contact.create(content.start_ms, tags, content.name)
             else:
                 run = contact.find_or_create(key, content.start_ms, tags, content.name)
@@ -204,7 +244,9 @@ class MlflowTracker(Tracker):
             if number and run.info.end_time is not None:
                 contact.closed.add(key)
             elif inputs := data_inputs(job, hider(job.spec, os.environ)):
-                contact.client.log_inputs(run.info.run_id, inputs)  # the same ones again change nothing
+                contact.client.log_inputs(
+                    run.info.run_id, inputs
+                )  # the same ones again change nothing
         return contact.run_ids[key]
 
     def _send_content(self, contact: Contact, key: str, content: RunContent) -> None:
@@ -226,7 +268,9 @@ class MlflowTracker(Tracker):
         for path, text in content.texts.items():
             client.log_text(run_id, text, path)
         if content.picture is not None:
-            client.log_figure(run_id, figure(f"Plans of {content.name}", content.picture), "frontier.png")
+            client.log_figure(
+                run_id, figure(f"Plans of {content.name}", content.picture), "frontier.png"
+            )
         survivor = contact.only(key)  # a creation that timed out here may have come true there
         if survivor is None or survivor.info.run_id != run_id:
             raise ConnectionError(f"run {run_id} was replaced by another one of {key}")
@@ -245,11 +289,16 @@ class MlflowTracker(Tracker):
                 curves.elapsed_ms, curves.samples = next_curves.elapsed_ms, next_curves.samples
                 curves.offsets[path] = curves.offsets.get(path, 0) + len(whole)
 
-    def _send_points(self, contact: Contact, run_id: str, points: Sequence[tuple[str, float, int, int]]) -> None:
+    def _send_points(
+        self, contact: Contact, run_id: str, points: Sequence[tuple[str, float, int, int]]
+    ) -> None:
         from mlflow.entities import Metric
 
         for first in range(0, len(points), POINTS):
-            metrics = [Metric(name, value, at_ms, step) for name, value, at_ms, step in points[first : first + POINTS]]
+            metrics = [
+                Metric(name, value, at_ms, step)
+                for name, value, at_ms, step in points[first : first + POINTS]
+            ]
             contact.client.log_batch(run_id, metrics=metrics)
 
 
@@ -324,7 +373,9 @@ def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
         return None
     if not runs or len({run.data.tags.get("orc.job_id") for run in runs}) < jobs:
         return None
-    return compare_url(address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
+    return compare_url(
+        address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id
+    )
 
 
 def job_url(home: Path, address: str, key: str, _jobs: int) -> str | None:
@@ -338,15 +389,23 @@ def job_url(home: Path, address: str, key: str, _jobs: int) -> str | None:
     try:
         contact = Contact(register_socket(home) if address == ADDRESS else address)
         runs = contact.client.search_runs(
-            [contact.experiment_id], f"tags.`orc.run` LIKE '{key}/%'", order_by=["attributes.start_time DESC"]
+            [contact.experiment_id],
+            f"tags.`orc.run` LIKE '{key}/%'",
+            order_by=["attributes.start_time DESC"],
         )
     except MlflowException:  # not reached: there is no page either
         return None
     job_runs = [run for run in runs if run.data.tags["orc.run"] == f"{key}/0"]
-    return run_url(address, contact.experiment_id, (job_runs or runs)[0].info.run_id) if runs else None
+    return (
+        run_url(address, contact.experiment_id, (job_runs or runs)[0].info.run_id) if runs else None
+    )
 
 
 def tracker_of(home: Path, lookups: Lookups) -> MlflowTracker:
     """Return the tracker for the server in ORC_MLFLOW at the service's start, else for the home's own server."""
     file = home / ADDRESS_FILE
-    return MlflowTracker(file.read_text().strip(), home, lookups) if file.exists() else HomeMlflow(home, lookups)
+    return (
+        MlflowTracker(file.read_text().strip(), home, lookups)
+        if file.exists()
+        else HomeMlflow(home, lookups)
+    )

@@ -13,7 +13,9 @@ from collections.abc import Collection
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 
 NAT64 = IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
-WIRE_SERVER = ip_address("168.63.129.16")  # Azure's, within each of its networks, and public by its number
+WIRE_SERVER = ip_address(
+    "168.63.129.16"
+)  # Azure's, within each of its networks, and public by its number
 
 
 class Refused(ConnectionError):
@@ -23,7 +25,10 @@ class Refused(ConnectionError):
 def is_public(text: str) -> bool:
     """Return whether an address is on the public network, not private, loopback, link-local or metadata."""
     address = ip_address(text.partition("%")[0])
-    return all(inner.is_global and not inner.is_multicast and inner != WIRE_SERVER for inner in _with_embedded(address))
+    return all(
+        inner.is_global and not inner.is_multicast and inner != WIRE_SERVER
+        for inner in _with_embedded(address)
+    )
 
 
 def _with_embedded(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
@@ -52,14 +57,18 @@ def resolve_host(host: str, port: int, allowed_hosts: Collection[str]) -> list[s
     if host not in allowed_hosts:
         for address in addresses:
             if not is_public(address):
-                raise Refused(f"the address {address} is not public: `notify.allow_hosts` may name its host")
+                raise Refused(
+                    f"the address {address} is not public: `notify.allow_hosts` may name its host"
+                )
     return addresses
 
 
 class Pinned(http.client.HTTPSConnection):
     """HTTPS connection to one of the checked addresses, whatever the name resolves to by now."""
 
-    def __init__(self, host: str, port: int, addresses: list[str], *, tls: bool, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, addresses: list[str], *, tls: bool, timeout_s: float
+    ) -> None:
         super().__init__(host, port, timeout=timeout_s, context=ssl.create_default_context())
         self._addresses, self._tls, self._timeout_s = addresses, tls, timeout_s
 

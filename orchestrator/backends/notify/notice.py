@@ -30,16 +30,28 @@ class Notice:
     data: Mapping[str, str] = field(default_factory=dict)  # for programs
 
 
-def notice(kind: str, key: str, at_s: float, title: str, text: str, data: Mapping[str, str]) -> Notice:
+def notice(
+    kind: str, key: str, at_s: float, title: str, text: str, data: Mapping[str, str]
+) -> Notice:
     """Return a notice whose id follows from `kind` and `key`, so that it is the same in every home."""
     digest = hashlib.sha256(f"{kind}/{key}".encode()).hexdigest()[:32]
-    return Notice(id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data)
+    return Notice(
+        id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data
+    )
 
 
-def job_notice(kind: NoticeKind, job: Job, key: str, at_s: float, verdict: str, reason: str) -> Notice:
+def job_notice(
+    kind: NoticeKind, job: Job, key: str, at_s: float, verdict: str, reason: str
+) -> Notice:
     """Return a notice about one job, with the values of its secrets and variables hidden."""
     reason = hider(job.spec, os.environ)(reason)
-    data = {"job": job.id, "name": job.spec.name, "user": job.user, "status": job.status.value, "reason": reason}
+    data = {
+        "job": job.id,
+        "name": job.spec.name,
+        "user": job.user,
+        "status": job.status.value,
+        "reason": reason,
+    }
     text = f"{reason}\n\n`orc explain {job.id}` says more."
     return notice(kind, key, at_s, f"{job.id} {verdict}", text, data)
 
@@ -62,7 +74,14 @@ def _of_record(event: Event, record: Record) -> Iterator[Notice]:
             key = f"{job.key}/{attempt.number}"
             yield job_notice(NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", reason)
     if job.asks:
-        yield job_notice(NoticeKind.FAILED, job, f"{job.key}/asks/{len(job.attempts)}", event.at_s, "asks", job.asks)
+        yield job_notice(
+            NoticeKind.FAILED,
+            job,
+            f"{job.key}/asks/{len(job.attempts)}",
+            event.at_s,
+            "asks",
+            job.asks,
+        )
     if job.status in (JobStatus.FAILED, JobStatus.REFUSED):
         verdict = "failed" if job.status is JobStatus.FAILED else "was refused"
         yield job_notice(NoticeKind.FAILED, job, job.key, event.at_s, verdict, job.reason)

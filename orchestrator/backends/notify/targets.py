@@ -34,7 +34,12 @@ class Target(Receiver[Notice]):
         fresh = [notice for notice in wanted if notice.at_s > time.time() - EXPIRES_S]
         for notice in wanted:
             if notice not in fresh:
-                log.error("target %s was away for %.0f s: %s is dropped", self.spec.name, EXPIRES_S, notice.id)
+                log.error(
+                    "target %s was away for %.0f s: %s is dropped",
+                    self.spec.name,
+                    EXPIRES_S,
+                    notice.id,
+                )
         if fresh:
             self.deliver(fresh)
 
@@ -62,7 +67,9 @@ class Target(Receiver[Notice]):
 class WebhookTarget(Target):
     """Target that is a signed webhook."""
 
-    def __init__(self, spec: TargetSpec, notify: NotifySpec, cluster: str, secrets: Mapping[str, str]) -> None:
+    def __init__(
+        self, spec: TargetSpec, notify: NotifySpec, cluster: str, secrets: Mapping[str, str]
+    ) -> None:
         super().__init__(spec, cluster, secrets)
         self._allowed = frozenset(host.lower() for host in notify.allow_hosts)
 
@@ -98,11 +105,15 @@ class AppriseTarget(Target):
         title = notices[0].title if len(notices) == 1 else f"{len(notices)} notices"
         parts = [f"{notice.text}\n\nid: {notice.id}" for notice in notices]
         if len(notices) > 1:
-            parts = [f"## {notice.title}\n\n{part}" for notice, part in zip(notices, parts, strict=True)]
+            parts = [
+                f"## {notice.title}\n\n{part}" for notice, part in zip(notices, parts, strict=True)
+            ]
         text = "\n\n".join(parts)
         try:
             sent = sender.notify(
-                body=text, title=f"[{self._cluster}] {title}", body_format=apprise.NotifyFormat.MARKDOWN
+                body=text,
+                title=f"[{self._cluster}] {title}",
+                body_format=apprise.NotifyFormat.MARKDOWN,
             )
         except Exception as error:  # a plug-in's edge: what it says may quote the URL
             raise ConnectionError(f"apprise raised {type(error).__name__}") from None
@@ -110,9 +121,16 @@ class AppriseTarget(Target):
             raise ConnectionError("apprise could not deliver it")
 
 
-def targets_of(notify: NotifySpec, cluster: str, environment: MutableMapping[str, str]) -> dict[str, Target]:
+def targets_of(
+    notify: NotifySpec, cluster: str, environment: MutableMapping[str, str]
+) -> dict[str, Target]:
     """Return {name: target}. Their secrets are removed from the environment, so that no job inherits them."""
-    names = {name for target in notify.targets for name in (target.apprise, target.webhook, target.signed_with) if name}
+    names = {
+        name
+        for target in notify.targets
+        for name in (target.apprise, target.webhook, target.signed_with)
+        if name
+    }
     secrets = {name: environment.pop(name) for name in sorted(names) if name in environment}
     return {
         target.name: WebhookTarget(target, notify, cluster, secrets)

@@ -32,7 +32,9 @@ def signing_key(secret: str) -> bytes:
     except (binascii.Error, ValueError):
         key = b""
     if not SECRET_BYTES[0] <= len(key) <= SECRET_BYTES[1]:
-        raise ValueError(f"its signing secret is not {PREFIX} and {SECRET_BYTES[0]} to {SECRET_BYTES[1]} bytes, base64")
+        raise ValueError(
+            f"its signing secret is not {PREFIX} and {SECRET_BYTES[0]} to {SECRET_BYTES[1]} bytes, base64"
+        )
     return key
 
 
@@ -49,31 +51,41 @@ def body_of(notice: Notice, cluster: str) -> bytes:
     return json.dumps({"type": f"orc.{notice.kind}", "timestamp": timestamp, "data": data}).encode()
 
 
-def deliver(url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]) -> None:
+def deliver(
+    url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
+) -> None:
     """Send one notice. On return the receiver has answered 2xx. Raises OSError, whose message never holds the URL."""
     try:
         _deliver(url, key, notice, cluster, allowed_hosts)
     except Refused:
         raise
     except OSError as error:
-        message = os.strerror(error.errno) if type(error) is not ConnectionError and error.errno else ""
+        message = (
+            os.strerror(error.errno) if type(error) is not ConnectionError and error.errno else ""
+        )
         message = str(error) if type(error) is ConnectionError else message or type(error).__name__
         raise ConnectionError(message) from None
     except (http.client.HTTPException, ValueError) as error:  # what it says may quote the URL
         raise ConnectionError(f"no HTTP request or answer: {type(error).__name__}") from None
 
 
-def _deliver(url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]) -> None:
+def _deliver(
+    url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
+) -> None:
     parts = urlsplit(url)
     host, tls = (parts.hostname or "").lower(), parts.scheme == "https"
     if not host or parts.scheme not in ("https", "http"):
         raise ConnectionError("its URL is not https://HOST/PATH")
     if not tls and host not in allowed_hosts:
-        raise Refused("it would be sent without TLS: use https, or name its host in `notify.allow_hosts`")
+        raise Refused(
+            "it would be sent without TLS: use https, or name its host in `notify.allow_hosts`"
+        )
     if parts.username or parts.password:
         raise ConnectionError("its URL holds a password: a receiver checks the signature")
     port = parts.port or (443 if tls else 80)
-    connection = Pinned(host, port, resolve_host(host, port, allowed_hosts), tls=tls, timeout_s=TIMEOUT_S)
+    connection = Pinned(
+        host, port, resolve_host(host, port, allowed_hosts), tls=tls, timeout_s=TIMEOUT_S
+    )
     body, timestamp_s = body_of(notice, cluster), int(time.time())
     headers = {
         "Host": parts.netloc,
@@ -83,7 +95,9 @@ def _deliver(url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: 
         "webhook-timestamp": str(timestamp_s),
         "webhook-signature": signature(key, notice.id, timestamp_s, body),
     }
-    watchdog = threading.Timer(TOTAL_S, _cut, (connection,))  # a receiver may send a byte every few seconds
+    watchdog = threading.Timer(
+        TOTAL_S, _cut, (connection,)
+    )  # a receiver may send a byte every few seconds
     watchdog.start()
     try:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")

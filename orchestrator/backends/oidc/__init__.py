@@ -25,7 +25,9 @@ def provider_of(spec: OidcSpec | None, environment: MutableMapping[str, str]) ->
     secret = None if spec.client_secret is None else environment.pop(spec.client_secret, "").strip()
     if secret == "":
         hint = "set it where you start the service"
-        raise SpecError("the variable is missing", path="oidc.client_secret", got=spec.client_secret, hint=hint)
+        raise SpecError(
+            "the variable is missing", path="oidc.client_secret", got=spec.client_secret, hint=hint
+        )
     from orchestrator.backends.oidc.provider import Provider
 
     return Provider(spec, secret)

@@ -20,7 +20,12 @@ from joserfc.jwk import KeySet
 
 from orchestrator.specs.oidc import OidcSpec, SignInError, safe_url
 
-ALGORITHMS = ["RS256", "PS256", "ES256", "EdDSA"]  # signatures alone: no `none`, and no key that the client knows
+ALGORITHMS = [
+    "RS256",
+    "PS256",
+    "ES256",
+    "EdDSA",
+]  # signatures alone: no `none`, and no key that the client knows
 TIMEOUT_S = 10.0
 LEEWAY_S = 60  # by which clocks differ
 KEEP_S = 3600.0  # discovery and keys
@@ -42,10 +47,15 @@ class SignIn:
 class Provider:
     """An OpenID issuer. Every method is thread-safe and may raise SignInError."""
 
-    def __init__(self, spec: OidcSpec, secret: str | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, spec: OidcSpec, secret: str | None, clock: Callable[[], float] = time.time
+    ) -> None:
         self.spec, self._secret, self._clock = spec, secret, clock
         self._lock = threading.Lock()
-        self._discovery: tuple[dict[str, Any], float] = ({}, 0.0)  # discovery, and until when it counts
+        self._discovery: tuple[dict[str, Any], float] = (
+            {},
+            0.0,
+        )  # discovery, and until when it counts
         self._keys: tuple[KeySet | None, float] = (None, 0.0)  # and since when they are known
 
     def begin(self, redirect_uri: str) -> SignIn:
@@ -53,7 +63,10 @@ class Provider:
         state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
         with self._client(redirect_uri) as client:
             url, _ = client.create_authorization_url(
-                self._endpoint("authorization_endpoint"), state=state, code_verifier=verifier, nonce=nonce
+                self._endpoint("authorization_endpoint"),
+                state=state,
+                code_verifier=verifier,
+                nonce=nonce,
             )
         return SignIn(url=url, state=state, nonce=nonce, verifier=verifier)
 
@@ -61,11 +74,15 @@ class Provider:
         """Return the provider's claims about the user, after validation of its token."""
         try:
             with self._client(redirect_uri) as client:
-                token = client.fetch_token(self._endpoint("token_endpoint"), code=code, code_verifier=verifier)
+                token = client.fetch_token(
+                    self._endpoint("token_endpoint"), code=code, code_verifier=verifier
+                )
         except SignInError:
             raise
         except Exception as error:  # the library's many: their messages may quote the answer
-            raise SignInError(f"the provider did not take the code: {type(error).__name__}") from None
+            raise SignInError(
+                f"the provider did not take the code: {type(error).__name__}"
+            ) from None
         if not isinstance(token, dict) or not isinstance(token.get("id_token"), str):
             raise SignInError("the provider sent no id token")
         return self._check_token(token["id_token"], nonce)
@@ -92,7 +109,9 @@ class Provider:
         if claims.get("azp", self.spec.client_id) != self.spec.client_id:
             raise SignInError("the id token is refused: it was made for another client")
         if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and "azp" not in claims:
-            raise SignInError("the id token is refused: it was made for several clients, and says not for which")
+            raise SignInError(
+                "the id token is refused: it was made for several clients, and says not for which"
+            )
         return claims
 
     def _keys_for(self, token: str) -> KeySet:
@@ -100,7 +119,9 @@ class Provider:
         key_id = jws.extract_compact(token.encode()).headers().get("kid")
         with self._lock:
             keys, since_s = self._keys
-            is_known = keys is not None and (key_id is None or any(key.kid == key_id for key in keys.keys))
+            is_known = keys is not None and (
+                key_id is None or any(key.kid == key_id for key in keys.keys)
+            )
             age_s = self._clock() - since_s
             if keys is None or age_s > KEEP_S or (not is_known and age_s > REFETCH_S):
                 keys = KeySet.import_key_set(self._json(self._endpoint("jwks_uri")))  # type: ignore[arg-type]
@@ -111,7 +132,9 @@ class Provider:
         """An address of the discovery document, whose issuer is the one that is trusted."""
         discovery, until_s = self._discovery
         if self._clock() >= until_s:
-            discovery = self._json(f"{self.spec.issuer.rstrip('/')}/.well-known/openid-configuration")
+            discovery = self._json(
+                f"{self.spec.issuer.rstrip('/')}/.well-known/openid-configuration"
+            )
             if discovery.get("issuer") != self.spec.issuer:
                 raise SignInError("the provider's discovery document is of another issuer")
             self._discovery = discovery, self._clock() + KEEP_S
@@ -131,7 +154,9 @@ class Provider:
                         raise SignInError(f"{url} is too long")
             document = httpx.Response(200, content=body).json()
         except (httpx.HTTPError, ValueError) as error:
-            raise SignInError(f"the provider does not answer at {url}: {type(error).__name__}") from None
+            raise SignInError(
+                f"the provider does not answer at {url}: {type(error).__name__}"
+            ) from None
         if not isinstance(document, dict):
             raise SignInError(f"{url} is no JSON object")
         return document

@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
-from orchestrator.backends.devices import nvml
+from orchestrator.backends.devices.nvml import NvmlReading
+from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.ray import connection
 from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
 from orchestrator.specs.attempt import Attempt
@@ -49,24 +50,30 @@ class Calls:
         except RayError as error:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
-    def read_devices(self, node_id: str, name: str) -> nvml.NvmlReading:
-        """Return NVML's reading of a node. No answer within 20 s gives a reading with an error."""
-        task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
-        reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
+    def read_devices(self, node_id: str, name: str, driver: str = "nvml") -> NvmlReading:
+        """Return the driver's reading of a node. No answer within 20 s gives a reading with an error."""
+        task = ray.remote(num_cpus=0, max_retries=0)(read_devices)
+        reference = task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote(driver)
         try:
             return ray.get(reference, timeout=PROBE_TIMEOUT_S)
         except GetTimeoutError:
-            ray.cancel(reference, force=True)  # else each probe of a driver that hangs leaves one more process
-            return nvml.NvmlReading(error=f"no answer within {PROBE_TIMEOUT_S:.0f} s")
+            ray.cancel(
+                reference, force=True
+            )  # else each probe of a driver that hangs leaves one more process
+            return NvmlReading(error=f"no answer within {PROBE_TIMEOUT_S:.0f} s")
         except RayError as error:
-            return nvml.NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
+            return NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
 
     def find(self, attempt: Attempt) -> tuple[str, ...]:
         """Return the nodes on which the attempt has launchers."""
         self._groups[attempt.name] = group = self._launchers.find(attempt)
         return group.nodes
 
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> tuple[str, ...] | str:
+    def place(
+        self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
+    ) -> tuple[str, ...] | str:
         """Create the attempt's launchers, and return their nodes; a returned text says why not."""
         placed = self._launchers.place(attempt, folders, live)
         if isinstance(placed, str):
@@ -87,7 +94,9 @@ class Calls:
     def free_port(self, attempt: Attempt, node: str) -> int:
         return self._group(attempt).free_port(node)
 
-    def run_before(self, attempt: Attempt, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+    def run_before(
+        self, attempt: Attempt, node: str, argv: Sequence[str], env: dict[str, str], workdir: str
+    ) -> int:
         return self._group(attempt).run_before(node, argv, env, workdir)
 
     def start(
@@ -100,7 +109,9 @@ class Calls:
     ) -> list[LauncherStatus]:
         return self._group(attempt).start(ranks, counts, workdir, fence)
 
-    def poll(self, attempt: Attempt, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
+    def poll(
+        self, attempt: Attempt, nodes: Iterable[str], timeout_s: float
+    ) -> dict[str, LauncherStatus | None]:
         return self._group(attempt).poll(nodes, timeout_s)
 
     def stop(self, attempt: Attempt, nodes: Iterable[str], grace_s: float) -> None:
@@ -136,7 +147,11 @@ def main() -> None:
 
 
 def _answer(
-    service: Connection, answering: threading.Lock, number: int, call: Callable[..., Any], arguments: Sequence[Any]
+    service: Connection,
+    answering: threading.Lock,
+    number: int,
+    call: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> None:
     """Send (number, what the call returned, what it raised as text, whether the cluster is away)."""
     value, problem, is_away = None, None, False

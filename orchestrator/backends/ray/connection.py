@@ -19,7 +19,9 @@ def connect(address: str, home: Path) -> None:
     tried first. A cluster that is not ours takes its token from the caller's environment.
     """
     if not accepts(address, 5.0):
-        raise ServiceError(f"no Ray answers at {address}: start it with `orc up`, or check the address")
+        raise ServiceError(
+            f"no Ray answers at {address}: start it with `orc up`, or check the address"
+        )
     is_ours, host = (find(home) or "") == address, address.rpartition(":")[0]
     if is_ours:
         _take_token(home)

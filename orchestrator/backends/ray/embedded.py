@@ -28,25 +28,30 @@ from orchestrator.backends.attempts.launcher import free_port
 from orchestrator.backends.environment import inherited
 from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.backends.ray.lean import PLAINLY
-from orchestrator.specs.cluster import ClusterSpec, DeviceKind, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
-START_TIMEOUT_S = 90.0  # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
+# one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
+START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 15.0
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing but small messages goes through it
 STARTED = "Ray runtime started"
 HEAD = "ray.json"  # the record of the machine that the service runs on
 
 RAY_ENV = {
-    # A dead node is seen in 2-4 s instead of 15 s, a frozen one in 9 s instead of 65 s (measured, ray 2.60).
+    # A dead node is seen in 2-4 s instead of 15 s, a frozen one in 9 s instead of 65 s (measured,
+    # ray 2.60).
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    # Ray's memory monitor kills the launcher instead of the rank that eats the memory; the kernel names the right one.
+    # Ray's memory monitor kills the launcher instead of the rank that eats the memory; the kernel
+    # names the right one.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ranks inherit the niceness of Ray's workers, 15 by default: training would yield to everything else.
+    # Ranks inherit the niceness of Ray's workers, 15 by default: training would yield to everything
+    # else.
     "RAY_worker_niceness": "0",
-    "RAY_prestart_worker_first_driver": "0",  # 2 workers a node, 44 MB each, for a driver that starts one launcher
+    # 2 workers a node, 44 MB each, for a driver that starts one launcher
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
@@ -122,16 +127,25 @@ def record_of(name: str) -> str:
 def is_running(home: Path, name: str) -> bool:
     """Return whether the raylet that `join` started for this node runs on this machine."""
     state = read_state(home, record_of(name))
-    return state is not None and any(start_ticks(pid) == ticks for _, pid, ticks in state["processes"])
+    return state is not None and any(
+        start_ticks(pid) == ticks for _, pid, ticks in state["processes"]
+    )
 
 
 def _new_state(address: str, host: str) -> dict[str, Any]:
-    temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # a Unix socket's path ends at 107 characters
+    temp_dir = tempfile.mkdtemp(
+        prefix="orc-", dir="/tmp"
+    )  # a Unix socket's path ends at 107 characters
     return {"address": address, "host": host, "temp_dir": temp_dir, "processes": []}
 
 
 def _start_missing(
-    home: Path, record: str, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, has_head: bool
+    home: Path,
+    record: str,
+    state: dict[str, Any],
+    nodes: Sequence[tuple[str, NodeSpec]],
+    *,
+    has_head: bool,
 ) -> None:
     """Start the nodes that do not live; the first one is the head where there is none."""
     (home / record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,7 +168,9 @@ def find(home: Path) -> str | None:
     if state is None or not state["processes"]:
         return None
     _, pid, ticks = state["processes"][0]
-    return state["address"] if start_ticks(pid) == ticks and accepts(state["address"], 2.0) else None
+    return (
+        state["address"] if start_ticks(pid) == ticks and accepts(state["address"], 2.0) else None
+    )
 
 
 def elsewhere(home: Path) -> str | None:
@@ -191,12 +207,15 @@ def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) ->
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     _await_gone(pids, STOP_TIMEOUT_S)
-    # Every node is the leader of a session: agents and workers that outlived their raylet are still members.
+    # Every node is the leader of a session: agents and workers that outlived their raylet are still
+    # members.
     _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
     _await_gone(pids, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
     if read_state(home, record) == state:
-        with contextlib.suppress(OSError):  # a read-only disk: the record names processes that have ended
+        with contextlib.suppress(
+            OSError
+        ):  # a read-only disk: the record names processes that have ended
             (home / record).unlink(missing_ok=True)
 
 
@@ -208,12 +227,19 @@ def token_env(home: Path) -> dict[str, str]:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
             file.flush()
-            os.fsync(descriptor)  # a disk that fails at once keeps no empty token, with which no Ray would start again
+            os.fsync(
+                descriptor
+            )  # a disk that fails at once keeps no empty token, with which no Ray would start again
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
 
 
 def _start_nodes(
-    home: Path, record: str, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool
+    home: Path,
+    record: str,
+    state: dict[str, Any],
+    nodes: Sequence[tuple[str, NodeSpec]],
+    *,
+    head: bool,
 ) -> None:
     """Start `nodes` at the same time, and write each to the record at once.
 
@@ -222,10 +248,16 @@ def _start_nodes(
     starting = _begin(home, record, state, nodes, head=head, environment={})
     reasons = {name: _why_not_started(process, output) for name, process, output in starting}
     again = [(name, node) for name, node in nodes if reasons[name] is not None]
-    for name, process, output in _begin(home, record, state, again, head=head, environment={PLAINLY: "1"}):
+    for name, process, output in _begin(
+        home, record, state, again, head=head, environment={PLAINLY: "1"}
+    ):
         if (reason := _why_not_started(process, output)) is not None:
             raise ServiceError(f"Ray did not start node {name}:\n{reason}")
-        log.warning("node %s started with all processes of Ray, since the lean start failed: %s", name, reasons[name])
+        log.warning(
+            "node %s started with all processes of Ray, since the lean start failed: %s",
+            name,
+            reasons[name],
+        )
 
 
 def _begin(
@@ -251,21 +283,38 @@ def _begin(
 
 
 def _start_node(
-    home: Path, state: Mapping[str, Any], name: str, node: NodeSpec, *, head: bool, environment: Mapping[str, str]
+    home: Path,
+    state: Mapping[str, Any],
+    name: str,
+    node: NodeSpec,
+    *,
+    head: bool,
+    environment: Mapping[str, str],
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    # Ray picks names of sockets by looking which exist: nodes that start together must not look into one folder.
+    # Ray picks names of sockets by looking which exist: nodes that start together must not look
+    # into one folder.
     own_dir = Path(tempfile.mkdtemp(prefix="n", dir=state["temp_dir"]))
     address, host = state["address"], state["host"]
     port = address.rpartition(":")[2]
     where = (
-        ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"] if head else [f"--address={address}"]
+        ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
+        if head
+        else [f"--address={address}"]
     )
     command = [
-        *(sys.executable, "-m", "orchestrator.backends.ray.address", host, "start", *where, "--block"),
+        *(
+            sys.executable,
+            "-m",
+            "orchestrator.backends.ray.address",
+            host,
+            "start",
+            *where,
+            "--block",
+        ),
         f"--node-ip-address={host}",
         f"--temp-dir={own_dir}",
         f"--num-cpus={os.cpu_count() or 1}",
-        f"--num-gpus={node.devices if node.device.kind is DeviceKind.CUDA else 0}",
+        f"--num-gpus={node.devices if node.device.kind.traits.is_gpu_of_ray else 0}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--resources={json.dumps({f'gpu{index}': 1 for index in range(node.devices)})}",
         f"--labels=orc-node={name}",
@@ -287,7 +336,11 @@ def _start_node(
 
 def _own_env() -> dict[str, str]:
     """The variables that jobs inherit, without a choice of devices: every process of Ray shows its own to its user."""
-    return {name: value for name, value in inherited(os.environ).items() if name != "CUDA_VISIBLE_DEVICES"}
+    return {
+        name: value
+        for name, value in inherited(os.environ).items()
+        if name != "CUDA_VISIBLE_DEVICES"
+    }
 
 
 def _why_not_started(process: subprocess.Popen[bytes], output: Path) -> str | None:
@@ -297,7 +350,9 @@ def _why_not_started(process: subprocess.Popen[bytes], output: Path) -> str | No
         if STARTED in output.read_text(errors="replace"):
             return None
         time.sleep(0.05)
-    return output.read_text(errors="replace")[-2000:] or f"it said nothing for {START_TIMEOUT_S:.0f} s"
+    return (
+        output.read_text(errors="replace")[-2000:] or f"it said nothing for {START_TIMEOUT_S:.0f} s"
+    )
 
 
 def accepts(address: str, timeout_s: float) -> bool:

@@ -10,7 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import (
@@ -26,7 +29,8 @@ from orchestrator.backends.ray.nodes import RayNode
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
-PLACE_TIMEOUT_S = 15.0  # devices were free when it was decided: 3-13 ms, 0.3 s where they were just freed
+# devices were free when it was decided: 3-13 ms, 0.3 s where they were just freed
+PLACE_TIMEOUT_S = 15.0
 READY_TIMEOUT_S = 60.0  # 0.5 s idle, 3-10 s on a busy machine
 CALL_TIMEOUT_S = 60.0
 CALLS_AT_ONCE = 8  # long polls, log readers and a stop, at the same time
@@ -63,20 +67,31 @@ class ActorGroup:
         return int(ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S))
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
+        self,
+        ranks: Mapping[str, Sequence[RankStart]],
+        counts: Mapping[str, int],
+        workdir: str,
+        fence: Fence | None,
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node."""
-        answers = [self._actors[node].start.remote(list(ranks[node]), workdir, counts[node], fence) for node in ranks]
+        answers = [
+            self._actors[node].start.remote(list(ranks[node]), workdir, counts[node], fence)
+            for node in ranks
+        ]
         statuses: list[LauncherStatus] = ray.get(answers, timeout=CALL_TIMEOUT_S)
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
         wanted, polled = list(nodes), set(self._pending.values())
-        news: dict[str, LauncherStatus | None] = {node: None for node in wanted if node not in self._actors}
+        news: dict[str, LauncherStatus | None] = {
+            node: None for node in wanted if node not in self._actors
+        }
         for node in wanted:
             if node not in polled and node in self._actors:
-                self._pending[self._actors[node].wait.remote(self._versions.get(node, 0), LONG_POLL_S)] = node
+                self._pending[
+                    self._actors[node].wait.remote(self._versions.get(node, 0), LONG_POLL_S)
+                ] = node
         if news or not self._pending:
             return news
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
@@ -92,7 +107,11 @@ class ActorGroup:
             except RayError:
                 news[node] = None
             else:
-                news[node], self._versions[node], self._unanswered[node] = status, status["version"], 0
+                news[node], self._versions[node], self._unanswered[node] = (
+                    status,
+                    status["version"],
+                    0,
+                )
         return news
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
@@ -121,7 +140,9 @@ class RayLaunchers:
         """Return the existing launchers of `attempt`."""
         return ActorGroup(_actors(attempt))
 
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> ActorGroup | str:
+    def place(
+        self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
+    ) -> ActorGroup | str:
         """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
         bundles = [_bundle(part.devices, live[part.node]) for part in attempt.placement]
         group = placement_group(
@@ -129,9 +150,13 @@ class RayLaunchers:
             strategy="PACK",
             name=attempt.name,
             lifetime="detached",
-            bundle_label_selector=[{"ray.io/node-id": live[part.node].id} for part in attempt.placement],
+            bundle_label_selector=[
+                {"ray.io/node-id": live[part.node].id} for part in attempt.placement
+            ],
         )
-        if not group.wait(timeout_seconds=PLACE_TIMEOUT_S):  # it would wait for ever, and take the devices one day
+        if not group.wait(
+            timeout_seconds=PLACE_TIMEOUT_S
+        ):  # it would wait for ever, and take the devices one day
             self.end(attempt)
             return f"its devices were not free within {PLACE_TIMEOUT_S:.0f} s"
         actor: Any = ray.remote(Launcher)
@@ -150,12 +175,19 @@ class RayLaunchers:
                 str(folders.epoch),
                 attempt.number,
                 mark_of(folder, part.node),
-                Watched(node=part.node, devices=part.devices, is_alone=len(bundles) == 1),
+                Watched(
+                    node=part.node,
+                    devices=part.devices,
+                    is_alone=len(bundles) == 1,
+                    driver=live[part.node].launch.device.kind.traits.driver,
+                ),
             )
             for index, (part, bundle) in enumerate(zip(attempt.placement, bundles, strict=True))
         }
         try:
-            ray.get([launcher.status.remote() for launcher in actors.values()], timeout=READY_TIMEOUT_S)
+            ray.get(
+                [launcher.status.remote() for launcher in actors.values()], timeout=READY_TIMEOUT_S
+            )
         except RayError as error:
             self.end(attempt)
             return f"its launchers did not come up: {type(error).__name__}: {error}"
@@ -185,8 +217,10 @@ def _actors(attempt: Attempt) -> dict[str, Any]:
     """Handles of the launchers that exist, by node."""
     actors = {}
     for part in attempt.placement:
-        # No actor has that name; or it has just died, and Ray has dropped its class before its name (an assertion of
-        # `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray 2.60.0, seen on a busy machine).
+        # No actor has that name; or it has just died, and Ray has dropped its class before its name
+        # (an assertion of
+        # `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray 2.60.0, seen on a
+        # busy machine).
         with contextlib.suppress(ValueError, AssertionError):
             actors[part.node] = ray.get_actor(launcher_name(attempt, part.node))
     return actors

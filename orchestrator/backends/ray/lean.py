@@ -38,7 +38,9 @@ def make_lean() -> str | None:
 
     ports = [name for names in AGENTS.values() for name in names]
     missing = [name for name in (*ports, "persist_port") if not hasattr(_raylet, name)]
-    missing += [name for name in ("start_api_server", "start_ray_process") if not hasattr(services, name)]
+    missing += [
+        name for name in ("start_api_server", "start_ray_process") if not hasattr(services, name)
+    ]
     missing += [flag for flag in AGENTS if flag not in inspect.getsource(services)]
     if missing:
         return f"Ray has no {', '.join(missing)}"
@@ -46,7 +48,9 @@ def make_lean() -> str | None:
     start_process: Callable[..., Any] = services.start_ray_process
     persist_port: Callable[..., None] = getattr(_raylet, "persist_port")  # noqa: B009 - a compiled module without types
 
-    def start_lean_process(command: list[str], process_type: str, *rest: Any, **settings: Any) -> Any:
+    def start_lean_process(
+        command: list[str], process_type: str, *rest: Any, **settings: Any
+    ) -> Any:
         if process_type == "raylet":
             command = [_with_stand_in(word, command) for word in command]
         return start_process(command, process_type, *rest, **settings)
@@ -58,7 +62,13 @@ def make_lean() -> str | None:
         session_dir, node_id = _value("--session_dir", command), _value("--node_id", command)
         for name in AGENTS[flag]:  # the raylet waits for these files
             persist_port(session_dir, node_id, getattr(_raylet, name), UNUSED_PORT)
-        stand_in = [sys.executable, "-I", "-S", __file__, session_dir]  # `embedded` finds Ray's processes by the folder
+        stand_in = [
+            sys.executable,
+            "-I",
+            "-S",
+            __file__,
+            session_dir,
+        ]  # `embedded` finds Ray's processes by the folder
         return f"{flag}={subprocess.list2cmdline(stand_in)}"
 
     services.start_ray_process = start_lean_process

@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.attempts.durable import Fence
-from orchestrator.backends.attempts.launcher import BEFORE_TIMEOUT_S, LauncherStatus, RankStart, dies_with_parent
+from orchestrator.backends.attempts.launcher import (
+    BEFORE_TIMEOUT_S,
+    LauncherStatus,
+    RankStart,
+    dies_with_parent,
+)
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.environment import inherited, matching
@@ -31,7 +36,8 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 ACCEPT_S = 5.0
-CONNECT_TIMEOUT_S = 60.0  # `ray.init` blocks where the local node has not joined; 2 s idle, 10 s on a busy machine
+# `ray.init` blocks where the local node has not joined; 2 s idle, 10 s on a busy machine
+CONNECT_TIMEOUT_S = 60.0
 NODES_TIMEOUT_S = 10.0  # a call of milliseconds: an agent that does not answer by then is ended
 CALL_TIMEOUT_S = 180.0  # more than every timeout inside a call
 RETRY_S = (0.5, 5.0)  # the first and the longest pause between two agents
@@ -133,14 +139,27 @@ class Link:
                 self._note(str(error))
             except Exception as error:  # the thread's edge: without it Ray would be away for ever
                 self._note(f"{type(error).__name__}: {error}")
-            pause_s = RETRY_S[0] if time.monotonic() - began_s > RETRY_S[1] else min(2 * pause_s, RETRY_S[1])
+            pause_s = (
+                RETRY_S[0]
+                if time.monotonic() - began_s > RETRY_S[1]
+                else min(2 * pause_s, RETRY_S[1])
+            )
             self._closing.wait(pause_s)
 
     def _keep(self, address: str) -> None:
         """Start an agent and hand its answers out until it ends. Raises ServiceError where it does not connect."""
         near, far = socket.socketpair()
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(ACCEPT_S), 0))
-        command = [sys.executable, "-m", "orchestrator.backends.ray.agent", str(far.fileno()), str(self._home), address]
+        near.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(ACCEPT_S), 0)
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "orchestrator.backends.ray.agent",
+            str(far.fileno()),
+            str(self._home),
+            address,
+        ]
         with Connection(near.detach()) as channel:
             with far:
                 process = subprocess.Popen(
@@ -153,7 +172,9 @@ class Link:
             agent = _Agent(process, channel)
             try:
                 if not self._is_connected(channel):
-                    raise ServiceError(f"Ray at {address} did not let us in within {CONNECT_TIMEOUT_S:g} s")
+                    raise ServiceError(
+                        f"Ray at {address} did not let us in within {CONNECT_TIMEOUT_S:g} s"
+                    )
                 with self._lock:
                     self._agent = agent
                 log.info("Ray is reached at %s", address)
@@ -231,18 +252,30 @@ class LinkedGroup:
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
         """Run a command on `node` to its end, and return its exit code."""
         limit_s = BEFORE_TIMEOUT_S + CALL_TIMEOUT_S
-        return int(self._link.call("run_before", self._attempt, node, argv, env, workdir, timeout_s=limit_s))
+        return int(
+            self._link.call(
+                "run_before", self._attempt, node, argv, env, workdir, timeout_s=limit_s
+            )
+        )
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], counts: Mapping[str, int], workdir: str, fence: Fence | None
+        self,
+        ranks: Mapping[str, Sequence[RankStart]],
+        counts: Mapping[str, int],
+        workdir: str,
+        fence: Fence | None,
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node."""
-        statuses: list[LauncherStatus] = self._link.call("start", self._attempt, ranks, counts, workdir, fence)
+        statuses: list[LauncherStatus] = self._link.call(
+            "start", self._attempt, ranks, counts, workdir, fence
+        )
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
-        news: dict[str, LauncherStatus | None] = self._link.call("poll", self._attempt, list(nodes), timeout_s)
+        news: dict[str, LauncherStatus | None] = self._link.call(
+            "poll", self._attempt, list(nodes), timeout_s
+        )
         return news
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
@@ -264,7 +297,9 @@ class LinkedLaunchers:
         """Return the existing launchers of `attempt`."""
         return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
 
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LinkedGroup | str:
+    def place(
+        self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
+    ) -> LinkedGroup | str:
         """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
         used = {part.node: live[part.node] for part in attempt.placement}
         placed = self._link.call("place", attempt, folders, used)
@@ -282,7 +317,9 @@ class LinkedLaunchers:
 def read_devices(link: Link, node: LiveNode) -> NvmlReading:
     """Return NVML's reading of `node`. No answer gives a reading with an error."""
     try:
-        reading: NvmlReading = link.call("read_devices", node.id, node.launch.name)
+        reading: NvmlReading = link.call(
+            "read_devices", node.id, node.launch.name, node.launch.device.kind.traits.driver
+        )
     except (ClusterAway, CallFailed) as error:
         return NvmlReading(error=f"node {node.launch.name} does not answer: {error}")
     return reading

@@ -48,8 +48,14 @@ class RayNodes:
 def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, RayNode]:
     """Return live Ray nodes by name that advertise `gpu<i>` resources and have a recognised device."""
     nodes: dict[str, RayNode] = {}
-    for entry in sorted(ray_nodes, key=lambda entry: (entry.get("Labels", {}).get(NODE_LABEL, ""), entry["NodeID"])):
-        indices = [int(match[1]) for name in entry["Resources"] if (match := re.fullmatch(r"gpu(\d+)", name))]
+    for entry in sorted(
+        ray_nodes, key=lambda entry: (entry.get("Labels", {}).get(NODE_LABEL, ""), entry["NodeID"])
+    ):
+        indices = [
+            int(match[1])
+            for name in entry["Resources"]
+            if (match := re.fullmatch(r"gpu(\d+)", name))
+        ]
         if not entry["Alive"] or not indices:
             continue
         labels = entry.get("Labels", {})
@@ -59,7 +65,12 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
         spec = next((node for node in cluster.nodes if name in node.names), None)
         device = device_of(cluster, spec, labels.get(DEVICE_LABEL))
         if device is None:
-            log.warning("node %s is left out: label it %s=<a device of cluster %s>", name, DEVICE_LABEL, cluster.name)
+            log.warning(
+                "node %s is left out: label it %s=<a device of cluster %s>",
+                name,
+                DEVICE_LABEL,
+                cluster.name,
+            )
             continue
         nodes[name] = RayNode(
             id=entry["NodeID"],
@@ -70,7 +81,9 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
                 devices=1 + max(indices),
                 cpus=max(1, int(entry["Resources"].get("CPU", 1))),
             ),
-            host_memory_bytes=spec.host_memory if spec else int(entry["Resources"].get("memory", 0)),
+            host_memory_bytes=spec.host_memory
+            if spec
+            else int(entry["Resources"].get("memory", 0)),
             rack=spec.rack if spec else "",
             ray_gpus=int(entry["Resources"].get("GPU", 0)),
         )

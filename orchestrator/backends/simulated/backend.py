@@ -28,7 +28,8 @@ FOREIGN_S = (10.0, 300.0)  # how long another process keeps the memory that it t
 
 REHEARSED = {
     FaultKind.OOM: FailureKind.DEVICE_OOM,
-    FaultKind.KILL: FailureKind.PREEMPTED,  # a SIGKILL without a kernel counter says no more than this
+    # a SIGKILL without a kernel counter says no more than this
+    FaultKind.KILL: FailureKind.PREEMPTED,
     FaultKind.NODE: FailureKind.NODE_LOST,
     FaultKind.PREEMPT: FailureKind.PREEMPTED,
     FaultKind.HANG: FailureKind.HUNG,
@@ -63,9 +64,12 @@ class SimulatedBackend:
         self._down: set[str] = set()
         self._processes: dict[str, Process] = {}
         self._running: dict[str, Process] = {}  # those of them that have not ended
-        self._used_bytes: Counter[tuple[str, int]] = Counter()  # by our attempts, by node and device
+        # by our attempts, by node and device
+        self._used_bytes: Counter[tuple[str, int]] = Counter()
         self._checkpoints: dict[str, int] = {}  # newest complete step by job
-        self._foreign_bytes: dict[tuple[str, int], int] = {}  # held by other processes, by node and device
+        self._foreign_bytes: dict[
+            tuple[str, int], int
+        ] = {}  # held by other processes, by node and device
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._sequence = itertools.count()
@@ -134,7 +138,9 @@ class SimulatedBackend:
     def _begin(self, job: Job, attempt: Attempt) -> None:
         estimate, nature = attempt.estimate, self._nature
         around_bytes = estimate.device_bytes - estimate.allocated_bytes
-        capacity_bytes = min(self._memory_bytes[part.node] for part in attempt.placement) - around_bytes
+        capacity_bytes = (
+            min(self._memory_bytes[part.node] for part in attempt.placement) - around_bytes
+        )
         process = Process(
             job=job,
             attempt=attempt,
@@ -182,12 +188,19 @@ class SimulatedBackend:
         if self._chance(FailureKind.STARTUP) > fate.random():
             return FailureKind.STARTUP, first_step
         if process.peak_bytes > process.capacity_bytes:
-            return FailureKind.DEVICE_OOM, min(first_step + fate.randrange(OOM_WITHIN_STEPS), last_step)
+            return FailureKind.DEVICE_OOM, min(
+                first_step + fate.randrange(OOM_WITHIN_STEPS), last_step
+            )
         bug = self._stream("user error", process.job.id)
         if self._chance(FailureKind.USER_ERROR) > bug.random():  # at the same step in every attempt
-            return FailureKind.USER_ERROR, max(first_step, bug.randint(0, max(0, process.last_step - 1)))
+            return FailureKind.USER_ERROR, max(
+                first_step, bug.randint(0, max(0, process.last_step - 1))
+            )
         for kind in FailureKind:
-            if kind not in (FailureKind.STARTUP, FailureKind.USER_ERROR) and self._chance(kind) > fate.random():
+            if (
+                kind not in (FailureKind.STARTUP, FailureKind.USER_ERROR)
+                and self._chance(kind) > fate.random()
+            ):
                 return kind, step
         return None, last_step
 
@@ -199,7 +212,9 @@ class SimulatedBackend:
             if not 1 / ANOTHER_PACE < process.step_s / max(planned_s, 1e-9) < ANOTHER_PACE:
                 self._after(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
             if any(ran_out(attempt) for attempt in process.job.attempts):
-                self._after(LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS))
+                self._after(
+                    LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS)
+                )
 
     def _pace(self, process: Process, steps_done: int) -> None:
         if process.evidence is None:
@@ -217,7 +232,10 @@ class SimulatedBackend:
         lost = self._stream("node", process.attempt.name).choice(process.nodes)
         self._down.add(lost)
         self._nodes_changed = True
-        self._after(self._stream("down", process.attempt.name).uniform(*NODE_DOWN_S), partial(self._return, lost))
+        self._after(
+            self._stream("down", process.attempt.name).uniform(*NODE_DOWN_S),
+            partial(self._return, lost),
+        )
         for other in list(self._running.values()):
             if lost in other.nodes:
                 self._end(other, FailureKind.NODE_LOST, None)
@@ -231,10 +249,13 @@ class SimulatedBackend:
         if process.evidence is not None:
             return
         if step is None:
-            running_s = self._now_s - (self._now_s if process.started_at_s is None else process.started_at_s)
+            running_s = self._now_s - (
+                self._now_s if process.started_at_s is None else process.started_at_s
+            )
             step = min(process.first_step + int(running_s / process.step_s), process.last_step - 1)
         every = process.job.spec.training.checkpoint_every_steps
-        saved = step if ending is FailureKind.CANCELLED else step - step % every  # training/loop.py saves on SIGTERM
+        # training/loop.py saves on SIGTERM
+        saved = step if ending is FailureKind.CANCELLED else step - step % every
         complete = max(process.first_step, saved)
         if process.attempt.probe:  # what it leaves is no progress
             complete = 0
@@ -311,7 +332,9 @@ class SimulatedBackend:
         nodes = self._live_nodes()
         if nodes != self._told_nodes:
             self._told_nodes = nodes
-            event = NodesSeen(nodes=nodes, declared=self._nodes, policy=self._policy, at_s=self._now_s)
+            event = NodesSeen(
+                nodes=nodes, declared=self._nodes, policy=self._policy, at_s=self._now_s
+            )
             self._outbox.append(event)
 
     def _live_nodes(self) -> tuple[Node, ...]:
@@ -321,7 +344,10 @@ class SimulatedBackend:
             replace(
                 node,
                 free_bytes=tuple(
-                    max(0, memory_bytes - used[node.name, index] - foreign.get((node.name, index), 0))
+                    max(
+                        0,
+                        memory_bytes - used[node.name, index] - foreign.get((node.name, index), 0),
+                    )
                     for index, memory_bytes in enumerate(node.free_bytes)
                 ),
             )

@@ -11,7 +11,8 @@ from orchestrator.specs.job_record import Job
 Span = tuple[float, float]  # drawn from evenly
 
 STEP_FACTORS = (0.7, 1.5)  # true / predicted step time over families
-PEAK_SPREAD = 0.4  # of the logarithm of true / predicted peak over families: mostly within a factor of two
+# of the logarithm of true / predicted peak over families: mostly within a factor of two
+PEAK_SPREAD = 0.4
 
 
 class Nature(Protocol):

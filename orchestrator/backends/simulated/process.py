@@ -24,7 +24,9 @@ from orchestrator.specs.run import OOM_EXIT_CODE
 
 SIGKILL, SIGTERM = -9, -15  # exit codes of ranks that a signal ended
 OOM_WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 26.00 MiB."
-SURVIVORS_WORDS = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31337"
+SURVIVORS_WORDS = (
+    "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31337"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +61,9 @@ class Process:
     @property
     def devices(self) -> tuple[tuple[str, int], ...]:
         """(node, device index) of every rank."""
-        return tuple((part.node, index) for part in self.attempt.placement for index in part.devices)
+        return tuple(
+            (part.node, index) for part in self.attempt.placement for index in part.devices
+        )
 
     @property
     def fault(self) -> Fault | None:
@@ -71,14 +75,21 @@ class Process:
         return Started(job_id=self.job.id, number=self.attempt.number, at_s=self.started_at_s)
 
     def paced(self, steps_done: int, at_s: float) -> PaceReported:
-        peak_bytes = min(self.peak_bytes, self.capacity_bytes) if steps_done >= LEARNED_STEPS else None
+        peak_bytes = (
+            min(self.peak_bytes, self.capacity_bytes) if steps_done >= LEARNED_STEPS else None
+        )
         pace = Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s, peak_bytes=peak_bytes)
         return PaceReported(job_id=self.job.id, number=self.attempt.number, pace=pace, at_s=at_s)
 
     def finished(self) -> Finished:
         assert self.evidence is not None, self.attempt.name
         assert self.ended_at_s is not None, self.attempt.name
-        return Finished(job_id=self.job.id, number=self.attempt.number, evidence=self.evidence, at_s=self.ended_at_s)
+        return Finished(
+            job_id=self.job.id,
+            number=self.attempt.number,
+            evidence=self.evidence,
+            at_s=self.ended_at_s,
+        )
 
     def released(self) -> Released:
         assert self.released_at_s is not None, self.attempt.name
@@ -107,8 +118,12 @@ SYMPTOMS = {
     FailureKind.DISK_FULL: Symptom(
         exit_code=1, last_words="OSError: [Errno 28] No space left on device", error="OSError"
     ),
-    FailureKind.USER_ERROR: Symptom(exit_code=1, last_words="ValueError: 3 labels for 2 classes", error="ValueError"),
-    FailureKind.GUARD_ABSENT: Symptom(exit_code=0, others=0, unwatched=("python -I: nothing told it of the guard",)),
+    FailureKind.USER_ERROR: Symptom(
+        exit_code=1, last_words="ValueError: 3 labels for 2 classes", error="ValueError"
+    ),
+    FailureKind.GUARD_ABSENT: Symptom(
+        exit_code=0, others=0, unwatched=("python -I: nothing told it of the guard",)
+    ),
     FailureKind.CANCELLED: Symptom(exit_code=SIGTERM),
     FailureKind.PROBED: Symptom(exit_code=SIGTERM),
 }
@@ -133,7 +148,9 @@ def evidence_of(
     symptom = SYMPTOMS[ending]
     ranks = range(process.attempt.plan.world_size)
     culprit = draw.choice(ranks)
-    last_words = dict.fromkeys(ranks, SURVIVORS_WORDS if symptom.exit_code != 0 else "") | {culprit: symptom.last_words}
+    last_words = dict.fromkeys(ranks, SURVIVORS_WORDS if symptom.exit_code != 0 else "") | {
+        culprit: symptom.last_words
+    }
     steps_done = step - process.first_step
     return Evidence(
         ranks=tuple(
@@ -144,7 +161,9 @@ def evidence_of(
             )
             for rank in ranks
         ),
-        ooms=(_oom_report(process, ending, culprit, step),) if symptom.exit_code == OOM_EXIT_CODE else (),
+        ooms=(_oom_report(process, ending, culprit, step),)
+        if symptom.exit_code == OOM_EXIT_CODE
+        else (),
         errors=_error_reports(symptom, culprit, step),
         heartbeats=tuple(
             Heartbeat(
@@ -172,7 +191,11 @@ def evidence_of(
 def _error_reports(symptom: Symptom, rank: int, step: int) -> tuple[ErrorReport, ...]:
     if symptom.error is None:
         return ()
-    return (ErrorReport(rank=rank, step=step, phase="forward", type=symptom.error, traceback=symptom.last_words),)
+    return (
+        ErrorReport(
+            rank=rank, step=step, phase="forward", type=symptom.error, traceback=symptom.last_words
+        ),
+    )
 
 
 def _oom_report(process: Process, ending: FailureKind | None, rank: int, step: int) -> OomReport:
@@ -181,7 +204,9 @@ def _oom_report(process: Process, ending: FailureKind | None, rank: int, step: i
     needed_bytes = max(process.peak_bytes, process.capacity_bytes + 1)
     foreign_bytes = 0
     if ending is FailureKind.MEMORY_CONTENTION:
-        needed_bytes = min(process.peak_bytes, int(attempt.correction * attempt.estimate.allocated_bytes))
+        needed_bytes = min(
+            process.peak_bytes, int(attempt.correction * attempt.estimate.allocated_bytes)
+        )
         foreign_bytes = max(1, process.capacity_bytes - needed_bytes + 1)
     requested_bytes = max(1, needed_bytes // 20)
     return OomReport(

@@ -23,8 +23,10 @@ from orchestrator.specs.replace import replace
 Row = Mapping[str, str]
 Shape = tuple[int, ...]  # devices on each node, most first
 
-# Seconds per step of n devices are n ** -SCALING of those of one where a trace tells one number only: the median over
-# the six models of AlibabaPAI/reconfigurable-dl-scheduler that were measured on one and on eight devices of a node
+# Seconds per step of n devices are n ** -SCALING of those of one where a trace tells one number
+# only: the median over
+# the six models of AlibabaPAI/reconfigurable-dl-scheduler that were measured on one and on eight
+# devices of a node
 # (0.52 to 0.92; tests/backends/test_traces.py computes it from the tables).
 SCALING = 0.71
 DEVICES_MAX = 64  # of the numbers that SCALING offers a job
@@ -38,8 +40,11 @@ class Arrival:
     spec: JobSpec
     deadline_s: float | None = None  # on the same clock
     rigid_devices: int | None = None  # as its user requested; None: the most that it can use
-    submitted_step_s: float | None = None  # seconds per step on those devices with the submitted plan
-    shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where measured for a placement
+    # seconds per step on those devices with the submitted plan
+    submitted_step_s: float | None = None
+    shapes: tuple[
+        tuple[Shape, float], ...
+    ] = ()  # true seconds per step where measured for a placement
     step_factor: float = 1.0  # true / stated seconds per step, on every other placement
 
 
@@ -49,8 +54,11 @@ class Trace:
 
     name: str
     arrivals: tuple[Arrival, ...]
-    trials: Mapping[str, tuple[Arrival, ...]] = field(default_factory=dict)  # trials submitted later, by sweep id
-    begins_s: float | None = None  # the first arrival, in seconds since 1970; None: the trace has no date
+    trials: Mapping[str, tuple[Arrival, ...]] = field(
+        default_factory=dict
+    )  # trials submitted later, by sweep id
+    # the first arrival, in seconds since 1970; None: the trace has no date
+    begins_s: float | None = None
 
 
 def read_trace(path: Path) -> Trace:
@@ -130,7 +138,9 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
     A job with `is_sla` never runs slower than its `exec_plan` on as many devices as it asks for (arXiv:2408.08586,
     section 5): it is promised that speed.
     """
-    measured = cache(lambda application: _read_speeds(path.parent.parent / "throughput" / f"{application}.csv"))
+    measured = cache(
+        lambda application: _read_speeds(path.parent.parent / "throughput" / f"{application}.csv")
+    )
     for where, row in rows:
         speeds, devices = measured(row["application"]), _whole(where, row, "num_gpus")
         shapes: dict[Shape, float] = {}  # of the fastest plan on each
@@ -139,7 +149,9 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
             shapes[shape] = min(step_s, shapes.get(shape, step_s))
             best[sum(shape)] = min(step_s, best.get(sum(shape), step_s))
         submitted_step_s = _submitted_step_s(speeds, row.get("exec_plan") or "", devices)
-        spec = job_spec_from_trace(row["name"], best, _whole(where, row, "steps"), family=row["application"])
+        spec = job_spec_from_trace(
+            row["name"], best, _whole(where, row, "steps"), family=row["application"]
+        )
         if _flag(where, row, "is_sla"):
             spec = spec.model_copy(update={"guarantee": request_of(devices, submitted_step_s)})
         yield Arrival(
@@ -151,10 +163,14 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
         )
 
 
-def _submitted_step_s(speeds: Mapping[tuple[str, Shape], float], plan: str, devices: int) -> float | None:
+def _submitted_step_s(
+    speeds: Mapping[tuple[str, Shape], float], plan: str, devices: int
+) -> float | None:
     """Return seconds per step of this plan on so many devices, on the fewest nodes measured; None without any."""
     measured = [
-        (len(shape), step_s) for (name, shape), step_s in speeds.items() if name == plan and sum(shape) == devices
+        (len(shape), step_s)
+        for (name, shape), step_s in speeds.items()
+        if name == plan and sum(shape) == devices
     ]
     return min(measured)[1] if measured else None
 
@@ -163,7 +179,10 @@ def _read_speeds(path: Path) -> dict[tuple[str, Shape], float]:
     """Seconds per step of each plan on each placement (its digits are devices per node)."""
     fastest: dict[tuple[str, Shape], float] = {}
     for where, row in _rows(path):
-        key = row["exec_plan"], tuple(sorted((int(digit) for digit in row["placement"]), reverse=True))
+        key = (
+            row["exec_plan"],
+            tuple(sorted((int(digit) for digit in row["placement"]), reverse=True)),
+        )
         step_s = _number(where, row, "iter_time")
         if step_s > 0:  # 0: it did not run
             fastest[key] = min(step_s, fastest.get(key, step_s))
@@ -174,7 +193,9 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):  # ValueError: no name that a file can have
-        raise SpecError("there are no measurements of this application", source=repr(str(path))) from None
+        raise SpecError(
+            "there are no measurements of this application", source=repr(str(path))
+        ) from None
     return _number_rows(path, csv.DictReader(text.splitlines()))
 
 
@@ -185,7 +206,9 @@ def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
             spec=job_spec_from_trace(
-                row["model_name"], _scale_speeds(devices, _number(where, row, "duration") / steps), steps
+                row["model_name"],
+                _scale_speeds(devices, _number(where, row, "duration") / steps),
+                steps,
             ),
             deadline_s=_number(where, row, "deadline"),
             rigid_devices=devices,
@@ -194,12 +217,18 @@ def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
 
 def _elasticflow(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
     """pkusys/ElasticFlow, figure 8a: steps and deadlines; what a step takes on T4s is in a table of every model."""
-    speeds = cache(lambda model, batch: _table(path.parent.parent / "scheduler/throughputs_T4" / f"{model}.csv", batch))
+    speeds = cache(
+        lambda model, batch: _table(
+            path.parent.parent / "scheduler/throughputs_T4" / f"{model}.csv", batch
+        )
+    )
     for where, row in rows:
         yield Arrival(
             at_s=_number(where, row, "submit_time"),
             spec=job_spec_from_trace(
-                row["model_name"], speeds(row["model_name"], row["batch_size"]), _whole(where, row, "iteration")
+                row["model_name"],
+                speeds(row["model_name"], row["batch_size"]),
+                _whole(where, row, "iteration"),
             ),
             deadline_s=_number(where, row, "ddl"),
             rigid_devices=_whole(where, row, "num_gpu"),
@@ -210,17 +239,26 @@ def _table(path: Path, batch: str) -> dict[int, float]:
     """Seconds per step of every number of devices, of which the table tells steps per second; "nan": it did not run."""
     for where, row in _rows(path):
         if row["global_batch_size"] == batch:
-            measured = {int(name): row[name] for name in row if name.isdecimal() and row[name] != "nan"}
+            measured = {
+                int(name): row[name] for name in row if name.isdecimal() and row[name] != "nan"
+            }
             return {count: 1 / _number(where, row, str(count)) for count in measured}
     raise SpecError(
-        "there are no measurements of this batch size", source=str(path), path="global_batch_size", got=batch
+        "there are no measurements of this batch size",
+        source=str(path),
+        path="global_batch_size",
+        got=batch,
     )
 
 
 def _scale_speeds(devices: int, step_s: float) -> dict[int, float]:
     """Seconds per step of every power of two, and of the number asked for."""
     counts = {2**power for power in range(DEVICES_MAX.bit_length())} | {devices}
-    return {count: step_s * (devices / count) ** SCALING for count in counts if count <= max(devices, DEVICES_MAX)}
+    return {
+        count: step_s * (devices / count) ** SCALING
+        for count in counts
+        if count <= max(devices, DEVICES_MAX)
+    }
 
 
 def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
@@ -231,8 +269,12 @@ def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
         try:
             start = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC)
         except ValueError:
-            raise SpecError("not a time", source=where, path="timestamp", got=row["timestamp"]) from None
-        yield Arrival(at_s=start.timestamp(), spec=_like(_second_steps(devices), steps), rigid_devices=devices)
+            raise SpecError(
+                "not a time", source=where, path="timestamp", got=row["timestamp"]
+            ) from None
+        yield Arrival(
+            at_s=start.timestamp(), spec=_like(_second_steps(devices), steps), rigid_devices=devices
+        )
 
 
 @cache
@@ -244,9 +286,14 @@ def _like(spec: JobSpec, steps: int) -> JobSpec:
     return spec.model_copy(update={"steps": steps})  # tens of thousands of them: not read again
 
 
-FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], Iterator[Arrival]]]] = (
+FORMATS: Sequence[
+    tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], Iterator[Arrival]]]
+] = (
     ({"name", "submission_time", "application", "num_gpus", "steps"}, _plans),
-    ({"submission_time", "num_iteration", "model_name", "deadline", "num_gpu", "duration"}, _deadlines),
+    (
+        {"submission_time", "num_iteration", "model_name", "deadline", "num_gpu", "duration"},
+        _deadlines,
+    ),
     ({"submit_time", "iteration", "model_name", "ddl", "batch_size", "num_gpu"}, _elasticflow),
     ({"timestamp", "duration", "num_gpus"}, _philly),
 )
@@ -255,7 +302,9 @@ FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], It
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def job_spec_from_trace(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
+def job_spec_from_trace(
+    name: str, step_s: Mapping[int, float], steps: int, family: str | None = None
+) -> JobSpec:
     """Return a script job with stated speeds; its global batch fits every number of devices."""
     return JobSpec.model_validate(
         {
@@ -273,7 +322,9 @@ def job_spec_from_trace(name: str, step_s: Mapping[int, float], steps: int, fami
 
 def request_of(gpus: int, step_s: float | None) -> Guarantee:
     """Return a guarantee of the speed of `gpus` devices at this step time; None: at that of the fastest plan."""
-    return Guarantee.model_validate({"gpus": gpus, "step": None if step_s is None else _in_words(step_s)})
+    return Guarantee.model_validate(
+        {"gpus": gpus, "step": None if step_s is None else _in_words(step_s)}
+    )
 
 
 def _in_words(seconds: float) -> str:
@@ -310,7 +361,13 @@ def _number(where: str, row: Row, column: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if not isfinite(number) or number < 0:
-        raise SpecError("not a number of seconds", source=where, path=column, got=row[column], allowed="0 or more")
+        raise SpecError(
+            "not a number of seconds",
+            source=where,
+            path=column,
+            got=row[column],
+            allowed="0 or more",
+        )
     return number
 
 
@@ -324,5 +381,11 @@ def _flag(where: str, row: Row, column: str) -> bool:
 def _whole(where: str, row: Row, column: str) -> int:
     text = (row[column] or "").strip()
     if not text.isdecimal() or int(text) < 1:
-        raise SpecError("not a number of things", source=where, path=column, got=row[column], allowed="1 or more")
+        raise SpecError(
+            "not a number of things",
+            source=where,
+            path=column,
+            got=row[column],
+            allowed="1 or more",
+        )
     return int(text)

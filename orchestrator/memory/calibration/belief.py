@@ -21,15 +21,21 @@ from orchestrator.memory.calibration.correction import observed_correction
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import MemoryEstimate
 
-# Of the logarithm of a factor. Chosen before the jobs of `make bench-recovery` were drawn, and fitted to none of them:
-# layers differ, and what the loss holds comes last, so that a share of a forward pass is off by a quarter; backward
-# and optimizer follow the peak of the forward pass; a measured step differs from the next by its samples.
+# Of the logarithm of a factor. Chosen before the jobs of `make bench-recovery` were drawn, and
+# fitted to none of them:
+# layers differ, and what the loss holds comes last, so that a share of a forward pass is off by a
+# quarter; backward
+# and optimizer follow the peak of the forward pass; a measured step differs from the next by its
+# samples.
 FORWARD_SPREAD, PEAK_SPREAD, MEASURED_SPREAD = 0.25, 0.1, 0.1
-FREEDOM = 4  # of Student's t, whose tails are wider than a normal distribution's: samples may be of any length
+# of Student's t, whose tails are wider than a normal distribution's: samples may be of any length
+FREEDOM = 4
 DONE_MIN = 0.02  # of a forward pass: below, its share says little
 STEPS, STEP = 320, 0.02  # of the logarithm: up to 600 times the bound
-# Mean excess of the logarithm of a sample's bytes, equally likely each: from texts packed to nearly one length to audio
-# of any. Chosen before the draws of `make bench-recovery` that judge it, and fitted to none of them.
+# Mean excess of the logarithm of a sample's bytes, equally likely each: from texts packed to nearly
+# one length to audio
+# of any. Chosen before the draws of `make bench-recovery` that judge it, and fitted to none of
+# them.
 EXCESSES = (0.05, 0.1, 0.2, 0.4)
 STEPS_SUPPOSED = 1000  # still to come, where their number is unknown
 
@@ -52,12 +58,17 @@ class Belief:
         return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, share)))
 
 
-def belief(burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]) -> Belief:
+def belief(
+    burst: Sequence[Observation], trained: Sequence[Observation], others: Sequence[Observation]
+) -> Belief:
     """Return the distribution of the activation factor of a job that ran out of memory in the attempts `burst`.
 
     `trained` are attempts (launches) of the job that trained, `others` those of jobs in its family.
     """
-    bounds = [observed_correction(observations.moments, observations.measured_bytes) for observations in burst]
+    bounds = [
+        observed_correction(observations.moments, observations.measured_bytes)
+        for observations in burst
+    ]
     least = max(bounds)
     logs = [math.log(factor / least) for factor in _factors(others) if factor > least]
     clues = [
@@ -65,12 +76,18 @@ def belief(burst: Sequence[Observation], trained: Sequence[Observation], others:
         for bound, failure in zip(bounds, burst, strict=True)
         for share, spread in _clue(failure)
     ]
-    clues += [(math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(trained)]
+    clues += [
+        (math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(trained)
+    ]
     weights = []
     for step in range(STEPS):
         x = step * STEP
-        weight = math.exp(-x) + sum(_student((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs)
-        weights.append(weight * math.prod(_student((x - centre) / spread) for centre, spread in clues))
+        weight = math.exp(-x) + sum(
+            _student((x - log) / MEASURED_SPREAD) / MEASURED_SPREAD for log in logs
+        )
+        weights.append(
+            weight * math.prod(_student((x - centre) / spread) for centre, spread in clues)
+        )
     total, newest = sum(weights), burst[-1]
     beyond = math.log(bounds[-1] / least)
     return Belief(
@@ -111,7 +128,10 @@ def _no_later_excess(burst: Observation, x: float) -> float:
 
 
 def _factors(observations: Sequence[Observation]) -> list[float]:
-    return [observed_correction(observation.moments, observation.measured_bytes) for observation in observations]
+    return [
+        observed_correction(observation.moments, observation.measured_bytes)
+        for observation in observations
+    ]
 
 
 def _clue(failure: Observation) -> list[tuple[float, float]]:

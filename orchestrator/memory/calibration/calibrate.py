@@ -17,7 +17,11 @@ from statistics import median, median_high
 from typing import NamedTuple
 
 from orchestrator.memory.calibration.belief import Belief, belief, factor_within
-from orchestrator.memory.calibration.correction import corrected_bytes, corrected_peak, observed_correction
+from orchestrator.memory.calibration.correction import (
+    corrected_bytes,
+    corrected_peak,
+    observed_correction,
+)
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
 from orchestrator.specs.mechanics import Mechanics
@@ -29,10 +33,14 @@ from orchestrator.specs.replace import replace
 # A plan fits where it does so with this probability.
 CONFIDENCE = 0.99
 EVEN = 0.5
-# The room that a plan must leave where nothing was measured, by where its profile comes from. 240 plans on virtual
-# devices were drawn at random (tests/memory/test_fits.py, 2026-11-22). The closed form falls short of 60 by 0.7 % at
-# most, a trace of the other 180 by 1.6 %; its bar is 3 % (tests/memory/test_traced.py). What is declared or assumed is
-# trusted no more than the closed form. On CUDA, memory.estimate.FRAGMENTATION falls short of the worst of 11 replayed
+# The room that a plan must leave where nothing was measured, by where its profile comes from. 240
+# plans on virtual
+# devices were drawn at random (tests/memory/test_fits.py, 2026-11-22). The closed form falls short
+# of 60 by 0.7 % at
+# most, a trace of the other 180 by 1.6 %; its bar is 3 % (tests/memory/test_traced.py). What is
+# declared or assumed is
+# trusted no more than the closed form. On CUDA, memory.estimate.FRAGMENTATION falls short of the
+# worst of 11 replayed
 # allocator traces by 4.8 % (1.132 against 1.08), so that MARGIN holds whatever the source is.
 MARGIN = 1.05
 MARGINS: Mapping[Source, float] = {
@@ -43,21 +51,29 @@ MARGINS: Mapping[Source, float] = {
     Source.PROBED: MARGIN,
     Source.ASSUMED: MARGIN,
 }
-# So many outcomes is that worth. With 8, of families whose errors have the spread that MARGIN supposes, 98.4 to 99.2 %
-# stay within the margin after 0 to 32 outcomes; of families of about six times that spread, 95 % after 8 and 98.6 %
-# after 32 (4,000 draws each, 2026-11). A plain conformal quantile gave 94 % and 89 % after 8: it cannot say
+# So many outcomes is that worth. With 8, of families whose errors have the spread that MARGIN
+# supposes, 98.4 to 99.2 %
+# stay within the margin after 0 to 32 outcomes; of families of about six times that spread, 95 %
+# after 8 and 98.6 %
+# after 32 (4,000 draws each, 2026-11). A plain conformal quantile gave 94 % and 89 % after 8: it
+# cannot say
 # 99 % before 99.
 PRIOR_OUTCOMES = 8
-# Beyond such a factor on its activations an outcome is no measure of the profile: it is that of another model, or what
+# Beyond such a factor on its activations an outcome is no measure of the profile: it is that of
+# another model, or what
 # grew is no activation at all. For other jobs it counts as this much.
 CORRECTION_MAX = 10.0
-# An outcome further above the median than so many spreads counts as if it were there (Hampel's rule: Hampel 1974, JASA
-# 69:383, section 4); 1.4826 makes the median absolute deviation of a normal distribution its spread.
+# An outcome further above the median than so many spreads counts as if it were there (Hampel's
+# rule: Hampel 1974, JASA
+# 69:383, section 4); 1.4826 makes the median absolute deviation of a normal distribution its
+# spread.
 OUTLIER_SPREADS = 3.0
 DEVIATION_TO_SPREAD = 1.4826
 
-ROUNDING_DIGITS = 12  # of a probability: beyond, sums of angles are noise, and a tail may turn negative
-WINDOW = 32  # newest outcomes of each (device, engine, family, torch version) that count and are kept
+# of a probability: beyond, sums of angles are noise, and a tail may turn negative
+ROUNDING_DIGITS = 12
+# newest outcomes of each (device, engine, family, torch version) that count and are kept
+WINDOW = 32
 OBSERVATIONS_MAX = 1000  # kept in all, newest: more than a cluster's families need
 
 
@@ -131,7 +147,9 @@ class StepKind(NamedTuple):
     """The group of plans that share one correction of predicted step time."""
 
     place: tuple[Engine, Offload, OffloadTarget]  # whose loop it is, and where its state lives
-    shared: tuple[type[Mechanics], ZeroStage, bool]  # how ranks share state, and whether in a pipeline
+    shared: tuple[
+        type[Mechanics], ZeroStage, bool
+    ]  # how ranks share state, and whether in a pipeline
 
 
 def step_kind(plan: Plan) -> StepKind:
@@ -154,7 +172,9 @@ def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
         if alike:
             return factors.get(kind, median(alike))
     for factors in sources:
-        elsewhere = [factor for other, factor in factors.items() if other.place[1:] == kind.place[1:]]
+        elsewhere = [
+            factor for other, factor in factors.items() if other.place[1:] == kind.place[1:]
+        ]
         if elsewhere:
             return median(elsewhere)
     return 1.0
@@ -165,15 +185,20 @@ class Calibration:
     """Measured errors of predictions for one model family on one kind of device."""
 
     correction: float = 1.0  # on the activations; never below 1
-    belief: Belief | None = None  # of a job that ran out of memory itself: what its activations may be
+    # of a job that ran out of memory itself: what its activations may be
+    belief: Belief | None = None
     errors: Mapping[Engine, Errors] = field(default_factory=dict)
     refuted: tuple[Refuted, ...] = ()
     proven: tuple[Proven, ...] = ()
-    step_factors: Mapping[StepKind, float] = field(default_factory=dict)  # measured / predicted seconds of a step
+    step_factors: Mapping[StepKind, float] = field(
+        default_factory=dict
+    )  # measured / predicted seconds of a step
     line: MeasuredLine | None = None  # of a script that was probed
-    is_seen: bool = False  # whether anything of the family ran here before, or a probe ran out of memory
+    # whether anything of the family ran here before, or a probe ran out of memory
+    is_seen: bool = False
     overhead: Overhead = SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
-    relative_to: OwnSettings | None = None  # settings of the script to which outcomes are relative; None: no script
+    # settings of the script to which outcomes are relative; None: no script
+    relative_to: OwnSettings | None = None
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Return the engine's errors for a profile of this source; assumed ones before any measurement."""
@@ -182,7 +207,11 @@ class Calibration:
     def correction_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
         """Return the factor on the plan's activations: from its own measured peak if it ran, else from the family."""
         proven = self._proof_of(plan, estimate)
-        return self.correction if proven is None else observed_correction(estimate.moments, proven.measured_bytes)
+        return (
+            self.correction
+            if proven is None
+            else observed_correction(estimate.moments, proven.measured_bytes)
+        )
 
     def errors_for(self, plan: Plan, estimate: MemoryEstimate) -> Errors:
         """Return the errors for judging the plan. A plan that already ran varies as much as an unmeasured one."""
@@ -192,14 +221,21 @@ class Calibration:
 
     def _proof_of(self, plan: Plan, estimate: MemoryEstimate) -> Proven | None:
         return next(
-            (row for row in self.proven if row.plan == plan and row.predicted_bytes == estimate.allocated_bytes), None
+            (
+                row
+                for row in self.proven
+                if row.plan == plan and row.predicted_bytes == estimate.allocated_bytes
+            ),
+            None,
         )
 
     def refutes(self, plan: Plan, estimate: MemoryEstimate, capacity_bytes: int) -> bool:
         """Return whether this plan already ran out of memory at this capacity, predicted no higher than today."""
         allocated_bytes = capacity_bytes - (estimate.device_bytes - estimate.allocated_bytes)
         return any(
-            row.plan == plan and row.predicted_bytes <= estimate.allocated_bytes and allocated_bytes < row.needed_bytes
+            row.plan == plan
+            and row.predicted_bytes <= estimate.allocated_bytes
+            and allocated_bytes < row.needed_bytes
             for row in self.refuted
         )
 
@@ -208,7 +244,9 @@ SUPPOSED = Errors()
 UNMEASURED = Calibration()
 
 
-def calibration(observations: Iterable[Observation], *, device: str, family: str, job: str = "") -> Calibration:
+def calibration(
+    observations: Iterable[Observation], *, device: str, family: str, job: str = ""
+) -> Calibration:
     """Return the calibration of a model family on a kind of device. `job` (a Job.key) is the job to plan.
 
     `observations` come oldest first, as `select_newest` returns them. The correction is the upper median of the
@@ -223,7 +261,10 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     if relative_to is not None:
         of_family = [outcome for outcome in of_family if outcome.relative_to in (None, relative_to)]
     counted = [outcome for outcome in _of_newest_torch(of_family) if not outcome.probe]
-    observed = [observed_correction(outcome.moments, outcome.measured_bytes) for outcome in counted[-WINDOW:]]
+    observed = [
+        observed_correction(outcome.moments, outcome.measured_bytes)
+        for outcome in counted[-WINDOW:]
+    ]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
     believed = _belief(counted, job)
     correction = max(1.0, median_high(factors) if factors else 1.0)
@@ -242,7 +283,11 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
         belief=believed,
         errors={engine: _errors(outcomes, correction) for engine, outcomes in by_engine.items()},
         refuted=tuple(
-            Refuted(plan=outcome.plan, predicted_bytes=outcome.predicted_bytes, needed_bytes=outcome.measured_bytes)
+            Refuted(
+                plan=outcome.plan,
+                predicted_bytes=outcome.predicted_bytes,
+                needed_bytes=outcome.measured_bytes,
+            )
             for outcome in of_family
             if outcome.ran_out and not outcome.probe
         ),
@@ -267,13 +312,20 @@ def _newest_settings(of_family: Sequence[Observation], job: str) -> OwnSettings 
     ]
     of_job = [outcome for outcome in telling if _ran_out_itself(outcome, job)]
     return next(
-        (outcome.relative_to for outcome in reversed(of_job or telling) if outcome.relative_to is not None), None
+        (
+            outcome.relative_to
+            for outcome in reversed(of_job or telling)
+            if outcome.relative_to is not None
+        ),
+        None,
     )
 
 
 def overhead_of(observations: Iterable[Observation], device: str) -> Overhead:
     """Return the memory that a kind of device uses outside the allocator, measured under its newest torch."""
-    return measured_overhead(_of_newest_torch([outcome for outcome in observations if outcome.device == device]))
+    return measured_overhead(
+        _of_newest_torch([outcome for outcome in observations if outcome.device == device])
+    )
 
 
 def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
@@ -282,7 +334,9 @@ def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
     for outcome in counted:
         key = (outcome.plan, outcome.predicted_bytes)
         peaks[key] = max(peaks.get(key, 0), outcome.measured_bytes)
-    ended = dict.fromkeys((outcome.plan, outcome.predicted_bytes) for outcome in counted if outcome.finished)
+    ended = dict.fromkeys(
+        (outcome.plan, outcome.predicted_bytes) for outcome in counted if outcome.finished
+    )
     burst = {outcome.plan for outcome in counted if outcome.ran_out}
     return tuple(
         Proven(plan=plan, predicted_bytes=predicted, measured_bytes=peaks[plan, predicted])
@@ -312,13 +366,18 @@ def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...
     Each attempt (launch of a job) counts once. Order and repetition do not matter, so outcomes can be imported again.
     """
     ordered = sorted(
-        observations, key=lambda outcome: (outcome.at_s, outcome.job, outcome.number, outcome.measured_bytes)
+        observations,
+        key=lambda outcome: (outcome.at_s, outcome.job, outcome.number, outcome.measured_bytes),
     )
     once = {(outcome.job, outcome.number): outcome for outcome in ordered}
-    newest_first = sorted(once.values(), key=lambda outcome: (outcome.at_s, outcome.job, outcome.number), reverse=True)
+    newest_first = sorted(
+        once.values(), key=lambda outcome: (outcome.at_s, outcome.job, outcome.number), reverse=True
+    )
     counts: dict[tuple[str, ...], int] = {}
     failed: set[tuple[str, str, Plan, int]] = set()
-    probed: dict[tuple[str, str], set[int]] = {}  # micro-batches that were probed, by device and family
+    probed: dict[
+        tuple[str, str], set[int]
+    ] = {}  # micro-batches that were probed, by device and family
     newest = []
     for outcome in newest_first:
         if outcome.probe:
@@ -345,13 +404,17 @@ def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibrat
     return math.ceil(corrected_bytes(estimate, calibrated.correction_of(plan, estimate)) * margin)
 
 
-def plan_fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int) -> float:
+def plan_fit_probability(
+    plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int
+) -> float:
     """Return the probability that the plan fits `capacity_bytes` of each device; 0 where it already failed there."""
     if calibrated.refutes(plan, estimate, capacity_bytes):
         return 0.0
     if calibrated.belief is not None and calibrated._proof_of(plan, estimate) is None:
         return calibrated.belief.within(factor_within(estimate, capacity_bytes))
-    room = capacity_bytes / max(1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate)))
+    room = capacity_bytes / max(
+        1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate))
+    )
     share = calibrated.errors_for(plan, estimate).within(room)
     return min(share, SUPPOSED.within(room)) if _has_unmeasured_cache(estimate) else share
 
@@ -371,7 +434,11 @@ def _belief(counted: Sequence[Observation], job: str) -> Belief | None:
     burst = [outcome for outcome in counted if _ran_out_itself(outcome, job)]
     trained = [outcome for outcome in counted if not outcome.ran_out]
     of_job = [outcome for outcome in trained if outcome.job == job]
-    return belief(burst, of_job, [outcome for outcome in trained if outcome.job != job][-WINDOW:]) if burst else None
+    return (
+        belief(burst, of_job, [outcome for outcome in trained if outcome.job != job][-WINDOW:])
+        if burst
+        else None
+    )
 
 
 def _ran_out_itself(outcome: Observation, job: str) -> bool:
@@ -382,10 +449,14 @@ def _errors(outcomes: Sequence[Observation], correction: float) -> Errors:
     """Return the errors of the outcomes, without those that ran out of memory within the present prediction."""
     ratios, spent = [], 0
     for outcome in outcomes:
-        ratio = outcome.measured_bytes / max(1, corrected_peak(outcome.predicted_bytes, outcome.moments, correction))
+        ratio = outcome.measured_bytes / max(
+            1, corrected_peak(outcome.predicted_bytes, outcome.moments, correction)
+        )
         if ratio > 0 and not (outcome.ran_out and ratio <= 1.0):
             ratios.append(ratio)
-            spent = spent or int(1.0 < correction == observed_correction(outcome.moments, outcome.measured_bytes))
+            spent = spent or int(
+                1.0 < correction == observed_correction(outcome.moments, outcome.measured_bytes)
+            )
     return Errors(tuple(ratios), spent)
 
 

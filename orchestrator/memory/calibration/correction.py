@@ -33,7 +33,10 @@ def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
     allocated_bytes = corrected_allocated_bytes(estimate, correction)
     if allocated_bytes == estimate.allocated_bytes:
         return estimate
-    worst = max(estimate.moments, key=lambda moment: moment.counted_bytes + correction * moment.activation_bytes)
+    worst = max(
+        estimate.moments,
+        key=lambda moment: moment.counted_bytes + correction * moment.activation_bytes,
+    )
     counted = tuple((cause, count) for cause, count in estimate.by_cause if cause != ACTIVATIONS)
     if worst.name != estimate.moment or sum(count for _, count in counted) != worst.counted_bytes:
         counted = (("all that is counted", worst.counted_bytes),)
@@ -94,7 +97,9 @@ def worst_moments(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
     worst: list[MomentBytes] = []
     total = -1
     for moment in sorted(
-        set(moments), key=lambda moment: (moment.activation_bytes, moment.counted_bytes), reverse=True
+        set(moments),
+        key=lambda moment: (moment.activation_bytes, moment.counted_bytes),
+        reverse=True,
     ):
         if moment.counted_bytes + moment.activation_bytes > total:
             total = moment.counted_bytes + moment.activation_bytes

@@ -29,7 +29,11 @@ class Activations(NamedTuple):
 
     def bytes_of(self, micro_batch_size: int) -> int:
         line_bytes = self.per_sample_bytes * micro_batch_size + self.fixed_bytes
-        return line_bytes if self.chunks is None else line_bytes + self.chunks.peak_bytes(micro_batch_size)
+        return (
+            line_bytes
+            if self.chunks is None
+            else line_bytes + self.chunks.peak_bytes(micro_batch_size)
+        )
 
 
 NONE = Activations(0)
@@ -46,7 +50,12 @@ class _How(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def activations(
-    rank: Rank, mode: ActivationCheckpointing, *, casts: bool, full_layers: int = 0, offloads: bool = False
+    rank: Rank,
+    mode: ActivationCheckpointing,
+    *,
+    casts: bool,
+    full_layers: int = 0,
+    offloads: bool = False,
 ) -> tuple[Activations, ...]:
     """Return the live activations at each passage (peak candidate) of the rank, then at FORWARDED, then at NOTHING.
 
@@ -57,7 +66,9 @@ def activations(
     `offloads`: the layers' inputs wait in host memory (training/engines/recompute.py).
     """
     how = _How(mode, casts, full_layers, offloads)
-    alone = _single_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates)
+    alone = _single_micro_batch(
+        rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers, rank.updates
+    )
     if not rank.others:
         return alone
     saved_bytes = copied_bytes = 0
@@ -67,7 +78,9 @@ def activations(
             saved, copied = _saved(segment, how, segment.count, parts)
             saved_bytes, copied_bytes = saved_bytes + passes * saved, copied_bytes + passes * copied
     beside = (
-        Activations(live.per_sample_bytes + saved_bytes, live.fixed_bytes + copied_bytes, live.chunks)
+        Activations(
+            live.per_sample_bytes + saved_bytes, live.fixed_bytes + copied_bytes, live.chunks
+        )
         for live in alone[:NOTHING]
     )
     return (*beside, alone[NOTHING])
@@ -75,7 +88,11 @@ def activations(
 
 def full_is_lightest(profile: ModelProfile) -> bool:
     """Return whether full checkpointing never needs more than selective, at any mix of layers."""
-    return not profile.fragmentation and not profile.moments and all(map(_full_is_lightest, profile.segments))
+    return (
+        not profile.fragmentation
+        and not profile.moments
+        and all(map(_full_is_lightest, profile.segments))
+    )
 
 
 def _full_is_lightest(segment: Segment) -> bool:
@@ -83,10 +100,15 @@ def _full_is_lightest(segment: Segment) -> bool:
         return not segment.is_unit
     if segment.peaks:  # the same under both
         return segment.checkpointed_bytes <= segment.selective_bytes
-    recomputing = max(segment.transient_bytes, segment.forward_transient_bytes + segment.checkpointed_bytes)
+    recomputing = max(
+        segment.transient_bytes, segment.forward_transient_bytes + segment.checkpointed_bytes
+    )
     if not segment.forward_transient_bytes:
         recomputing = segment.transient_bytes
-    return segment.checkpointed_bytes <= segment.selective_bytes and recomputing <= segment.selective_transient_bytes
+    return (
+        segment.checkpointed_bytes <= segment.selective_bytes
+        and recomputing <= segment.selective_transient_bytes
+    )
 
 
 def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
@@ -98,12 +120,23 @@ def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
 
 
 @lru_cache(maxsize=8192)
-def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool, updates: bool) -> frozenset[int]:
+def _highest_places(
+    stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool, updates: bool
+) -> frozenset[int]:
     """Return the highest places of one micro-batch; the others in flight add the same bytes to all places."""
-    points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers, updates=updates)
-    places, highest = [place for place, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
+    points = (
+        traced_passages(stage)
+        if stage.moments
+        else passages(stage, has_loss, gathers=gathers, updates=updates)
+    )
+    places, highest = (
+        [place for place, passage in enumerate(points) if passage.point is not Point.ARRIVAL],
+        set(),
+    )
     for mode in ActivationCheckpointing:
-        passing = _single_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates)[:FORWARDED]
+        passing = _single_micro_batch(
+            stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates
+        )[:FORWARDED]
         highest.add(max(places, key=lambda place: passing[place].per_sample_bytes))
         highest.update(place for place, live in enumerate(passing) if live.chunks is not None)
     return frozenset(highest)
@@ -123,7 +156,10 @@ def _single_micro_batch(
         return (*lines, NONE, NONE)
     segments = stage.segments
     full = full_parts(stage, how.full_layers)
-    saved_pairs = [_saved(segment, how, segment.count, parts) for segment, parts in zip(segments, full, strict=True)]
+    saved_pairs = [
+        _saved(segment, how, segment.count, parts)
+        for segment, parts in zip(segments, full, strict=True)
+    ]
     saved = list(accumulate((saved for saved, _ in saved_pairs), initial=0))
     copied = list(accumulate((copied for _, copied in saved_pairs), initial=0))
 
@@ -131,7 +167,9 @@ def _single_micro_batch(
         """Return (bytes per sample, bytes of weight copies) saved before the place and by its first `parts` parts."""
         if not full[place]:
             count, (all_saved, all_copied) = segments[place].count, saved_pairs[place]
-            return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
+            return saved[place] + parts * (all_saved // count), copied[place] + parts * (
+                all_copied // count
+            )
         own_saved, own_copied = _saved(segments[place], how, parts, full[place])
         return saved[place] + own_saved, copied[place] + own_copied
 
@@ -142,7 +180,9 @@ def _single_micro_batch(
         if passage.point is Point.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
             waiting_bytes = gradient_bytes * _waiting_elements(passage, segments[-1])
-            live.append(_forward_end(segments, passage.segment, *kept_then, waiting_bytes, recast=recast))
+            live.append(
+                _forward_end(segments, passage.segment, *kept_then, waiting_bytes, recast=recast)
+            )
             continue
         parts = passage.segment.count - passage.position
         waiting = _waiting_elements(passage, segments[-1])
@@ -157,7 +197,11 @@ def _single_micro_batch(
         cast_bytes = passage.segment.cast_bytes if casts else 0
         if passage.segment.holds_boundaries and mode is ActivationCheckpointing.FULL:
             saved_before += 2 * passage.position * passage.segment.checkpointed_bytes
-        live.append(Activations(saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed))
+        live.append(
+            Activations(
+                saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed
+            )
+        )
     last_layers = max(range(len(segments)), key=lambda place: (segments[place].is_unit, place))
     live.append(Activations(*up_to(last_layers, segments[last_layers].count - 1)))
     return (*live, NONE)
@@ -171,7 +215,9 @@ def _saved(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int
     if how.mode is ActivationCheckpointing.FULL:
         return 0 if how.offloads and segment.is_unit else parts * segment.checkpointed_bytes, 0
     if how.mode is ActivationCheckpointing.SELECTIVE:
-        selective = segment.saved_bytes if segment.selective_bytes is None else segment.selective_bytes
+        selective = (
+            segment.saved_bytes if segment.selective_bytes is None else segment.selective_bytes
+        )
         inputs = min(parts, full)
         return inputs * segment.checkpointed_bytes + (parts - inputs) * selective, 0
     inputs = min(parts, full)
@@ -217,6 +263,8 @@ def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int
     transient = segment.transient_bytes
     if mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None:
         transient = segment.selective_transient_bytes
-    elif mode is ActivationCheckpointing.FULL and segment.forward_transient_bytes:  # and the gradient that comes in
+    elif (
+        mode is ActivationCheckpointing.FULL and segment.forward_transient_bytes
+    ):  # and the gradient that comes in
         transient = max(transient, segment.forward_transient_bytes + segment.checkpointed_bytes)
     return segment.saved_bytes + transient, segment.summed_gradients

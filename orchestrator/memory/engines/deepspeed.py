@@ -21,19 +21,29 @@ class Buckets:
 
     reduce: int
     live: int  # stage 3: gathered at a time; 0: one tensor
-    persistent: int  # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
+    # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
+    persistent: int
     overlap: bool  # stage 3: reduce one bucket while the next one fills
     swapped: int  # NVMe: of the masters that come in at a time
     copies: int  # stage 3: of a bucket while it is reduced, sorted by ranks and, by gloo, once more
 
 
-VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18, copies=2)
+VIRTUAL_BUCKETS = Buckets(
+    reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18, copies=2
+)
 CUDA_BUCKETS = Buckets(
-    reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True, swapped=100_000_000, copies=1
+    reduce=50_000_000,
+    live=1_000_000_000,
+    persistent=100_000,
+    overlap=True,
+    swapped=100_000_000,
+    copies=1,
 )
 
 
-def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: bool) -> list[Moment]:
+def moments(
+    rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: bool
+) -> list[Moment]:
     """Return the candidates for the memory peak of a rank under the plan's ZeRO stage; `zero` is its mechanics.
 
     Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11). A rank
@@ -44,9 +54,13 @@ def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: 
     profile, dp, stage = rank.profile, plan.layout.dp, zero.stage
     count, width = profile.trained_parameters, compute_bytes(plan)
     shard = -(-count // dp)
-    at_once = max(profile.turns, default=count)  # of recipes that train in turn, each has an engine of its own
+    at_once = max(
+        profile.turns, default=count
+    )  # of recipes that train in turn, each has an engine of its own
     on_device = int(plan.offload is Offload.NONE)
-    parameter_bytes = -(-profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1))
+    parameter_bytes = -(
+        -profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1)
+    )
     fixed = (
         ("parameters", 0 if plan.offload is Offload.PARAMETERS else parameter_bytes),
         ("master weights", on_device * FP32_BYTES * shard if stage is not ZeroStage.NONE else 0),
@@ -57,20 +71,34 @@ def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: 
     for place in places:
         passage = rank.passages[place]
         if passage.point is not Point.ARRIVAL or _reductions(profile, stage, buckets, passage)[0]:
-            points.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), place))
+            points.append(
+                Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), place)
+            )
     points.append(_build(rank, plan))
     if stage >= ZeroStage.GRADIENTS:
-        points.append(Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets))))
+        points.append(
+            Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets)))
+        )
     if stage is ZeroStage.NONE:
-        updated = temporaries(plan, profile.largest_trained, cuda=cuda, before=profile.updated_before_largest)
+        updated = temporaries(
+            plan, profile.largest_trained, cuda=cuda, before=profile.updated_before_largest
+        )
     else:
         updated = temporaries(plan, -(-at_once // dp), cuda=cuda)
     if stage is ZeroStage.NONE:
         gradients = ("gradients", width * at_once)
-        points.append(Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once))))
-        points.append(Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated))))
+        points.append(
+            Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once)))
+        )
+        points.append(
+            Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated)))
+        )
         return points
-    shard_bytes = width * (shard + _bucket_count(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
+    shard_bytes = (
+        width * (shard + _bucket_count(profile) * buckets.reduce)
+        if stage is ZeroStage.PARAMETERS
+        else 0
+    )
     step = (
         ("gradients", on_device * (shard_bytes + FP32_BYTES * -(-at_once // dp))),
         ("optimizer temporaries", on_device * updated),
@@ -81,7 +109,9 @@ def moments(rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: 
 
 def tells_recomputed_apart(profile: ModelProfile, zero: Zero) -> bool:
     """Return whether the counted bytes of `moments` on CUDA depend on the kind of checkpointing."""
-    viewed = zero.stage is ZeroStage.PARAMETERS and any(segment.viewed for segment in profile.segments)
+    viewed = zero.stage is ZeroStage.PARAMETERS and any(
+        segment.viewed for segment in profile.segments
+    )
     return viewed or (zero.stage >= ZeroStage.GRADIENTS and bool(profile.moments))
 
 
@@ -103,12 +133,16 @@ def _build(rank: Rank, plan: Plan) -> Moment:
     profile, width, stage = rank.profile, compute_bytes(plan), plan.zero_stage
     made, cast = profile.weight_bytes(profile.parameter_bytes), profile.weight_bytes(width)
     if stage is ZeroStage.PARAMETERS:
-        layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0)
+        layer = max(
+            (part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0
+        )
         rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if not part.is_unit)
         cut = 0 if plan.offload is Offload.PARAMETERS else -(-cast // plan.layout.dp)
         return Moment("build", (("parameters", cut), ("whole module", max(layer, rest))))
     flat = width * profile.trained_parameters if stage is not ZeroStage.NONE else 0
-    return Moment("build", (("whole module", max(made - flat, cast if flat else 0)), ("flat copy", flat)))
+    return Moment(
+        "build", (("whole module", max(made - flat, cast if flat else 0)), ("flat copy", flat))
+    )
 
 
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
@@ -139,8 +173,14 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
             if alone < reduction.elements > buckets.reduce:
                 alone = reduction.elements
             if meets:
-                copied = max(copied, _copied(reduction.elements, dp) - (partition if reduction.is_first else 0))
-        return (("gradients", width * (partitions + fresh + alone)), ("gradient buckets", width * (bucket + copied)))
+                copied = max(
+                    copied,
+                    _copied(reduction.elements, dp) - (partition if reduction.is_first else 0),
+                )
+        return (
+            ("gradients", width * (partitions + fresh + alone)),
+            ("gradient buckets", width * (bucket + copied)),
+        )
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
     waiting = passage.gradients if passage.gradients < passage.segment.leaf_until else 0
     peak, copies, gathered = fresh + waiting, 0, _gathered(profile, plan, buckets, passage)
@@ -149,7 +189,11 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         alone = reduction.elements if reduction.elements > buckets.reduce else 0
         unreduced = (0 if reduction.waiting else fresh) + reduction.waiting + alone
         copied = buckets.copies * reduction.elements - alone if meets else 0
-        beside = _gathered(profile, plan, buckets, passage, in_leaf=True) if reduction.waiting else gathered
+        beside = (
+            _gathered(profile, plan, buckets, passage, in_leaf=True)
+            if reduction.waiting
+            else gathered
+        )
         if unreduced + copied + beside > peak + copies + gathered:
             peak, copies, gathered = unreduced, copied, beside
     return (
@@ -159,7 +203,9 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     )
 
 
-def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage, *, in_leaf: bool = False) -> int:
+def _gathered(
+    profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage, *, in_leaf: bool = False
+) -> int:
     """Elements that stage 3 has gathered; `in_leaf`: while what waits of the part's leaf is reduced.
 
     It gathers the tensors of one module at a time: one where it comes to lie, several side by side, of which each is
@@ -172,8 +218,11 @@ def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pass
         return 0
     segment = passage.segment
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
-    is_made = passage.peak is None or segment.is_unit or segment.looked_up > 0 or passage.gradients > 0
-    at_once = segment.largest_parameter if is_made else 0  # a loss of whole logits comes before its head
+    is_made = (
+        passage.peak is None or segment.is_unit or segment.looked_up > 0 or passage.gradients > 0
+    )
+    # a loss of whole logits comes before its head
+    at_once = segment.largest_parameter if is_made else 0
     if recomputed and passage.backward:
         at_once += segment.parameters - max(passage.gradients, at_once)
     if passage.backward and passage.point is not Point.START:
@@ -182,13 +231,19 @@ def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pass
     side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
     if leaf_ended and not in_leaf:
         side_by_side = 0
-    at_once = min(at_once, max(segment.parameters, segment.largest_parameter))  # which a head may share
+    at_once = min(
+        at_once, max(segment.parameters, segment.largest_parameter)
+    )  # which a head may share
     if passage.outside:
         at_once = side_by_side = 0
     gathered = min(profile.parameters, buckets.live) or max(at_once, side_by_side)
     if passage.backward and not buckets.live:
         gathered += _looked_up(profile, passage.place)
-    return gathered if recomputed else gathered + _held_by_views(profile, passage, leaf_ended=leaf_ended)
+    return (
+        gathered
+        if recomputed
+        else gathered + _held_by_views(profile, passage, leaf_ended=leaf_ended)
+    )
 
 
 def _looked_up(profile: ModelProfile, place: int) -> int:
@@ -218,14 +273,24 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     deepspeed/runtime/comm/coalesced_collectives.py).
     """
     width, stage, dp = compute_bytes(plan), plan.zero_stage, plan.layout.dp
-    at_once, leaves = max(profile.turns, default=profile.trained_parameters), stage is ZeroStage.PARAMETERS
-    rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce, leaves=leaves).rest
+    at_once, leaves = (
+        max(profile.turns, default=profile.trained_parameters),
+        stage is ZeroStage.PARAMETERS,
+    )
+    rest = (
+        min(buckets.reduce, at_once)
+        if profile.turns
+        else filling(profile, buckets.reduce, leaves=leaves).rest
+    )
     if stage is ZeroStage.GRADIENTS:
         partition, copied = _partition(profile, dp), _copied(rest, dp)
         if rest == at_once:  # the first reduction too
             copied = max(0, copied - partition)
         partitions = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
-        return (("gradients", width * partitions), ("gradient buckets", width * (buckets.reduce + copied)))
+        return (
+            ("gradients", width * partitions),
+            ("gradient buckets", width * (buckets.reduce + copied)),
+        )
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
     shard = -(-profile.trained_parameters // dp)
     looked_up = 0 if dp == 1 and plan.offload is not Offload.PARAMETERS else _looked_up(profile, -1)
@@ -264,13 +329,16 @@ def _reductions(
     gradients = passage.gradients if peaked else passage.segment.trained_parameters
     if passage.point is Point.ARRIVAL:
         return [
-            reduction for reduction in fill.up_to(part, gradients - 1) if reduction.gradients >= passage.since
+            reduction
+            for reduction in fill.up_to(part, gradients - 1)
+            if reduction.gradients >= passage.since
         ], fill.has_begun(part, gradients - 1)
     if profile.moments or passage.segment.arrivals:
         large = [
             reduction
             for reduction in fill.up_to(part, gradients)
-            if reduction.elements > buckets.reduce and (reduction.gradients == gradients or not peaked)
+            if reduction.elements > buckets.reduce
+            and (reduction.gradients == gradients or not peaked)
         ]
         return large, fill.has_begun(part, gradients - peaked)
     if not passage.segment.peaks:

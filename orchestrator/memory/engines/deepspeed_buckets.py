@@ -19,7 +19,8 @@ class Reduction(NamedTuple):
 
     gradients: int  # gradients that the part has by then
     elements: int
-    waiting: int = 0  # elements of a leaf's gradients that have been made and are not in the bucket yet
+    # elements of a leaf's gradients that have been made and are not in the bucket yet
+    waiting: int = 0
     is_first: bool = False  # of the backward pass
 
 
@@ -32,7 +33,11 @@ class Filling:
 
     def up_to(self, part: Part, gradients: int) -> list[Reduction]:
         """Return the reductions in the part's backward pass up to its `gradients`-th gradient."""
-        return [reduction for reduction in self.reduced.get(part, ()) if reduction.gradients <= gradients]
+        return [
+            reduction
+            for reduction in self.reduced.get(part, ())
+            if reduction.gradients <= gradients
+        ]
 
     def has_begun(self, part: Part, gradients: int) -> bool:
         """Return whether any reduction has happened when this part has so many gradients."""
@@ -57,7 +62,9 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
             segment = profile.segments[part[0]]
             until = segment.leaf_until if leaves else 0
             waiting = until - gradients if until - sum(segment.leaf) <= gradients < until else 0
-            reduction = Reduction(until - 1 if waiting else gradients, in_bucket, waiting, is_first=not reduced)
+            reduction = Reduction(
+                until - 1 if waiting else gradients, in_bucket, waiting, is_first=not reduced
+            )
             reduced[part] = (*reduced.get(part, ()), reduction)
             in_bucket = 0
         in_bucket, gradients, last = in_bucket + size, gradients + size, part
@@ -72,7 +79,9 @@ def largest_share(profile: ModelProfile, shares: int) -> int:
     largest = 0
     for begin in range(0, ends[-1], max(1, share)):
         end = min(begin + share, ends[-1])
-        largest = max(largest, ends[bisect_left(ends, end)] - starts[bisect_right(starts, begin) - 1])
+        largest = max(
+            largest, ends[bisect_left(ends, end)] - starts[bisect_right(starts, begin) - 1]
+        )
     return largest
 
 
@@ -82,7 +91,9 @@ def _registered_sizes(profile: ModelProfile) -> Iterator[int]:
             yield from segment.registered or reversed(segment.gradients)
 
 
-def _in_backward_order(profile: ModelProfile, *, leaves: bool = False) -> Iterator[tuple[Part, int]]:
+def _in_backward_order(
+    profile: ModelProfile, *, leaves: bool = False
+) -> Iterator[tuple[Part, int]]:
     for place in range(len(profile.segments) - 1, -1, -1):
         segment = profile.segments[place]
         sizes = _leaf_last(segment) if leaves and segment.leaf_until else segment.gradients

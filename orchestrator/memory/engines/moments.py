@@ -17,9 +17,11 @@ from orchestrator.specs.profile import BackwardPeak, ModelProfile, Segment
 
 Causes = tuple[tuple[str, int], ...]
 
-ACTIVATIONS = "activations"  # the cause whose bytes the profile says; all others follow from counting
+# the cause whose bytes the profile says; all others follow from counting
+ACTIVATIONS = "activations"
 FP32_BYTES = 4
-# Places in `activations`, behind those of all passages: when the forward pass comes to the last layer, and of none.
+# Places in `activations`, behind those of all passages: when the forward pass comes to the last
+# layer, and of none.
 FORWARDED, NOTHING = -2, -1
 _BYTES = itemgetter(1)  # of a cause
 
@@ -32,7 +34,8 @@ class Moment(NamedTuple):
 
     name: str
     counted: Causes
-    activations: int = NOTHING  # index into the rank's `activations`: that of a passage, FORWARDED or NOTHING
+    # index into the rank's `activations`: that of a passage, FORWARDED or NOTHING
+    activations: int = NOTHING
 
     @property
     def counted_bytes(self) -> int:
@@ -61,7 +64,8 @@ class Passage(NamedTuple):
     position: int  # of the part in its segment, in backward order: the deepest is 0
     done: int  # trained parameters of parts that have finished their backward pass
     gradients: int  # trained parameters of this part whose gradient exists
-    fresh: int  # part of `gradients` that an engine copies and frees at once; 0 if counted as activations
+    # part of `gradients` that an engine copies and frees at once; 0 if counted as activations
+    fresh: int
     units_done: int  # parameters of layers that have finished their backward pass
     ends_done: int  # part of `done` that belongs to no layer
     ahead: Segment | None = None  # of a layer: the next one in backward order
@@ -93,7 +97,8 @@ class Rank:
     earlier: int | None = None  # trained parameters with such gradients; None: all
     messages: int = 0  # hidden states and gradients buffered for the pipeline, one micro-batch each
     full_layers: int = 0  # first layers in full recomputation, where the others are selective
-    updates: bool = False  # whether each parameter is updated in the backward pass, once its gradient is complete
+    # whether each parameter is updated in the backward pass, once its gradient is complete
+    updates: bool = False
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
@@ -122,7 +127,13 @@ class Rank:
     @cached_property
     def accumulated(self) -> int:
         """Number of trained parameters whose gradients from earlier micro-batches exist."""
-        return 0 if not self.accumulates else self.trained_parameters if self.earlier is None else self.earlier
+        return (
+            0
+            if not self.accumulates
+            else self.trained_parameters
+            if self.earlier is None
+            else self.earlier
+        )
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -136,7 +147,9 @@ class Rank:
 
     @cached_property
     def trained_end_parameters(self) -> int:
-        return sum(segment.trained_parameters for segment in self.profile.segments if not segment.is_unit)
+        return sum(
+            segment.trained_parameters for segment in self.profile.segments if not segment.is_unit
+        )
 
     def buffer_bytes(self, plan: Plan) -> int:
         """Return the bytes of pipeline messages that the rank holds in a step (training/engines/pipeline.py)."""
@@ -156,7 +169,12 @@ def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
 
 @lru_cache(maxsize=8192)
 def passages(
-    stage: ModelProfile, has_loss: bool, *, gathers: bool, full_layers: int = 0, updates: bool = False
+    stage: ModelProfile,
+    has_loss: bool,
+    *,
+    gathers: bool,
+    full_layers: int = 0,
+    updates: bool = False,
 ) -> tuple[Passage, ...]:
     """Return the passages (peak candidates) of one micro-batch through the stage, in order of time.
 
@@ -175,7 +193,18 @@ def passages(
         if segment.forward_transient_bytes
     ]
     points.append(
-        Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0)
+        Passage(
+            f"forward {last.name}",
+            Point.FORWARD,
+            last,
+            len(segments) - 1,
+            0,
+            0,
+            in_forward,
+            fresh,
+            0,
+            0,
+        )
     )
     done = units = ends = passed = 0
     layers = [segment for segment in segments if segment.is_unit for _ in range(segment.count)]
@@ -204,9 +233,14 @@ def passages(
                     ahead=layers[layer - 1] if repeated and layer > 0 else None,
                     behind=layers[layer + 1] if repeated and layer + 1 < len(layers) else None,
                     peak=peak,
-                    since=max((arrival.own for arrival in segment.arrivals if arrival.own < gradients), default=0),
+                    since=max(
+                        (arrival.own for arrival in segment.arrivals if arrival.own < gradients),
+                        default=0,
+                    ),
                 )
-                for point, gradients, peak in _backward(segment, is_loss=is_loss, arrives=gathers, updates=updates)
+                for point, gradients, peak in _backward(
+                    segment, is_loss=is_loss, arrives=gathers, updates=updates
+                )
             ]
         done += segment.count * segment.trained_parameters
         units += segment.count * stage.gathered(segment) if repeated else 0
@@ -219,7 +253,10 @@ def passages(
 def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
     """Return the passages (peak candidates) of a traced model, under every kind of checkpointing."""
     layers = [(place, segment) for place, segment in enumerate(stage.segments) if segment.is_unit]
-    first = {place: sum(before.count for _, before in layers[:number]) for number, (place, _) in enumerate(layers)}
+    first = {
+        place: sum(before.count for _, before in layers[:number])
+        for number, (place, _) in enumerate(layers)
+    }
     units = [segment for _, segment in layers for _ in range(segment.count)]
     points = []
     come: dict[object, int] = {}
@@ -276,13 +313,21 @@ def _backward(
     """
     trained, largest = segment.trained_parameters, segment.largest_gradient
     if is_loss and segment.chunks is not None:
-        return [(Point.PEAK, min(segment.chunks.gradients, trained), None), (Point.END, trained, None)]
+        return [
+            (Point.PEAK, min(segment.chunks.gradients, trained), None),
+            (Point.END, trained, None),
+        ]
     if is_loss and segment.peaks:
-        return [*((Point.PEAK, peak.own, peak) for peak in segment.peaks), (Point.END, trained, None)]
+        return [
+            *((Point.PEAK, peak.own, peak) for peak in segment.peaks),
+            (Point.END, trained, None),
+        ]
     if is_loss:
         return [(Point.PEAK, 0, None), (Point.GRADIENT, largest, None), (Point.END, trained, None)]
     points: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]
-    points += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [(Point.PEAK, largest, None)]
+    points += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [
+        (Point.PEAK, largest, None)
+    ]
     points += [(Point.GRADIENT, largest, None)] if updates and not segment.peaks else []
     points += [(Point.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
     return [*points, (Point.END, trained, None)]

@@ -11,13 +11,18 @@ from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
 SGD_BYTES = 4  # the momentum buffer; counted where momentum is 0 too, since the plan does not say
-# Of a tensor in 8 bits: a byte of each moment, the fp32 largest values of every block, and a table of fp32 values for
-# each moment (torchao/optim/subclass_8bit.py). Smaller tensors keep fp32 (training/engines/eight_bit.py).
+# Of a tensor in 8 bits: a byte of each moment, the fp32 largest values of every block, and a table
+# of fp32 values for
+# each moment (torchao/optim/subclass_8bit.py). Smaller tensors keep fp32
+# (training/engines/eight_bit.py).
 BLOCK, QUANTISED_MIN = 256, 4096
 TABLES_BYTES = 2 * 256 * FP32_BYTES
-# Held of each element while 8-bit AdamW updates its tensor. Compiled, two fp32 values (what inductor allocates for
-# single_param_adam, torch 2.13.0, torchao 0.18). Operation by operation, on a virtual device: seven fp32 values, two
-# int64 codes and two fp32 differences, and with them a mask and a third code (torchao/optim/quant_utils.py,
+# Held of each element while 8-bit AdamW updates its tensor. Compiled, two fp32 values (what
+# inductor allocates for
+# single_param_adam, torch 2.13.0, torchao 0.18). Operation by operation, on a virtual device: seven
+# fp32 values, two
+# int64 codes and two fp32 differences, and with them a mask and a third code
+# (torchao/optim/quant_utils.py,
 # quantize_8bit_with_qmap, its last `where`).
 COMPILED_8BIT_BYTES = 8
 EAGER_8BIT_BYTES = 53
@@ -32,8 +37,15 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored_elements(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
-        return sum(segment.count * _states_in_8_bits(segment, profile, plan, shards) for segment in profile.segments)
-    return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) // narrow * -(-trained // shards)
+        return sum(
+            segment.count * _states_in_8_bits(segment, profile, plan, shards)
+            for segment in profile.segments
+        )
+    return (
+        (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES)
+        // narrow
+        * -(-trained // shards)
+    )
 
 
 def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:
@@ -76,6 +88,10 @@ def _factored_elements(profile: ModelProfile) -> int:
     """Elements of the factored second moments (Shazeer and Stern 2018, arXiv:1804.04235, section 3)."""
     return sum(
         segment.count
-        * (segment.factored if segment.factored is not None else 2 * math.isqrt(segment.trained_parameters))
+        * (
+            segment.factored
+            if segment.factored is not None
+            else 2 * math.isqrt(segment.trained_parameters)
+        )
         for segment in profile.segments
     )

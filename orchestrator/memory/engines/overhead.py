@@ -14,15 +14,19 @@ from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 
-# With the kernels that a training has loaded, on an H100 under torch 2.11.0 and CUDA 13.0. Before the first kernel it
-# is 552 MB (tests/gpu/measured/, 2026-11-26). An A100 under torch 2.1.1 had 505 MB (stas00/ml-engineering
+# With the kernels that a training has loaded, on an H100 under torch 2.11.0 and CUDA 13.0. Before
+# the first kernel it
+# is 552 MB (tests/gpu/measured/, 2026-11-26). An A100 under torch 2.1.1 had 505 MB
+# (stas00/ml-engineering
 # training/performance/README.md).
 CONTEXT_BYTES = 789_000_000
-# One communicator of 1 rank: the same H100, NCCL 2.28. Of 2 ranks, and of more: NVIDIA/nccl issue 964.
+# One communicator of 1 rank: the same H100, NCCL 2.28. Of 2 ranks, and of more: NVIDIA/nccl issue
+# 964.
 COMMUNICATOR_BYTES = {1: 589_000_000, 2: 544_000_000}
 LARGE_COMMUNICATOR_BYTES = 688_000_000
 
-STEP_BYTES = 32 * 2**20  # measurements are rounded up to these: what is searched anew for every few pages gains nothing
+# measurements are rounded up to these: what is searched anew for every few pages gains nothing
+STEP_BYTES = 32 * 2**20
 COUNTED = 32  # newest measurements that count of each supposed overhead
 
 
@@ -44,21 +48,27 @@ def _supposed_bytes(layout: ParallelLayout, dp_replicate: int, expert_parallel: 
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
     if expert_parallel > 1:
         groups += [expert_parallel, world // expert_parallel]
-    return CONTEXT_BYTES + sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
+    return CONTEXT_BYTES + sum(
+        COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
     """Measured memory outside the allocator on one kind of device."""
 
-    measured: tuple[tuple[int, int], ...] = ()  # supposed bytes, and measured bytes of plans with those
+    measured: tuple[
+        tuple[int, int], ...
+    ] = ()  # supposed bytes, and measured bytes of plans with those
 
     def bytes_of(self, plan: Plan) -> int:
         """Return the plan's overhead in bytes: the assumed one, corrected by the error of the nearest measured one."""
         supposed_bytes = supposed_overhead_bytes(plan)
         if not self.measured:
             return supposed_bytes
-        nearest_bytes, measured_bytes = min(self.measured, key=lambda pair: abs(pair[0] - supposed_bytes))
+        nearest_bytes, measured_bytes = min(
+            self.measured, key=lambda pair: abs(pair[0] - supposed_bytes)
+        )
         return max(0, supposed_bytes + measured_bytes - nearest_bytes)
 
 
@@ -74,7 +84,9 @@ def measured_overhead(observations: Iterable[Observation]) -> Overhead:
     by_supposed: dict[int, list[int]] = {}
     for observation in observations:
         if observation.overhead_bytes is not None:
-            by_supposed.setdefault(supposed_overhead_bytes(observation.plan), []).append(observation.overhead_bytes)
+            by_supposed.setdefault(supposed_overhead_bytes(observation.plan), []).append(
+                observation.overhead_bytes
+            )
     return Overhead(
         tuple(
             (supposed, _in_steps(median_high(measured[-COUNTED:])))

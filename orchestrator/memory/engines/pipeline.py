@@ -61,13 +61,23 @@ def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, .
     at_a_time, whole_round = filling.at_a_time, per_rank * filling.at_a_time
     passes = (per_rank - 1) * at_a_time + 2 * (pp - 1 - rank) + 1
     rounds, rest = divmod(min(passes, whole_round) if filling.is_one_round else passes, whole_round)
-    return tuple(rounds * at_a_time + min(at_a_time, max(0, rest - stage * at_a_time)) for stage in range(per_rank))
+    return tuple(
+        rounds * at_a_time + min(at_a_time, max(0, rest - stage * at_a_time))
+        for stage in range(per_rank)
+    )
 
 
 @lru_cache(maxsize=1024)
-def _whole(profile: ModelProfile, full_layers: int, *, is_alone: bool, updates: bool) -> tuple[Rank, ...]:
+def _whole(
+    profile: ModelProfile, full_layers: int, *, is_alone: bool, updates: bool
+) -> tuple[Rank, ...]:
     whole = Rank(
-        name="", profile=profile, stage=profile, accumulates=not is_alone, full_layers=full_layers, updates=updates
+        name="",
+        profile=profile,
+        stage=profile,
+        accumulates=not is_alone,
+        full_layers=full_layers,
+        updates=updates,
     )
     return (whole,)
 
@@ -95,12 +105,21 @@ def _stages(
             messages=messages(rank, pp, passes, per_rank - first),
             full_layers=full_layers,
         )
-        kinds += _split_round(every, stages, passes, rank, pp, filling.at_a_time) if filling.is_one_round else [every]
+        kinds += (
+            _split_round(every, stages, passes, rank, pp, filling.at_a_time)
+            if filling.is_one_round
+            else [every]
+        )
     return tuple(kinds)
 
 
 def _split_round(
-    every: Rank, stages: Sequence[ModelProfile], passes: tuple[int, ...], rank: int, pp: int, at_a_time: int
+    every: Rank,
+    stages: Sequence[ModelProfile],
+    passes: tuple[int, ...],
+    rank: int,
+    pp: int,
+    at_a_time: int,
 ) -> list[Rank]:
     """The rank where its last stage goes backward first, goes on, and where its first stage does.
 
@@ -116,12 +135,16 @@ def _split_round(
         passes = (*passes[:-1], passes[-1] - 1)
     sent = messages(rank, pp, passes, int(per_rank > 1 or rank > 0))
     others = _others(stages, passes, -1)
-    variants.append(replace(of_last, others=others, earlier=stages[-1].trained_parameters, messages=sent))
+    variants.append(
+        replace(of_last, others=others, earlier=stages[-1].trained_parameters, messages=sent)
+    )
     if per_rank > 1:
         passes = (at_a_time - 1, *(0 for _ in stages[1:]))
         sent = messages(rank, pp, passes, per_rank - (rank == 0))
         others = _others(stages, passes, 0)
-        variants.append(replace(every, stage=stages[0], has_loss=False, others=others, messages=sent))
+        variants.append(
+            replace(every, stage=stages[0], has_loss=False, others=others, messages=sent)
+        )
     return variants
 
 
@@ -169,7 +192,11 @@ def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tup
     repeated = max(profile.segments, key=lambda segment: segment.count)
     place = profile.segments.index(repeated)
     before, behind = profile.segments[:place], profile.segments[place + 1 :]
-    return tuple(map(_with_shared, before)), replace(repeated, waiting_gradients=0), tuple(map(_with_shared, behind))
+    return (
+        tuple(map(_with_shared, before)),
+        replace(repeated, waiting_gradients=0),
+        tuple(map(_with_shared, behind)),
+    )
 
 
 @lru_cache(maxsize=4096)

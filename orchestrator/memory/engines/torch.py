@@ -13,7 +13,9 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Segment
 
 
-def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable[int], *, cuda: bool) -> list[Moment]:
+def ddp_moments(
+    rank: Rank, plan: Plan, replicated: Replicated, places: Iterable[int], *, cuda: bool
+) -> list[Moment]:
     """Return the candidates for the memory peak of a rank without sharding (Li et al. 2020, arXiv:2006.15704).
 
     With several data-parallel ranks there are buckets for all gradients from the start. In our engine they are the
@@ -46,17 +48,29 @@ def ddp_moments(rank: Rank, plan: Plan, replicated: Replicated, places: Iterable
     points = []
     for place in places:
         passage = rank.passages[place]
-        at_once = ("gradients", gradients(passage)), ("optimizer temporaries", _update_bytes(passage, plan, cuda=cuda))
+        at_once = (
+            ("gradients", gradients(passage)),
+            ("optimizer temporaries", _update_bytes(passage, plan, cuda=cuda)),
+        )
         points.append(Moment(passage.name, (*fixed, *at_once), place))
     if plan.optimizer_in_backward:
         return points
     gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
     temporary = temporaries(plan, largest, cuda=cuda, before=before)
-    if cuda and not replicated.is_ours:  # torch's foreach rules hold as much as all gradients; 8 bits go one by one
-        temporary = min(width * count, temporary) if plan.optimizer is Optimizer.ADAMW_8BIT else width * count
+    if (
+        cuda and not replicated.is_ours
+    ):  # torch's foreach rules hold as much as all gradients; 8 bits go one by one
+        temporary = (
+            min(width * count, temporary)
+            if plan.optimizer is Optimizer.ADAMW_8BIT
+            else width * count
+        )
     points.append(
-        Moment("optimizer step", (*fixed, ("gradients", gradient_bytes), ("optimizer temporaries", temporary)))
+        Moment(
+            "optimizer step",
+            (*fixed, ("gradients", gradient_bytes), ("optimizer temporaries", temporary)),
+        )
     )
     return points
 
@@ -80,10 +94,14 @@ def _update_bytes(passage: Passage, plan: Plan, *, cuda: bool) -> int:
     waits = (passage.segment.chunks is not None or is_gathered) and passage.point is Point.PEAK
     if not plan.optimizer_in_backward or not passage.backward or waits:
         return 0
-    return temporaries(plan, min(_gradient_elements(passage), passage.segment.trained_parameters), cuda=cuda)
+    return temporaries(
+        plan, min(_gradient_elements(passage), passage.segment.trained_parameters), cuda=cuda
+    )
 
 
-def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool) -> list[Moment]:
+def fsdp_moments(
+    rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, cuda: bool
+) -> list[Moment]:
     """Return the candidates for the memory peak of a rank with sharded parameters, gradients and optimizer states.
 
     Layers are units of their own, everything else is the root unit, which stays gathered from forward to the end of
@@ -97,32 +115,50 @@ def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, c
     """
     profile, shards, compute = rank.profile, fsdp.shards, compute_bytes(plan)
     device, fixed = _on_device(plan), _shards(rank, plan, shards)
-    of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
+    of_turn: dict[
+        int, int
+    ] = {}  # gradients by the end of it, those of recipes out of turn among them
     for passage in rank.passages if profile.turns else ():
         of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.gradients)
     points: list[Moment] = []
     for place in places:
         passage = rank.passages[place]
         transients = _transients(rank, plan, fsdp, passage, compute, gloo=not cuda)
-        reduced = _reduced_elements(rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters))
+        reduced = _reduced_elements(
+            rank, plan, fsdp, passage, of_turn.get(passage.turn, rank.trained_parameters)
+        )
         gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         points.append(Moment(passage.name, (*fixed, gradients, *transients), place))
         if plan.optimizer_in_backward and passage.behind and passage.point is Point.START:
             updating = _update_behind(rank, plan, fsdp, passage, compute, cuda=cuda)
-            points.append(Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), place))
+            points.append(
+                Moment(f"update behind {passage.name}", (*fixed, gradients, *updating), place)
+            )
     layer = max(profile.segments, key=lambda segment: segment.parameters * (segment.count > 1))
     unit = layer.parameters if layer.count > 1 else 0
     if unit and not fsdp.is_pipelined and shards > 1 and not profile.moments:
         gathering = _last_gathering(rank, plan, fsdp, layer, compute, device)
         points.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
     if unit and fsdp.is_pipelined:
-        points.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
+        points.append(
+            Moment(
+                "gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))
+            )
+        )
     reduction = _root_reduction(rank, plan, fsdp, device, gloo=not cuda)
     points.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if plan.optimizer_in_backward:
-        points.append(Moment("update of the root", (*fixed, *_root_update(rank, plan, compute, shards, cuda=cuda))))
+        points.append(
+            Moment(
+                "update of the root",
+                (*fixed, *_root_update(rank, plan, compute, shards, cuda=cuda)),
+            )
+        )
     if device and not plan.optimizer_in_backward:
-        largest, before = (-(-count // shards) for count in (profile.largest_trained, profile.updated_before_largest))
+        largest, before = (
+            -(-count // shards)
+            for count in (profile.largest_trained, profile.updated_before_largest)
+        )
         shard = -(-rank.trained_parameters // shards)
         is_foreach = cuda and isinstance(fsdp, ScriptFsdp)
         temporary = temporaries(plan, largest, cuda=cuda, before=before)
@@ -134,7 +170,9 @@ def fsdp_moments(rank: Rank, plan: Plan, fsdp: Fsdp, places: Iterable[int], *, c
     return points
 
 
-def _transients(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool) -> Causes:
+def _transients(
+    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool
+) -> Causes:
     """Return what is gathered and not yet reduced at a passage."""
     if fsdp.is_pipelined:
         return _pipelined(rank, passage, compute)
@@ -149,7 +187,11 @@ def _reduced_elements(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, whol
         return 0
     fresh = max(0, passage.done - passage.ends_done)
     if plan.optimizer_in_backward:  # the shard of one unit, from its reduction to its update
-        fresh = passage.behind.trained_parameters if passage.behind and passage.point is Point.START else 0
+        fresh = (
+            passage.behind.trained_parameters
+            if passage.behind and passage.point is Point.START
+            else 0
+        )
     return whole + (fsdp.copies > 1) * fresh if rank.accumulates else fresh
 
 
@@ -168,7 +210,9 @@ def _shards(rank: Rank, plan: Plan, shards: int) -> Causes:
     )
 
 
-def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool) -> Causes:
+def _unit(
+    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, gloo: bool
+) -> Causes:
     """Return what is gathered and not yet reduced where every unit is gathered and freed by itself.
 
     Before the backward pass of a unit starts, the gradients of the one behind it are reduced. They are in the flat
@@ -180,13 +224,25 @@ def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *,
     nothing is gathered any more.
     """
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
-    segment, keeps, shards, alone = passage.segment, fsdp.keeps_gathered, fsdp.shards, fsdp.shards == 1
-    gathered, reducing, named = rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
+    segment, keeps, shards, alone = (
+        passage.segment,
+        fsdp.keeps_gathered,
+        fsdp.shards,
+        fsdp.shards == 1,
+    )
+    gathered, reducing, named = (
+        rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters,
+        0,
+        0,
+    )
     ahead, behind = passage.ahead, passage.behind
     if segment.experts and plan.expert_parallel > 1:
         return _mixture(rank, plan, fsdp, passage, compute, gathered, gloo=gloo)
     if segment.is_unit and passage.backward:
-        unit, reducing = 0 if keeps else segment.parameters, behind.trained_parameters if behind else 0
+        unit, reducing = (
+            0 if keeps else segment.parameters,
+            behind.trained_parameters if behind else 0,
+        )
         waiting = 0 if alone else unit
         arriving = ahead.parameters if ahead and not keeps and not alone else 0
         here = unit + arriving, 0, reducing
@@ -195,7 +251,11 @@ def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *,
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
-            here = max(reduction, start, key=lambda counts: compute * (counts[0] + counts[1]) + exchanged * counts[2])
+            here = max(
+                reduction,
+                start,
+                key=lambda counts: compute * (counts[0] + counts[1]) + exchanged * counts[2],
+            )
         gathered, named, reducing = gathered + here[0], here[1], here[2]
     elif segment.is_unit and rank.stage.moments:
         flat = 0 if alone else segment.parameters  # stays until the next unit's is there
@@ -203,7 +263,8 @@ def _unit(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *,
         if passage.point is Point.ENTRY and ahead and not alone:  # see _last_gathering
             gathered += ahead.parameters
     elif not alone and not passage.outside and not (passage.backward and keeps):
-        # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
+        # The root goes on: forward it has the last one's flat buffer until it is done, backward it
+        # gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
         layer = next((unit for unit in earlier if unit.is_unit), None)
         if layer is not None:
@@ -235,27 +296,46 @@ def _mixture(
             alone = plan.expert_parallel == plan.layout.dp
             last_expert = 0 if alone else experts // 3
             added = exchanged * (segment.parameters // shards) if rank.accumulates else 0
-            first = exchanged * experts * (2 if gloo and not alone else 1) + compute * (rest + last_expert) + added
-            second = exchanged * (experts + (1 + gloo) * rest) + compute * segment.last_gradient + added
+            first = (
+                exchanged * experts * (2 if gloo and not alone else 1)
+                + compute * (rest + last_expert)
+                + added
+            )
+            second = (
+                exchanged * (experts + (1 + gloo) * rest) + compute * segment.last_gradient + added
+            )
             moments.append((compute * (of_rest + of_experts + rest), first))
             moments.append((compute * (of_rest + of_experts), second))
         here = max(moments, key=sum)
     gradients = compute * (passage.ends_done + min(passage.gradients, rank.stage.made(segment)))
-    return (("gathered parameters", compute * gathered + here[0]), ("whole gradients", gradients + here[1]))
+    return (
+        ("gathered parameters", compute * gathered + here[0]),
+        ("whole gradients", gradients + here[1]),
+    )
 
 
 def _flat(plan: Plan, segment: Segment) -> tuple[int, int]:
     """Elements of the flat buffers in which a layer's rest and its experts are gathered."""
     experts = segment.experts // plan.expert_parallel
-    return segment.parameters - segment.experts, 0 if plan.layout.dp == plan.expert_parallel else experts
+    return (
+        segment.parameters - segment.experts,
+        0 if plan.layout.dp == plan.expert_parallel else experts,
+    )
 
 
-def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, cuda: bool) -> Causes:
+def _update_behind(
+    rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute: int, *, cuda: bool
+) -> Causes:
     """Return the causes while the unit behind is updated in the backward pass, as soon as its shard is reduced.
 
     The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
     """
-    behind, keeps, shards, alone = passage.behind, fsdp.keeps_gathered, fsdp.shards, fsdp.shards == 1
+    behind, keeps, shards, alone = (
+        passage.behind,
+        fsdp.keeps_gathered,
+        fsdp.shards,
+        fsdp.shards == 1,
+    )
     assert behind is not None, passage
     ahead = 0 if alone else passage.segment.parameters
     gathered = rank.parameters - passage.units_done if keeps else rank.end_parameters + ahead
@@ -263,8 +343,14 @@ def _update_behind(rank: Rank, plan: Plan, fsdp: Fsdp, passage: Passage, compute
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     return (
         ("gathered parameters", compute * gathered),
-        ("whole gradients", compute * (passage.ends_done + named) + exchanged * behind.trained_parameters),
-        ("optimizer temporaries", temporaries(plan, -(-behind.largest_gradient // shards), cuda=cuda)),
+        (
+            "whole gradients",
+            compute * (passage.ends_done + named) + exchanged * behind.trained_parameters,
+        ),
+        (
+            "optimizer temporaries",
+            temporaries(plan, -(-behind.largest_gradient // shards), cuda=cuda),
+        ),
     )
 
 
@@ -275,7 +361,10 @@ def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: boo
     """
     ends = [segment for segment in rank.profile.segments if not segment.is_unit]
     last = next((segment.last_gradient for segment in reversed(ends)), 0)
-    trained, largest = rank.trained_end_parameters, max((segment.largest_gradient for segment in ends), default=0)
+    trained, largest = (
+        rank.trained_end_parameters,
+        max((segment.largest_gradient for segment in ends), default=0),
+    )
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     return (
         ("gradients", rank.profile.parameter_bytes * -(-trained // shards)),
@@ -284,7 +373,9 @@ def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: boo
     )
 
 
-def _last_gathering(rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, compute: int, device: int) -> Causes:
+def _last_gathering(
+    rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, compute: int, device: int
+) -> Causes:
     """The forward pass comes to the last unit: its weights leave one flat buffer, and the one before has another.
 
     `wait_for_unshard` lets go of the buffer of the unit before when it returns, not before it copies
@@ -293,11 +384,15 @@ def _last_gathering(rank: Rank, plan: Plan, fsdp: Fsdp, layer: Segment, compute:
     accumulates = rank.accumulates and not fsdp.once_a_step  # the first forward pass gathers
     unit = rank.profile.gathered(layer)
     flats = 2 * unit if plan.expert_parallel == 1 else sum(_flat(plan, layer))
-    gathered = (rank.gathered_parameters if fsdp.keeps_gathered else rank.end_parameters + unit) + flats
+    gathered = (
+        rank.gathered_parameters if fsdp.keeps_gathered else rank.end_parameters + unit
+    ) + flats
     return (
         (
             "gradients",
-            device * rank.profile.parameter_bytes * -(-(rank.trained_parameters if accumulates else 0) // fsdp.shards),
+            device
+            * rank.profile.parameter_bytes
+            * -(-(rank.trained_parameters if accumulates else 0) // fsdp.shards),
         ),
         ("gathered parameters", compute * gathered),
     )
@@ -312,7 +407,9 @@ def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
 
 
-def _reduced_once(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:
+def _reduced_once(
+    rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool
+) -> Causes:
     """Return the causes where a step gathers once, and reduces in the backward pass of its last micro-batch.
 
     Until then gradients add up whole, in the type in which they are exchanged: of the second of two micro-batches those
@@ -333,7 +430,10 @@ def _reduced_once(rank: Rank, plan: Plan, passage: Passage, compute: int, shards
     copies, named = 1, 0
     if passage.behind and passage.point is Point.START:
         copies, named = 1 + gloo, passage.behind.last_gradient
-    whole = exchanged * (rank.trained_parameters - reduced + copies * behind + named) + compute * passage.fresh
+    whole = (
+        exchanged * (rank.trained_parameters - reduced + copies * behind + named)
+        + compute * passage.fresh
+    )
     last = (
         ("gradients", width * -(-reduced // shards)),
         ("gathered parameters", compute * (rank.parameters - passage.units_done)),
@@ -362,20 +462,37 @@ def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bo
     there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
     compute, shards = compute_bytes(plan), fsdp.shards
-    width, exchanged = rank.profile.parameter_bytes, exchanged_bytes(plan, rank.profile.parameter_bytes)
+    width, exchanged = (
+        rank.profile.parameter_bytes,
+        exchanged_bytes(plan, rank.profile.parameter_bytes),
+    )
     root, trained = rank.end_parameters, rank.trained_end_parameters
     adds_shards = plan.gradient_accumulation_steps > 1 and not fsdp.once_a_step
-    reduced = 0 if plan.optimizer_in_backward else rank.trained_parameters - (0 if adds_shards else trained)
+    reduced = (
+        0
+        if plan.optimizer_in_backward
+        else rank.trained_parameters - (0 if adds_shards else trained)
+    )
     if fsdp.copies > 1 and plan.gradient_accumulation_steps > 1:
         reduced += rank.trained_parameters - trained
     shard = width * -(-trained // shards)
     if fsdp.is_pipelined:
         gathered, whole = compute * (root + -(-root // shards)), 2 * exchanged * trained + shard
     else:
-        last = next((segment.last_gradient for segment in reversed(rank.profile.segments) if not segment.is_unit), 0)
+        last = next(
+            (
+                segment.last_gradient
+                for segment in reversed(rank.profile.segments)
+                if not segment.is_unit
+            ),
+            0,
+        )
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
         made = exchanged if fsdp.once_a_step else compute
-        gathered, whole = 0, max((made + exchanged) * trained, copies * exchanged * trained + shard + named)
+        gathered, whole = (
+            0,
+            max((made + exchanged) * trained, copies * exchanged * trained + shard + named),
+        )
     return (
         ("gradients", device * width * -(-reduced // shards)),
         ("gathered parameters", gathered),

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Those of one input, which adapters share; attention keeps its own output, so o_proj's is there anyhow.
+# Those of one input, which adapters share; attention keeps its own output, so o_proj's is there
+# anyhow.
 ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))
 
 
@@ -39,7 +40,11 @@ class AdaptedLayer:
     @property
     def adapted(self) -> dict[str, tuple[int, int]]:
         """Name to (inputs, outputs) of each projection with an adapter."""
-        return {name: size for name, size in self.projections.items() if not self.targets or name in self.targets}
+        return {
+            name: size
+            for name, size in self.projections.items()
+            if not self.targets or name in self.targets
+        }
 
     @property
     def inputs_bytes(self) -> int:

@@ -17,8 +17,10 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.profile import BackwardPeak, ModelProfile
 from orchestrator.specs.replace import replace
 
-# How often over what it sends a rank may receive, as plans are made: the capacity factor with which Switch Transformers
-# were trained (Fedus et al. 2021, arXiv:2101.03961, section 2.2: 1.25, beyond which they drop tokens). We drop none.
+# How often over what it sends a rank may receive, as plans are made: the capacity factor with which
+# Switch Transformers
+# were trained (Fedus et al. 2021, arXiv:2101.03961, section 2.2: 1.25, beyond which they drop
+# tokens). We drop none.
 UNEVEN = 1.25
 # What the configuration classes of transformers 5.23 say where config.json says nothing, by family.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -78,7 +80,9 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
     if config["model_type"] == "mixtral":
         if not isinstance(width := config.get("intermediate_size"), int):
             return None
-        return Experts(count=config["num_local_experts"], chosen=config["num_experts_per_tok"], width=width)
+        return Experts(
+            count=config["num_local_experts"], chosen=config["num_experts_per_tok"], width=width
+        )
     return Experts(
         count=config["num_experts"],
         chosen=config["num_experts_per_tok"],
@@ -115,7 +119,11 @@ def with_experts(
     saved_bytes, selective_bytes = _saved_bytes(profile, routing, h, autocast=autocast)
     parts = (*((h, *(3 * (shared * h,))) if shared else ()), down, 2 * down, router)
     copies = routing.received
-    products: tuple[tuple[int, int, int], ...] = ((tokens, h, count), (copies, h, 2 * f), (copies, f, h))
+    products: tuple[tuple[int, int, int], ...] = (
+        (tokens, h, count),
+        (copies, h, 2 * f),
+        (copies, f, h),
+    )
     if shared:
         products += ((tokens, h, 1), (tokens, h, shared), (tokens, h, shared), (tokens, shared, h))
     cast = router + 3 * shared * h + (h if shared else 0)
@@ -125,7 +133,8 @@ def with_experts(
         parameters=layer.parameters + sum(parts),
         saved_bytes=layer.saved_bytes + saved_bytes,
         selective_bytes=(layer.selective_bytes or 0) + selective_bytes,
-        forward_flops=layer.forward_flops + 2.0 * sum(rows * inner * columns for rows, inner, columns in products),
+        forward_flops=layer.forward_flops
+        + 2.0 * sum(rows * inner * columns for rows, inner, columns in products),
         matmuls=(*(product for product in layer.matmuls if all(product)), *products),
         cast_bytes=layer.cast_bytes + (2 * cast if layer.cast_bytes else 0),
         largest_parameter=2 * down,
@@ -136,7 +145,9 @@ def with_experts(
         viewed=3 * down,  # transposed (`_grouped_linear`)
         peaks=_peaks(profile, routing, h, autocast=autocast),
         experts=3 * down,
-        routed_bytes=2 * routing.sent * h * _expert_width(profile, autocast=autocast) if spread > 1 else 0,
+        routed_bytes=2 * routing.sent * h * _expert_width(profile, autocast=autocast)
+        if spread > 1
+        else 0,
         forward_moved_bytes=0,
         backward_moved_bytes=0,
     )
@@ -176,7 +187,9 @@ def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast:
     """
     experts = routing.experts
     k, low = experts.chosen, profile.precision is not Precision.FP32
-    weights = (2 * k if low and not experts.weights_in_fp32 else 0) + (0 if experts.weights_add_up else 4 * k + 4)
+    weights = (2 * k if low and not experts.weights_in_fp32 else 0) + (
+        0 if experts.weights_add_up else 4 * k + 4
+    )
     w, places = _expert_width(profile, autocast=autocast), 8 if routing.spread > 1 else 0
     return (
         routing.received * (w * (4 * experts.width + h) + places)
@@ -193,7 +206,9 @@ def _shared_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: 
     return width * (4 * experts.shared_width + h + 1) + (6 * h if autocast and width == 2 else 0)
 
 
-def _saved_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> tuple[int, int]:
+def _saved_bytes(
+    profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool
+) -> tuple[int, int]:
     """Return the bytes a sample's experts save: in all, and under selective checkpointing (products only)."""
     width, experts = 4 if profile.precision is Precision.FP32 else 2, routing.experts
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
@@ -204,20 +219,31 @@ def _saved_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast: 
     return routed + routing.tokens * (shared - unread), routing.tokens * selective
 
 
-def _peaks(profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool) -> tuple[BackwardPeak, ...]:
+def _peaks(
+    profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool
+) -> tuple[BackwardPeak, ...]:
     """Return the peaks after each of the experts' products, and where gradients of copies add up or attention follows.
 
     A gradient of all experts of a rank is one tensor and made whole, whatever the routing was. Where they are spread,
     the gradients of copies go back to their tokens in between: as they came, in the order of ranks, and arrived.
     """
-    experts, tokens, sent, received = routing.experts, routing.tokens, routing.sent, routing.received
+    experts, tokens, sent, received = (
+        routing.experts,
+        routing.tokens,
+        routing.sent,
+        routing.received,
+    )
     k, f, width = experts.chosen, experts.width, 4 if profile.precision is Precision.FP32 else 2
-    w, down = _expert_width(profile, autocast=autocast), experts.count // routing.spread * experts.width * h
+    w, down = (
+        _expert_width(profile, autocast=autocast),
+        experts.count // routing.spread * experts.width * h,
+    )
     came_in = width * (h - 1) if experts.shared_width else 0  # of what the shared expert returned
     base = tokens * came_in - 8 * sent
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
     saved = routed + tokens * _shared_bytes(profile, experts, h, autocast=autocast)
-    gone = received * w * 4 * f + sent * w * h + 8 * sent  # of what experts saved, all but their input
+    # of what experts saved, all but their input
+    gone = received * w * 4 * f + sent * w * h + 8 * sent
     gathered = tokens * (8 if w == 4 else 4) * h - gone + base
     attention = tokens * (18 if w == 2 else 10 if width == 2 else 8) * h - saved
     weighted = 3 * w * k * h if w == 4 or not experts.weights_in_fp32 else 14 * k * h - 8 * k
@@ -250,5 +276,8 @@ def _factored_elements(experts: Experts, h: int) -> int:
 
 def _updated_before_largest(experts: Experts, table: int, h: int) -> int:
     """See ModelProfile: the first tensor of experts goes before the second, which is half of it."""
-    first, before = 2 * experts.count * experts.width * h, experts.count * h if experts.router_first else 0
+    first, before = (
+        2 * experts.count * experts.width * h,
+        experts.count * h if experts.router_first else 0,
+    )
     return max(2 * table, 2 * first + before) - 2 * max(table, first)

@@ -27,15 +27,25 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
 }
-# Activations that keep their input and nothing else, and the widest heads that a CPU's attention takes without scores.
+# Activations that keep their input and nothing else, and the widest heads that a CPU's attention
+# takes without scores.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 HEAD_DIM_MAX = 256
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 # Families with experts whose layers are otherwise those of another.
 ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
-# Bytes that a layer's operators read and write for each element of the residual stream, of queries and keys, and of the
-# feed-forward width: forwards, backwards. Norms in Python, rotation, gate, residuals and their gradients, and under
-# autocast the casts of what goes into products (counted on meta tensors, transformers 5.24, 2026-11-26).
+# Bytes that a layer's operators read and write for each element of the residual stream, of queries
+# and keys, and of the
+# feed-forward width: forwards, backwards. Norms in Python, rotation, gate, residuals and their
+# gradients, and under
+# autocast the casts of what goes into products (counted on meta tensors, transformers 5.24,
+# 2026-11-26).
 MOVED: Mapping[str, tuple[tuple[int, int, int], tuple[int, int, int]]] = {
     "fp32": ((80, 40, 20), (250, 52, 36)),
     "low": ((84, 20, 10), (222, 26, 18)),
@@ -78,7 +88,11 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     mixed = family in mixtures.DEFAULTS
     if not (mixed or family in DEFAULTS) or (mixed and model.lora is not None):
         return None
-    config = {**mixtures.DEFAULTS[family], **mixtures.rename_settings(raw)} if mixed else {**DEFAULTS[family], **raw}
+    config = (
+        {**mixtures.DEFAULTS[family], **mixtures.rename_settings(raw)}
+        if mixed
+        else {**DEFAULTS[family], **raw}
+    )
     experts = mixtures.experts_of(config) if mixed else None
     if mixed and experts is None:
         return None
@@ -119,7 +133,11 @@ def as_transformers(
 ) -> ModelProfile:
     """Return our decoder's profile adapted to the transformers family: its biases, head norms and adapters."""
     embedding, layer, head = profile.segments
-    config, tp, low = config_of(model), profile.tensor_parallel, profile.precision is not Precision.FP32
+    config, tp, low = (
+        config_of(model),
+        profile.tensor_parallel,
+        profile.precision is not Precision.FP32,
+    )
     family = ATTENTION.get(config["model_type"], config["model_type"])
     q, kv = shape.num_attention_heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
     more = 0
@@ -130,18 +148,23 @@ def as_transformers(
     if config.get("mlp_bias"):
         more += 2 * shape.intermediate_size // tp + shape.hidden_size
     if family == "qwen3":
-        normed = 0 if model.lora is not None else 2 if low else 4  # kept for the gradient of the norm's weight
+        # kept for the gradient of the norm's weight
+        normed = 0 if model.lora is not None else 2 if low else 4
         norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim
-    if low and not autocast:  # both norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
+    if (
+        low and not autocast
+    ):  # both norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
         wider = 4 if family == "gemma" and model.lora is None else 0
         layer = replace(
             layer,
             saved_bytes=layer.saved_bytes
             + sequence_length * (wider - 4) * shape.hidden_size // profile.sequence_parallel,
         )
-    forward_bytes, backward_bytes = _moved(profile, shape, family, sequence_length, autocast=low and autocast)
+    forward_bytes, backward_bytes = _moved(
+        profile, shape, family, sequence_length, autocast=low and autocast
+    )
     layer = replace(layer, forward_moved_bytes=forward_bytes, backward_moved_bytes=backward_bytes)
     if more:
         *arrivals, last = layer.arrivals
@@ -157,7 +180,12 @@ def as_transformers(
     else:
         beside = _adapted_layer(model.lora, shape, low=low, autocast=autocast, cuda=cuda)
         embedding, layer, head = _with_adapters(
-            (embedding, layer, head), model.lora, shape, beside, sequence_length, model.weight_bytes_each
+            (embedding, layer, head),
+            model.lora,
+            shape,
+            beside,
+            sequence_length,
+            model.weight_bytes_each,
         )
         profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
     profile = replace(profile, segments=(embedding, layer, head))
@@ -174,7 +202,9 @@ def as_transformers(
     )
 
 
-def _moved(profile: ModelProfile, shape: DecoderShape, family: str, tokens: int, *, autocast: bool) -> tuple[int, ...]:
+def _moved(
+    profile: ModelProfile, shape: DecoderShape, family: str, tokens: int, *, autocast: bool
+) -> tuple[int, ...]:
     """Bytes of a sample that a layer's operators move, forwards and backwards, as its Python code runs uncompiled."""
     tp, low = profile.tensor_parallel, profile.precision is not Precision.FP32
     h, f = shape.hidden_size / profile.sequence_parallel, shape.intermediate_size // tp
@@ -205,7 +235,12 @@ def _with_adapters(
     with.
     """
     embedding, layer, head = segments
-    sizes, h, f, width = list(beside.adapted.values()), shape.hidden_size, shape.intermediate_size, beside.width
+    sizes, h, f, width = (
+        list(beside.adapted.values()),
+        shape.hidden_size,
+        shape.intermediate_size,
+        beside.width,
+    )
     low, autocast = width == 2, beside.autocast
     trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
     table = shape.vocab_size * h
@@ -242,11 +277,18 @@ def _with_adapters(
             saved_bytes=layer.saved_bytes + between + inputs - base_inputs - 2 * normed,
             transient_bytes=backward,
             forward_transient_bytes=forward,
-            selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
-            selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes) + tokens * width * h,
+            selective_bytes=None
+            if layer.selective_bytes is None
+            else layer.selective_bytes + between + returned,
+            selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes)
+            + tokens * width * h,
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
-            tensors=tuple(lora.rank * size for inputs, outputs in reversed(sizes) for size in (outputs, inputs)),
+            tensors=tuple(
+                lora.rank * size
+                for inputs, outputs in reversed(sizes)
+                for size in (outputs, inputs)
+            ),
             arrivals=(),
         ),
         replace(
@@ -268,7 +310,9 @@ def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
     return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 
 
-def _adapted_layer(lora: LoraSpec, shape: DecoderShape, *, low: bool, autocast: bool, cuda: bool) -> AdaptedLayer:
+def _adapted_layer(
+    lora: LoraSpec, shape: DecoderShape, *, low: bool, autocast: bool, cuda: bool
+) -> AdaptedLayer:
     h, f = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = (h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)

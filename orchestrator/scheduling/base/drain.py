@@ -20,7 +20,9 @@ def apply_drain(state: State, event: DrainRequested) -> State:
     if not event.undo:
         return replace(state, drained=tuple(sorted({*others, event.node})))
     trusted = tuple(entry for entry in state.suspensions if entry.node != event.node)
-    ends = tuple(end for end in state.ends if all(part.node != event.node for part in end.placement))
+    ends = tuple(
+        end for end in state.ends if all(part.node != event.node for part in end.placement)
+    )
     return replace(state, drained=tuple(sorted(others)), suspensions=trusted, ends=ends)
 
 
@@ -33,7 +35,9 @@ def closures(state: State) -> dict[str, tuple[Window, ...]]:
     suspended = {entry.node: entry.until_s for entry in suspensions(state) if entry.device is None}
     for node in state.nodes:
         ahead = ((start_s, end_s) for start_s, end_s in _windows(node) if end_s > state.at_s)
-        windows = tuple((-inf if start_s <= state.at_s else start_s, end_s) for start_s, end_s in ahead)
+        windows = tuple(
+            (-inf if start_s <= state.at_s else start_s, end_s) for start_s, end_s in ahead
+        )
         if node.name in suspended:
             windows = ((-inf, suspended[node.name]), *windows)
         if node.name in state.drained or windows:
@@ -46,7 +50,11 @@ def suspended_devices(state: State) -> dict[tuple[str, int], float]:
 
     A device that the driver cannot read is closed for ever: no time is known at which it can be read again.
     """
-    suspended = {(entry.node, entry.device): entry.until_s for entry in suspensions(state) if entry.device is not None}
+    suspended = {
+        (entry.node, entry.device): entry.until_s
+        for entry in suspensions(state)
+        if entry.device is not None
+    }
     for node in state.nodes:
         suspended |= {(node.name, index): inf for index in node.unreadable}
     return suspended
@@ -58,14 +66,23 @@ def apply_nodes(state: State, event: NodesSeen) -> State:
     declared = {node.name for node in event.declared}
     since_s = {(entry.node, entry.device): entry.since_s for entry in state.unreadable}
     # those of a node that went away stay: it may come back as it was, and that is no news
-    entries = {place: time_s for place, time_s in since_s.items() if place[0] in declared - set(alive)}
+    entries = {
+        place: time_s for place, time_s in since_s.items() if place[0] in declared - set(alive)
+    }
     for node in event.nodes:
         for index in node.unreadable:
             entries[node.name, index] = since_s.get((node.name, index), event.at_s)
     unreadable = tuple(
-        UnreadableDevice(node=name, device=index, since_s=time_s) for (name, index), time_s in sorted(entries.items())
+        UnreadableDevice(node=name, device=index, since_s=time_s)
+        for (name, index), time_s in sorted(entries.items())
     )
-    return replace(state, nodes=event.nodes, declared=event.declared, policy=event.policy, unreadable=unreadable)
+    return replace(
+        state,
+        nodes=event.nodes,
+        declared=event.declared,
+        policy=event.policy,
+        unreadable=unreadable,
+    )
 
 
 def suspensions(state: State) -> list[Suspension]:
@@ -76,14 +93,19 @@ def suspensions(state: State) -> list[Suspension]:
 def nodes_in_maintenance(state: State) -> frozenset[str]:
     """Return the live nodes whose maintenance has begun, which every attempt must leave."""
     return frozenset(
-        node.name for node in state.nodes if any(start_s <= state.at_s < end_s for start_s, end_s in _windows(node))
+        node.name
+        for node in state.nodes
+        if any(start_s <= state.at_s < end_s for start_s, end_s in _windows(node))
     )
 
 
 def next_change_s(state: State) -> float:
     """Return when the next node or device closes or opens, in seconds since 1970; infinity: never."""
     times_s = [time_s for node in state.nodes for window in _windows(node) for time_s in window]
-    return min((s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s), default=inf)
+    return min(
+        (s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s),
+        default=inf,
+    )
 
 
 def _windows(node: Node) -> tuple[Window, ...]:

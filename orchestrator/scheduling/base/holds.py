@@ -19,10 +19,14 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling or job.unreadable:
         return state, ()
-    spec = event.spec if event.held_by is None else event.spec.model_copy(update={"guarantee": None})
+    spec = (
+        event.spec if event.held_by is None else event.spec.model_copy(update={"guarantee": None})
+    )
     if (spec, event.held_by) == (job.spec, job.held_by):
         return state, ()
-    if spec.time_limit != job.spec.time_limit and job.last is not None:  # one that is being ended goes on
+    if (
+        spec.time_limit != job.spec.time_limit and job.last is not None
+    ):  # one that is being ended goes on
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, over_limit=False)))
     if spec.deadline != job.spec.deadline:
         job = replace(job, deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None)

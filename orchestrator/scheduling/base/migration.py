@@ -8,7 +8,8 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 
-# Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back (User Guide, "Spot
+# Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back
+# (User Guide, "Spot
 # Instance interruption notices"). An attempt that has saved is gone sooner.
 MOVE_GRACE_S = 120.0
 
@@ -28,18 +29,29 @@ def is_elastic(job: Job) -> bool:
     """
     spec = job.spec
     saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
-    return saves and spec.optimizer_steps is not None and spec.start_window is None and spec.guarantee is None
+    return (
+        saves
+        and spec.optimizer_steps is not None
+        and spec.start_window is None
+        and spec.guarantee is None
+    )
 
 
 def may_grow(job: Job) -> bool:
     """Return whether a running job may move to more devices. A job with a deadline already has as many as it needs."""
-    return job.last is not None and job.deadline_s is None and job.last.plan.world_size < job.spec.gpus.max
+    return (
+        job.last is not None
+        and job.deadline_s is None
+        and job.last.plan.world_size < job.spec.gpus.max
+    )
 
 
 def held_placement_of(job: Job) -> Placement:
     """Return the devices reserved for the job while it migrates; () where its last attempt ended otherwise."""
     attempt = job.last
-    if attempt is None or (attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED):
+    if attempt is None or (
+        attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED
+    ):
         return ()
     return attempt.held_placement
 

@@ -28,7 +28,11 @@ def groups_of(nodes: Iterable[Node]) -> list[Group]:
     """Return the nodes grouped by kind, fastest devices first."""
 
     def kind(node: Node) -> tuple[float, int, str]:
-        return (-node.device.peak_flops(Precision.FP16), -node.devices, node.device.model_dump_json())
+        return (
+            -node.device.peak_flops(Precision.FP16),
+            -node.devices,
+            node.device.model_dump_json(),
+        )
 
     return [_group(tuple(members)) for _, members in groupby(sorted(nodes, key=kind), key=kind)]
 
@@ -39,6 +43,8 @@ def _group(nodes: tuple[Node, ...]) -> Group:
         devices_per_node=nodes[0].devices,
         nodes=len(nodes),
         network_bandwidth=min(node.network_bandwidth for node in nodes),
-        host_memory=min(node.host_free_bytes or inf for node in nodes),  # 0: a Ray that was told none
+        host_memory=min(
+            node.host_free_bytes or inf for node in nodes
+        ),  # 0: a Ray that was told none
     )
     return Group(hardware=hardware, nodes=nodes)

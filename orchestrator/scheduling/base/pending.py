@@ -40,4 +40,7 @@ def pending(job: Job, at_s: float) -> Pending:
         return Pending.DEPENDENCY
     if job.not_before_s > at_s:
         return Pending.BACK_OFF
-    return next((member for member in Pending if member.phrase and member.phrase in job.reason), Pending.DEVICES)
+    return next(
+        (member for member in Pending if member.phrase and member.phrase in job.reason),
+        Pending.DEVICES,
+    )

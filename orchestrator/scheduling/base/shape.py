@@ -41,5 +41,7 @@ def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
         if devices % share == 0 and share % inside == 0 and devices // share <= nodes
     ]
     fewest_nodes = -(-devices // devices_per_node)
-    tight = [share for share in shares if devices // share <= SPREAD_MAX * fewest_nodes] or shares[:1]
+    tight = [share for share in shares if devices // share <= SPREAD_MAX * fewest_nodes] or shares[
+        :1
+    ]
     return Shape(devices=devices, shares=tuple(tight)) if tight else None

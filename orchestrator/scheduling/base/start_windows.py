@@ -52,7 +52,9 @@ def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: floa
     if spec.start_window is None:
         return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
     within = Hours(spec.start_window, must_end=True)
-    ends = spec.optimizer_steps is not None and any(within.start_s(now_s, length_s) < inf for length_s in lengths_s)
+    ends = spec.optimizer_steps is not None and any(
+        within.start_s(now_s, length_s) < inf for length_s in lengths_s
+    )
     return Hours(spec.start_window, must_end=ends, by_s=by_s)
 
 

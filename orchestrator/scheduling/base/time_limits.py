@@ -28,7 +28,11 @@ def spent_s(job: Job, at_s: float) -> float:
 def left_s(job: Job) -> float:
     """Return the seconds of the time limit that ended attempts have left; at least 1, infinity without a limit."""
     limit_s = job.spec.time_limit
-    return inf if limit_s is None else max(1.0, limit_s - sum(_ran_s(attempt, 0.0) for attempt in job.attempts))
+    return (
+        inf
+        if limit_s is None
+        else max(1.0, limit_s - sum(_ran_s(attempt, 0.0) for attempt in job.attempts))
+    )
 
 
 def expires_s(job: Job) -> float:
@@ -51,7 +55,9 @@ def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float
 
 def is_over(job: Job, at_s: float) -> bool:
     """Return whether the job has used up its time limit."""
-    return job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
+    return (
+        job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
+    )
 
 
 def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
@@ -71,8 +77,12 @@ def over_limit(job: Job, attempt: Attempt) -> Failure:
     save_words = f", saved at step {saved}" if saved else ", nothing was saved"
     assert job.spec.time_limit is not None, job.id
     longer = in_words(2 * job.spec.time_limit, DURATION_PATTERN)
-    command = f"`orc retry {job.id} --set time_limit={longer}` {'goes on' if saved else 'starts it anew'}"
-    return Failure(kind=FailureKind.TIME_LIMIT, reason=f"{_over(job.spec)}{where}{save_words}; {command}")
+    command = (
+        f"`orc retry {job.id} --set time_limit={longer}` {'goes on' if saved else 'starts it anew'}"
+    )
+    return Failure(
+        kind=FailureKind.TIME_LIMIT, reason=f"{_over(job.spec)}{where}{save_words}; {command}"
+    )
 
 
 def with_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:

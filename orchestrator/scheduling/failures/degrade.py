@@ -15,16 +15,26 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 
-# Bytes of optimizer state per parameter: two fp32 moments (arXiv:1711.05101), the same in 8 bits (arXiv:2110.02861),
+# Bytes of optimizer state per parameter: two fp32 moments (arXiv:1711.05101), the same in 8 bits
+# (arXiv:2110.02861),
 # means of rows and columns (arXiv:1804.04235), one fp32 momentum.
-STATE_BYTES = {Optimizer.ADAMW: 8.0, Optimizer.ADAMW_8BIT: 2.0, Optimizer.ADAFACTOR: 0.0, Optimizer.SGD: 4.0}
+STATE_BYTES = {
+    Optimizer.ADAMW: 8.0,
+    Optimizer.ADAMW_8BIT: 2.0,
+    Optimizer.ADAFACTOR: 0.0,
+    Optimizer.SGD: 4.0,
+}
 
 SETTINGS_BUT_BATCHES = tuple(
-    field.name for field in fields(Plan) if field.name not in ("micro_batch_size", "gradient_accumulation_steps")
+    field.name
+    for field in fields(Plan)
+    if field.name not in ("micro_batch_size", "gradient_accumulation_steps")
 )
 
 
-def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]) -> list[Candidate]:
+def candidates_for_oom(
+    spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]
+) -> list[Candidate]:
     """Return the candidate plans that need less where `attempts` ran out of device memory.
 
     Failed in the optimizer step: only plans that hold less there, since no batch size shrinks weights, gradients and
@@ -35,7 +45,9 @@ def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: I
     chosen = list(candidates)
     if bytes_of_no_batch(attempts) is not None:
         tried = {_without_batches(attempt.plan) for attempt in attempts}
-        chosen = [candidate for candidate in chosen if _without_batches(candidate.plan) not in tried]
+        chosen = [
+            candidate for candidate in chosen if _without_batches(candidate.plan) not in tried
+        ]
     burst = [attempt.plan for attempt in attempts if _ran_out_in(attempt) is Phase.OPTIMIZER]
     if burst:
         least = min(map(bytes_per_parameter, burst))
@@ -44,7 +56,10 @@ def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: I
             chosen = lighter
     lowered = phase_batch_sizes(spec, attempts)
     return (
-        [replace(candidate, plan=replace(candidate.plan, phase_batch_sizes=lowered)) for candidate in chosen]
+        [
+            replace(candidate, plan=replace(candidate.plan, phase_batch_sizes=lowered))
+            for candidate in chosen
+        ]
         if lowered
         else chosen
     )
@@ -57,7 +72,11 @@ def bytes_of_no_batch(attempts: Sequence[Attempt]) -> int | None:
     """
     needs: dict[tuple[object, int, int], int] = {}
     for attempt in attempts:
-        if attempt.evidence is None or _ran_out_in(attempt) is Phase.OPTIMIZER or not ran_out(attempt):
+        if (
+            attempt.evidence is None
+            or _ran_out_in(attempt) is Phase.OPTIMIZER
+            or not ran_out(attempt)
+        ):
             continue
         report = max(oom_reports(attempt.evidence), key=oom_needed_bytes, default=None)
         if report is None or report.injected or not report.requested_bytes:
@@ -112,7 +131,9 @@ def _ran_out_in(attempt: Attempt) -> Phase | None:
 def _phase_batch_size(spec: JobSpec, plan: Plan, phase: Phase) -> int:
     """Return the batch size of this phase; 0 where no knob sets it."""
     knob = spec.knobs.micro_batch_size
-    phase_knob = next((part for part in knob.all if part.phase == phase), None) if knob is not None else None
+    phase_knob = (
+        next((part for part in knob.all if part.phase == phase), None) if knob is not None else None
+    )
     if phase_knob is None or phase_knob.default is None:
         return 0
     return dict(plan.phase_batch_sizes).get(phase, int(phase_knob.default))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from orchestrator.memory.calibration.correction import corrected_allocated_bytes, worst_moments
 from orchestrator.scheduling.failures.meeting import other_size_in_words
-from orchestrator.scheduling.failures.out_of_memory import caught_in_words, oom_needed_bytes, oom_reports
+from orchestrator.scheduling.failures.out_of_memory import (
+    caught_in_words,
+    oom_needed_bytes,
+    oom_reports,
+)
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
 from orchestrator.specs.job_record import Job
@@ -19,7 +23,9 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
     """
     assert attempt.ended_at_s is not None, attempt.name
     measured = measured_bytes(attempt, capacity_bytes)
-    if measured is None or (is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))):
+    if measured is None or (
+        is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))
+    ):
         return None
     estimate, taken_s = attempt.estimate, attempt.measured_step_s
     burst = _worst_report(attempt)
@@ -78,11 +84,19 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
     training.
     """
     evidence, failure = attempt.evidence, attempt.failure
-    if evidence is None or evidence.unwatched or any(r.injected for r in (*evidence.ooms, *evidence.caught)):
+    if (
+        evidence is None
+        or evidence.unwatched
+        or any(r.injected for r in (*evidence.ooms, *evidence.caught))
+    ):
         return None
     if failure is not None and ran_out(attempt) and failure.phase in OUTSIDE_TRAINING:
         return None
-    peaks = [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
+    peaks = [
+        beat.peak_bytes
+        for beat in evidence.heartbeats
+        if beat.steps_done > 0 and beat.peak_bytes > 0
+    ]
     if ran_out(attempt) or is_truncated(attempt):
         peaks += [oom_needed_bytes(report) for report in oom_reports(evidence)] or [
             _burst_bytes(attempt, capacity_bytes)
@@ -98,7 +112,9 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
     if evidence is not None:
         sentences += [f"not read: {problem}" for problem in evidence.unread]
     if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
-        sentences.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
+        sentences.append(
+            f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's"
+        )
     if other_size := other_size_in_words(attempt):
         sentences.append(other_size)
     return tuple(sentences)
@@ -136,12 +152,18 @@ def ran_out(attempt: Attempt) -> bool:
 
 def is_truncated(attempt: Attempt) -> bool:
     """Return whether the script survived caught out-of-memory errors, so that its measured peak is below its need."""
-    return attempt.evidence is not None and bool(attempt.evidence.caught) and not attempt.evidence.ooms
+    return (
+        attempt.evidence is not None and bool(attempt.evidence.caught) and not attempt.evidence.ooms
+    )
 
 
 def _outgrew(job: Job, attempt: Attempt) -> bool:
     """Return whether an attempt that succeeded needed more memory than it had, by errors that its script caught."""
-    if attempt.failure is not None or job.spec.on_caught_oom == "accept" or not is_truncated(attempt):
+    if (
+        attempt.failure is not None
+        or job.spec.on_caught_oom == "accept"
+        or not is_truncated(attempt)
+    ):
         return False
     assert attempt.evidence is not None, "it has caught something"
     return not any(report.foreign_bytes for report in attempt.evidence.caught)
@@ -152,9 +174,16 @@ def _ran_through(job: Job, attempt: Attempt) -> bool:
 
     A script counts its steps anew in each attempt, so the furthest step of all attempts stands for the last.
     """
-    if attempt.failure is not None or attempt.probe or attempt.evidence is None or is_truncated(attempt):
+    if (
+        attempt.failure is not None
+        or attempt.probe
+        or attempt.evidence is None
+        or is_truncated(attempt)
+    ):
         return False
-    last_step = max((beat.step for entry in (*job.attempts, attempt) for beat in _heartbeats(entry)), default=0)
+    last_step = max(
+        (beat.step for entry in (*job.attempts, attempt) for beat in _heartbeats(entry)), default=0
+    )
     return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.evidence.heartbeats)
 
 

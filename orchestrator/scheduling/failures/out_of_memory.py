@@ -10,13 +10,21 @@ LOST_SHARE_MAX = 0.1  # of a rank's steps: a script that skips more than that tr
 def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
     """Return the out-of-memory reports of ranks: from the guard, or else from their logs."""
     log_reports = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
-    return evidence.ooms or evidence.caught or tuple(report for report in log_reports if report is not None)
+    return (
+        evidence.ooms
+        or evidence.caught
+        or tuple(report for report in log_reports if report is not None)
+    )
 
 
 def oom_needed_bytes(report: OomReport) -> int:
     """Return the least allocated bytes that the rank would have needed."""
     at_least = report.live_bytes + (report.requested_bytes or 0)
-    return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
+    return (
+        at_least
+        if report.foreign_bytes
+        else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
+    )
 
 
 def find_refuting_report(evidence: Evidence) -> OomReport | None:
@@ -32,7 +40,9 @@ def _is_refuting(evidence: Evidence, report: OomReport) -> bool:
     steps_done = _steps_done(evidence, report.rank)
     if steps_done > report.steps_done == 0:
         return False
-    return steps_done <= report.steps_done or report.count > LOST_SHARE_MAX * (steps_done + report.count)
+    return steps_done <= report.steps_done or report.count > LOST_SHARE_MAX * (
+        steps_done + report.count
+    )
 
 
 def caught_count(evidence: Evidence) -> int:

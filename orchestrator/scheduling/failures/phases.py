@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from orchestrator.specs.attempt import Phase
 from orchestrator.specs.patterns import LinePattern
 
-OUTSIDE_TRAINING = (Phase.ENCODING, Phase.EVALUATION)  # what they need says nothing of what a training step needs
-GUARD_PHASES = {"backward": Phase.TRAINING, "optimizer": Phase.OPTIMIZER}  # "startup" and "forward" may be anything
+OUTSIDE_TRAINING = (
+    Phase.ENCODING,
+    Phase.EVALUATION,
+)  # what they need says nothing of what a training step needs
+GUARD_PHASES = {
+    "backward": Phase.TRAINING,
+    "optimizer": Phase.OPTIMIZER,
+}  # "startup" and "forward" may be anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +28,19 @@ class Frame:
     source: str = ""
 
 
-# (phase, file, function): the innermost frame that fits a row decides; rows are tried in order. Names of torch.optim,
-# transformers/trainer.py, lightning's hooks, accelerate/optimizer.py, deepspeed/runtime and the five seed trainers.
+# (phase, file, function): the innermost frame that fits a row decides; rows are tried in order.
+# Names of torch.optim,
+# transformers/trainer.py, lightning's hooks, accelerate/optimizer.py, deepspeed/runtime and the
+# five seed trainers.
 # `forward` and `encode` decide nothing: they run in encoding, training and evaluation alike.
 _FRAMES = tuple(
     (phase, re.compile(file), re.compile(rf"(?:{function})\Z"))
     for phase, file, function in (
-        (Phase.OPTIMIZER, r"[/\\]optim(?:izers?)?[/\\]|optimizer|grad_scaler|zero[/\\]stage", r"\w*step|_init_group"),
+        (
+            Phase.OPTIMIZER,
+            r"[/\\]optim(?:izers?)?[/\\]|optimizer|grad_scaler|zero[/\\]stage",
+            r"\w*step|_init_group",
+        ),
         (Phase.CHECKPOINTING, r"", r"(?!.*(?:eval|_for_backward))(?:\w+_)?_?save(?:_\w+)?"),
         (Phase.STARTUP, r"torch[/\\]serialization\.py", r"_?load"),
         (
@@ -41,9 +53,21 @@ _FRAMES = tuple(
             r"",
             r"closure|_?train(?:ing)?_step|train_and_evaluate|train_one_epoch|train_epoch|\w*backward",
         ),
-        (Phase.EVALUATION, r"", r"_?evaluate|evaluation_(?:loop|step)|eval_(?:loop|step|epoch)|run_evaluation"),
-        (Phase.EVALUATION, r"", r"_?validate|(?:run_|log_)?validation(?:_\w+)?|val(?:id)?_(?:step|epoch|one_epoch)"),
-        (Phase.EVALUATION, r"", r"predict|predict_step|prediction_(?:loop|step)|test_step|generate_step"),
+        (
+            Phase.EVALUATION,
+            r"",
+            r"_?evaluate|evaluation_(?:loop|step)|eval_(?:loop|step|epoch)|run_evaluation",
+        ),
+        (
+            Phase.EVALUATION,
+            r"",
+            r"_?validate|(?:run_|log_)?validation(?:_\w+)?|val(?:id)?_(?:step|epoch|one_epoch)",
+        ),
+        (
+            Phase.EVALUATION,
+            r"",
+            r"predict|predict_step|prediction_(?:loop|step)|test_step|generate_step",
+        ),
     )
 )
 _SOURCES = (  # statements of a script's own loop

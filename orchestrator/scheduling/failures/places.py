@@ -30,7 +30,11 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
     two places, or is to blame itself, withdraws its accusations.
     """
     assert attempt.ended_at_s is not None
-    at_s, devices, nodes = attempt.ended_at_s, devices_of(attempt.placement), nodes_of(attempt.placement)
+    at_s, devices, nodes = (
+        attempt.ended_at_s,
+        devices_of(attempt.placement),
+        nodes_of(attempt.placement),
+    )
     ends = tuple(end for end in state.ends if at_s - end.at_s <= REMEMBERED_S)
     suspensions = state.suspensions
     if failure is None or at_s - attempt.launched_at_s >= TRUSTED_S:
@@ -44,10 +48,14 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
         elif not ending.is_own and not (attempt.evidence and attempt.evidence.virtual):
             places, accusers = suspects(job, attempt, others_of(ends, job, at_s), state.nodes)
             if places and accuses(ending):
-                reason = f"{job.id} and others ended there: {failure.reason}"[:REASON_CHARACTERS_MAX]
+                reason = f"{job.id} and others ended there: {failure.reason}"[
+                    :REASON_CHARACTERS_MAX
+                ]
                 suspensions = _suspend(state, places, reason, at_s, (job.key, *accusers))
             family = job.spec.family_name
-            new = UnexplainedEnd(job=job.key, family=family, ending=ending, placement=attempt.placement, at_s=at_s)
+            new = UnexplainedEnd(
+                job=job.key, family=family, ending=ending, placement=attempt.placement, at_s=at_s
+            )
             ends = (*ends, new)[-ENDS_MAX:]
     if ends == state.ends and suspensions == state.suspensions:
         return state
@@ -64,13 +72,19 @@ def suspects(
     """
     at_s, devices = attempt.ended_at_s or 0.0, devices_of(attempt.placement)
     others = [end for end in others if end.family != job.spec.family_name and accuses(end.ending)]
-    places: set[Device | str] = {device for end in others for device in devices & devices_of(end.placement)}
+    places: set[Device | str] = {
+        device for end in others for device in devices & devices_of(end.placement)
+    }
     if not places:
         others = [end for end in others if at_s - end.at_s <= RECENT_S]
-        places = {node for node, _ in devices if any(node in nodes_of(end.placement) for end in others)}
+        places = {
+            node for node, _ in devices if any(node in nodes_of(end.placement) for end in others)
+        }
     if not _is_any_left(nodes, places):
         return (), ()
-    accusers = {end.job for end in others if places & {*devices_of(end.placement), *nodes_of(end.placement)}}
+    accusers = {
+        end.job for end in others if places & {*devices_of(end.placement), *nodes_of(end.placement)}
+    }
     return tuple(sorted(places, key=str)), tuple(sorted(accusers))
 
 
@@ -93,9 +107,14 @@ def accuses(ending: Ending) -> bool:
 def is_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
     """Return whether the job ended in the same way before, on entirely different devices."""
     devices = devices_of(attempt.placement)
-    failures = [(earlier.placement, accusation_of(earlier.failure)) for earlier in job.attempts[: attempt.number - 1]]
+    failures = [
+        (earlier.placement, accusation_of(earlier.failure))
+        for earlier in job.attempts[: attempt.number - 1]
+    ]
     return any(
-        previous is not None and previous.signature == ending.signature and not devices & devices_of(placement)
+        previous is not None
+        and previous.signature == ending.signature
+        and not devices & devices_of(placement)
         for placement, previous in failures
     )
 
@@ -104,7 +123,10 @@ def _withdraw(
     ends: tuple[UnexplainedEnd, ...], suspensions: Sequence[Suspension], job: Job
 ) -> tuple[tuple[UnexplainedEnd, ...], tuple[Suspension, ...]]:
     """Return ends and suspensions without the ends of the job; a suspension needs two jobs."""
-    left = [replace(entry, jobs=tuple(key for key in entry.jobs if key != job.key)) for entry in suspensions]
+    left = [
+        replace(entry, jobs=tuple(key for key in entry.jobs if key != job.key))
+        for entry in suspensions
+    ]
     return tuple(end for end in ends if end.job != job.key), tuple(
         entry for entry in left if len(entry.jobs) >= JOBS_MIN
     )
@@ -128,7 +150,13 @@ def _suspend(
         count = 1 if before is None else before.count + (before.until_s <= at_s)
         until_s = at_s + min(SUSPENDED_FIRST_S * 2 ** (count - 1), SUSPENDED_MAX_S)
         entries[place] = Suspension(
-            node=node, device=device, since_s=at_s, until_s=until_s, count=count, reason=reason, jobs=jobs
+            node=node,
+            device=device,
+            since_s=at_s,
+            until_s=until_s,
+            count=count,
+            reason=reason,
+            jobs=jobs,
         )
     return tuple(entries.values())[-ENDS_MAX:]
 
@@ -144,12 +172,21 @@ def avoided_devices(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[D
     devices: set[Device] = set()
     for attempt in job.attempts:
         ending = accusation_of(attempt.failure)
-        if ending is not None and not ending.may_pass and at_s - attempt.end_or(at_s) <= REMEMBERED_S:
+        if (
+            ending is not None
+            and not ending.may_pass
+            and at_s - attempt.end_or(at_s) <= REMEMBERED_S
+        ):
             devices |= devices_of(attempt.placement)
     if not devices:
         return ()
     count = Counter(node for node, _ in devices)
-    live = {(node.name, index) for node in nodes for index in range(len(node.free_bytes)) if node.name in count}
+    live = {
+        (node.name, index)
+        for node in nodes
+        for index in range(len(node.free_bytes))
+        if node.name in count
+    }
     devices |= {(node, index) for node, index in live if count[node] > 1}
     return (live, devices) if live > devices else (devices,)
 
@@ -189,4 +226,6 @@ def others_of(ends: Sequence[UnexplainedEnd], job: Job, at_s: float) -> list[Une
 
 def names_of(places: Sequence[Device | str] | set[Device]) -> str:
     """Return places as text: `n0` for a node, `n0/0, n0/1` for devices."""
-    return ", ".join(sorted(place if isinstance(place, str) else f"{place[0]}/{place[1]}" for place in places))
+    return ", ".join(
+        sorted(place if isinstance(place, str) else f"{place[0]}/{place[1]}" for place in places)
+    )

@@ -15,10 +15,12 @@ from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_fra
 from orchestrator.specs.attempt import Cause, Extent, Finding, Phase
 from orchestrator.specs.replace import replace
 
-CALM_LINES = 200  # so many ordinary lines after a complaint, and the program has gone on: it was not the end
+# so many ordinary lines after a complaint, and the program has gone on: it was not the end
+CALM_LINES = 200
 FINDINGS_MAX = 8  # of one log that are kept as evidence
 EXCERPT_CHARACTERS_MAX = 4000
-LINE_CHARACTERS_MAX = 800  # of a line that is kept: PyTorch's longest message of memory has about 650
+# of a line that is kept: PyTorch's longest message of memory has about 650
+LINE_CHARACTERS_MAX = 800
 FRAMES_MAX = 60  # of a traceback that are kept, innermost last
 RANKS_MAX = 256  # of one log that are told apart
 PER_CAUSE_MAX = 64  # findings of one cause between two calms
@@ -29,16 +31,19 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         (
             # PyTorch's allocator after ranks lost step with each other (NVIDIA/nccl issue 1284).
             r"Tried to allocate more than 1EB memory",
-            # An index out of range; cuBLAS and cuDNN fail after it in any way (NVIDIA/Megatron-LM issue 146).
+            # An index out of range; cuBLAS and cuDNN fail after it in any way (NVIDIA/Megatron-LM
+            # issue 146).
             r"device-side assert triggered",
             r"thread: [^\n]{0,40} Assertion `",
             r"Too many open files",  # not memory, whatever fails next (ML-GSAI/SMDM issue 3)
-            r"out of resource: ",  # Triton: a kernel's shared memory, which a smaller batch would not mend
+            # Triton: a kernel's shared memory, which a smaller batch would not mend
+            r"out of resource: ",
         ),
     ),
     # facebookresearch/audiocraft audiocraft/utils/deadlock.py ends itself by SIGKILL.
     (Cause.HANG, (r"Deadlock detector timed out, last stage was",)),
-    # Ray's memory monitor; its exception shares PyTorch's name, so it must stand before that. So must pinned memory.
+    # Ray's memory monitor; its exception shares PyTorch's name, so it must stand before that. So
+    # must pinned memory.
     (
         Cause.HOST_OOM,
         (
@@ -57,11 +62,14 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         Cause.DEVICE_OOM,
         (
             r"\b(?!CPU|RAM)[A-Z]{3,6}(?: backend)? out of memory(?:[.:] ?Tried| \()",
-            r"(?:rror|RROR|ailure)\b[^\n]{0,80}\b(?<!-)[Oo]ut of memory\b(?! errors)",  # runtimes, NCCL, Triton
+            # runtimes, NCCL, Triton
+            r"(?:rror|RROR|ailure)\b[^\n]{0,80}\b(?<!-)[Oo]ut of memory\b(?! errors)",
             r"Out of memory (?:while )?(?:trying to allocate|allocating) [\d.]+",  # XLA, cupy
-            r"Allocation on device(?: \d+ would exceed allowed memory|\s*$)",  # PyTorch's asynchronous allocator
+            # PyTorch's asynchronous allocator
+            r"Allocation on device(?: \d+ would exceed allowed memory|\s*$)",
             r"rror[^:\n]{0,80}: Allocation on device",
-            r"\bOutOfMemoryError(?:: \S|\s*$|\s+Traceback)",  # torch.OutOfMemoryError, torch.cuda.OutOfMemoryError
+            # torch.OutOfMemoryError, torch.cuda.OutOfMemoryError
+            r"\bOutOfMemoryError(?:: \S|\s*$|\s+Traceback)",
             r"Error_?MemoryAllocation",
             r"(?:Error|ERROR_)OutOfMemory\b",
             r"(?:ERROR|RESULT|STATUS)_OUT_OF_(?:DEVICE_)?(?:MEMORY|RESOURCES)",
@@ -74,7 +82,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"(?:DEVMEM|[Dd]evice|GPU)[^\n]{0,40}\b[Aa]llocation failed",
             r"ot enough (?:free )?(?:GPU|device|video)",
             r"OOM when allocating tensor",  # TensorFlow
-            r"No executable batch size found, reached zero",  # accelerate's find_executable_batch_size
+            # accelerate's find_executable_batch_size
+            r"No executable batch size found, reached zero",
             r"No available memory for the cache blocks",  # vLLM beside a training (TRL, verl)
             r"larger than the available KV cache memory",
             r"less than desired GPU memory utilization",
@@ -102,7 +111,10 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"system not yet initialized",  # the fabric manager
         ),
     ),
-    (Cause.NODE_LOST, (r"Node failure on ", r"DUE TO NODE FAILURE", r"node has (?:died|crashed)")),  # Slurm, Ray
+    (
+        Cause.NODE_LOST,
+        (r"Node failure on ", r"DUE TO NODE FAILURE", r"node has (?:died|crashed)"),
+    ),  # Slurm, Ray
     (
         Cause.DEVICE_OOM_SUSPECT,
         (
@@ -113,7 +125,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"CUFFT_INTERNAL_ERROR",  # pytorch/pytorch issue 119420: on low free memory
         ),
     ),
-    # Shared memory; a line of PyTorch's ends in "No space left on device", so it stands before the disk.
+    # Shared memory; a line of PyTorch's ends in "No space left on device", so it stands before the
+    # disk.
     (
         Cause.SHARED_MEMORY,
         (
@@ -129,7 +142,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"(?:Signal 7 \(|<Signals\.|terminated with signal )SIGBUS",
             r"exits with return code = -7",  # deepspeed's launcher
             r"(?:failed to extend|Error while creating shared memory segment) /dev/shm/nccl-",
-            r"No space left on device\.\s+joblib will operate in serial mode",  # it asks for a semaphore
+            # it asks for a semaphore
+            r"No space left on device\.\s+joblib will operate in serial mode",
         ),
     ),
     (
@@ -138,7 +152,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"DefaultCPUAllocator: can't allocate memory",  # c10/core/impl/alloc_cpu.cpp
             r"not enough memory: you tried to allocate",  # the same on Windows, and torch < 1.0
             r"std::bad_alloc",
-            r"(?<!raise )(?<!\w)_?(?:Array|Arrow)?MemoryError(?:: \S|\s*$)",  # Python, numpy, pyarrow
+            # Python, numpy, pyarrow
+            r"(?<!raise )(?<!\w)_?(?:Array|Arrow)?MemoryError(?:: \S|\s*$)",
             r"Cannot allocate memory",
             r"memory allocation of \d+ bytes failed",  # Rust: tokenizers, polars
             r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\)? is killed by signal: Killed",
@@ -177,7 +192,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"inline_container\.cc:\d+\] \. unexpected pos",  # torch.save on a full disk
         ),
     ),
-    # No other place and no later time would spare these, although their exceptions do not blame the program.
+    # No other place and no later time would spare these, although their exceptions do not blame the
+    # program.
     (
         Cause.PROGRAM,
         (
@@ -219,7 +235,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         (
             r"got signal: (?:1|2|9|15)\b",  # torchrun
             r"Received (?:Signals\.SIG[A-Z]+|\d+) death signal",
-            r"\bCANCELLED AT \d",  # Slurm: DUE TO PREEMPTION, TIME LIMIT, JOB REQUEUE, or by a person
+            # Slurm: DUE TO PREEMPTION, TIME LIMIT, JOB REQUEUE, or by a person
+            r"\bCANCELLED AT \d",
             r"this job is (?:preempted|timed-out)",  # submitit
             r"PBS: job killed: walltime",
         ),
@@ -257,10 +274,14 @@ def _literal(pattern: str) -> str:
 
     A text with a word of TELLING comes before longer ones.
     """
-    while (flat := re.sub(r"\((?:[^()\\]|\\.)*\)\??", "\0", pattern)) != pattern:  # innermost groups first
+    while (
+        flat := re.sub(r"\((?:[^()\\]|\\.)*\)\??", "\0", pattern)
+    ) != pattern:  # innermost groups first
         pattern = flat
     pieces = re.sub(
-        r"\[[^\]]*\](?:[*+?]|\{[\d,]+\})?|\\[A-Za-z](?:[*+?]|\{[\d,]+\})?|[^\\][?*]|[$^]|\0", "\0", pattern
+        r"\[[^\]]*\](?:[*+?]|\{[\d,]+\})?|\\[A-Za-z](?:[*+?]|\{[\d,]+\})?|[^\\][?*]|[$^]|\0",
+        "\0",
+        pattern,
     ).split("\0")
     texts = [re.sub(r"\\(.)", r"\1", piece).strip("+") for piece in pieces]
     return max(texts, key=lambda text: (is_telling(text), len(text)))
@@ -274,7 +295,11 @@ def is_telling(line: str) -> bool:
 RULES = tuple((cause, re.compile(pattern)) for cause, group in _CATALOGUE for pattern in group)
 NEEDLES = tuple(_literal(pattern.pattern) for _, pattern in RULES)
 SUSPECTS = (Cause.DEVICE_OOM_SUSPECT, Cause.HOST_OOM_SUSPECT)
-COMPLAINTS = (Cause.TIMEOUT, Cause.PREEMPTED, Cause.SECONDARY)  # of ranks that another rank's end may have ended
+COMPLAINTS = (
+    Cause.TIMEOUT,
+    Cause.PREEMPTED,
+    Cause.SECONDARY,
+)  # of ranks that another rank's end may have ended
 _NODE_WIDE = re.compile(r"river|libcuda|not yet initialized|CUDA unknown error - ")
 
 # Before what a rank says, where several write into one log: torchrun, `torchrun --tee`, Ray.
@@ -285,7 +310,9 @@ _LAUNCHERS = re.compile(
 )
 _FRAME = re.compile(r'\s+File "([^"]*)", line \d+(?:, in (\S+))?')
 _INDENTED = re.compile(r" {4}")
-_RICH_FRAME = re.compile(r"│ (\S.*?):\d+ in (\S+)\s+│")  # rich's tracebacks, under accelerate launch
+_RICH_FRAME = re.compile(
+    r"│ (\S.*?):\d+ in (\S+)\s+│"
+)  # rich's tracebacks, under accelerate launch
 _MARKS = re.compile(r"[\s^~]*\Z")
 _ECHOED_COMMAND = re.compile(r"\[(?:'[^']*'|\"[^\"]*\")(?:, (?:'[^']*'|\"[^\"]*\"))+\]")
 _ACCOUNT_WORDS = "Currently allocated", "Requested", "Device limit", "Free (according to CUDA)"
@@ -318,7 +345,11 @@ class LogScan:
     """
 
     def __init__(
-        self, *, log: str = "", command: Sequence[str] = (), markers: Mapping[Phase, str] | None = None
+        self,
+        *,
+        log: str = "",
+        command: Sequence[str] = (),
+        markers: Mapping[Phase, str] | None = None,
     ) -> None:
         self.root_rank: int | None = None  # the rank that torchrun saw fail first
         self.root_exit_code: int | None = None
@@ -329,15 +360,23 @@ class LogScan:
         self._quoting = 0  # stacks whose next line may be quoted source
         self._trouble: dict[Cause, list[Finding]] = {}
         self._calm = 0  # ordinary lines since the last complaint
-        self._account: list[Finding] = []  # ends with the finding whose bytes or frames may stand in the next lines
+        self._account: list[
+            Finding
+        ] = []  # ends with the finding whose bytes or frames may stand in the next lines
         self._frames_below = 0  # lines in which frames of that finding may stand
         self._in_root_cause = False
 
     def feed(self, line: str, offset: int = 0) -> None:
         """Read one line, without its line feed. `offset` is its first byte's position in the file."""
         self._markers.read(line)
-        if self._account and _ACCOUNT.match(line) and len(self._account[-1].line) < LINE_CHARACTERS_MAX:
-            self._account[-1] = replace(self._account[-1], line=f"{self._account[-1].line}\n{line.strip()}")
+        if (
+            self._account
+            and _ACCOUNT.match(line)
+            and len(self._account[-1].line) < LINE_CHARACTERS_MAX
+        ):
+            self._account[-1] = replace(
+                self._account[-1], line=f"{self._account[-1].line}\n{line.strip()}"
+            )
             return
         if self._frames_below:
             self._frames_below -= 1
@@ -360,8 +399,15 @@ class LogScan:
         if self._calm > CALM_LINES:
             self._trouble.clear()
         self._calm = 0
-        if cause is not None and len(findings := self._trouble.setdefault(cause, [])) < PER_CAUSE_MAX:
-            rank = next((int(number) for number in prefix.groups() if number), None) if prefix else None
+        if (
+            cause is not None
+            and len(findings := self._trouble.setdefault(cause, [])) < PER_CAUSE_MAX
+        ):
+            rank = (
+                next((int(number) for number in prefix.groups() if number), None)
+                if prefix
+                else None
+            )
             findings.append(self._finding(cause, text, rank, offset, stack))
             self._account = findings
             self._frames_below = _PINNED_LINES if _is_bare(findings[-1]) else 0
@@ -373,9 +419,12 @@ class LogScan:
 
         A line of two characters costs as much as a long one: 20 million empty ones took 16 s.
         """
-        # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a rank
+        # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a
+        # rank
         quotes = self._quoting and (self._stack("").quoting or "[" in block or "(" in block)
-        follows = self._frames_below or (self._account and any(map(block.__contains__, _ACCOUNT_WORDS)))
+        follows = self._frames_below or (
+            self._account and any(map(block.__contains__, _ACCOUNT_WORDS))
+        )
         if quotes or follows or self._markers.phase is not None or is_telling(block):
             return False
         self._calm += block.count("\n")
@@ -387,12 +436,18 @@ class LogScan:
         if self._calm > CALM_LINES:
             return ()
         findings = sorted(
-            (finding for group in self._trouble.values() for finding in group), key=lambda finding: finding.offset
+            (finding for group in self._trouble.values() for finding in group),
+            key=lambda finding: finding.offset,
         )
         if not findings:
             return ()
         decisive = min(
-            findings, key=lambda finding: (_doubt(finding), self.root_rank not in (None, finding.rank), finding.offset)
+            findings,
+            key=lambda finding: (
+                _doubt(finding),
+                self.root_rank not in (None, finding.rank),
+                finding.offset,
+            ),
         )
         others = [replace(finding, excerpt="") for finding in findings if finding is not decisive]
         return (decisive, *others[: FINDINGS_MAX - 1])
@@ -430,8 +485,12 @@ class LogScan:
         stack.lines.append(text)
         return True
 
-    def _finding(self, cause: Cause, text: str, rank: int | None, offset: int, stack: _Stack) -> Finding:
-        if cause is Cause.DISK_FULL and any(_SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]):
+    def _finding(
+        self, cause: Cause, text: str, rank: int | None, offset: int, stack: _Stack
+    ) -> Finding:
+        if cause is Cause.DISK_FULL and any(
+            _SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]
+        ):
             cause = Cause.SHARED_MEMORY  # named semaphores lie in /dev/shm
         finding = Finding(
             cause=cause,

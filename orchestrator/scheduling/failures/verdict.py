@@ -31,9 +31,15 @@ OUTSIDE_SERVICE = Shortage(missing="outside service")
 TRAINED_FIRST_S, TRAINED_MAX_S = 30.0, 600.0  # waits after an end within the training
 PROGRAM_WAIT_S = 2.0  # where the exception blames the program, time changes nothing
 STARTUP_WAITS_S = (30.0, 120.0)
-REFUSED_WAITS_S = (60.0, 1200.0)  # a hub or a network that refused is most often back within 20 minutes
+REFUSED_WAITS_S = (
+    60.0,
+    1200.0,
+)  # a hub or a network that refused is most often back within 20 minutes
 ADVANCE_S = 600.0  # of training: an attempt that gains so much uses no budget
-REPEATED_SHARE, REPEATED_S = 0.25, 7200.0  # what may be trained again: so much of the job, or so long
+REPEATED_SHARE, REPEATED_S = (
+    0.25,
+    7200.0,
+)  # what may be trained again: so much of the job, or so long
 
 
 ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
@@ -43,7 +49,11 @@ UNREADABLE = Verdict(row=14, wait_s=None)  # a training that may have succeeded 
 
 
 def judge(
-    job: Job, attempt: Attempt, failure: Failure, ends: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+    job: Job,
+    attempt: Attempt,
+    failure: Failure,
+    ends: Sequence[UnexplainedEnd],
+    nodes: Sequence[Node],
 ) -> Failure:
     """Return the failure with the verdict on its ending or its shortage, and with the sentence that says why.
 
@@ -57,7 +67,11 @@ def judge(
         return failure
     others = others_of(ends, job, attempt.ended_at_s)
     verdict, reason = _verdict(job, attempt, failure.ending, others, nodes)
-    kind = FailureKind.USER_ERROR if verdict.wait_s is None and verdict.row in PROGRAM_ROWS else failure.kind
+    kind = (
+        FailureKind.USER_ERROR
+        if verdict.wait_s is None and verdict.row in PROGRAM_ROWS
+        else failure.kind
+    )
     return replace(failure, kind=kind, verdict=verdict, reason=f"{failure.reason}; {reason}")
 
 
@@ -92,7 +106,11 @@ def _next_wait_s(waits: Sequence[Attempt], at_s: float, shortage: Shortage) -> f
 
 
 def _verdict(
-    job: Job, attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
+    job: Job,
+    attempt: Attempt,
+    ending: Ending,
+    others: Sequence[UnexplainedEnd],
+    nodes: Sequence[Node],
 ) -> tuple[Verdict, str]:
     """Return the first row that fits. Rows of the job alone come before those that need several jobs to agree."""
     retries, before = job.spec.retries, _unexplained_attempts(job, attempt)
@@ -108,7 +126,9 @@ def _verdict(
     if not ending.is_own:
         places, _ = suspects(job, attempt, others, nodes)
         if places and accuses(ending) and not is_alike_elsewhere(job, attempt, ending):
-            return Verdict(row=1, wait_s=0.0, budget="node", elsewhere=True), f"{names_of(places)} is suspect"
+            return Verdict(
+                row=1, wait_s=0.0, budget="node", elsewhere=True
+            ), f"{names_of(places)} is suspect"
         if _is_service(attempt, ending, others):
             return _judge_outside_service(job, attempt)
     verdict, reason = (
@@ -122,16 +142,24 @@ def _verdict(
 
 def _unexplained_attempts(job: Job, attempt: Attempt) -> list[Attempt]:
     """Return the earlier attempts of the job that ended for no known reason."""
-    return [earlier for earlier in job.attempts[: attempt.number - 1] if earlier.failure and earlier.failure.ending]
+    return [
+        earlier
+        for earlier in job.attempts[: attempt.number - 1]
+        if earlier.failure and earlier.failure.ending
+    ]
 
 
 def _is_allowed(job: Job, attempt: Attempt) -> bool:
     """Return whether `retries.exit_codes` names the exit code of the attempt, or no code at all."""
     codes, evidence = job.spec.retries.exit_codes, attempt.evidence
-    return not codes or (evidence is not None and any(end.exit_code in codes for end in evidence.ranks))
+    return not codes or (
+        evidence is not None and any(end.exit_code in codes for end in evidence.ranks)
+    )
 
 
-def _judge_repeated(attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[Node]) -> tuple[Verdict, str]:
+def _judge_repeated(
+    attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[Node]
+) -> tuple[Verdict, str]:
     """Return the verdict of rows 5 to 7: the same end at the same point as last time."""
     point = "before its first step" if ending.step is None else f"after step {ending.step}"
     devices = devices_of(attempt.placement)
@@ -140,16 +168,22 @@ def _judge_repeated(attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequ
         return Verdict(row=5, wait_s=None), f"the program's own error: twice {point}, {places}"
     others = sum(len(node.free_bytes) for node in nodes) - len(devices)
     if others >= len(devices) and not ending.is_own and not _attempts_of_row([last], 6):
-        return Verdict(row=6, wait_s=0.0, budget="unknown", elsewhere=True), f"twice {point}: tried elsewhere"
+        return Verdict(
+            row=6, wait_s=0.0, budget="unknown", elsewhere=True
+        ), f"twice {point}: tried elsewhere"
     reason = f"the program's own error: twice {point}"
-    return Verdict(row=7, wait_s=None), reason if ending.is_own else f"{reason}, and no other device could tell"
+    return Verdict(
+        row=7, wait_s=None
+    ), reason if ending.is_own else f"{reason}, and no other device could tell"
 
 
 def _is_service(attempt: Attempt, ending: Ending, others: Sequence[UnexplainedEnd]) -> bool:
     """Return whether row 2 holds: enough jobs ended alike on enough nodes within RECENT_S."""
     assert attempt.ended_at_s is not None
     alike = [
-        end for end in others if attempt.ended_at_s - end.at_s <= RECENT_S and end.ending.signature == ending.signature
+        end
+        for end in others
+        if attempt.ended_at_s - end.at_s <= RECENT_S and end.ending.signature == ending.signature
     ]
     nodes = nodes_of(attempt.placement).union(*(nodes_of(end.placement) for end in alike))
     return len({end.job for end in alike}) + 1 >= JOBS_OF_SERVICE and len(nodes) >= NODES_OF_SERVICE
@@ -160,34 +194,59 @@ def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     assert attempt.ended_at_s is not None
     waits = _attempts_of_row(_attempts_since_progress(job, attempt), 2)
     wait_s = _next_wait_s(waits, attempt.ended_at_s, OUTSIDE_SERVICE)
-    how_long = f", for {OUTSIDE_SERVICE.total_s / 3600:g} hours" if wait_s is None else f": waits {wait_s:.0f} s"
-    return Verdict(row=2, wait_s=wait_s), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
+    how_long = (
+        f", for {OUTSIDE_SERVICE.total_s / 3600:g} hours"
+        if wait_s is None
+        else f": waits {wait_s:.0f} s"
+    )
+    return Verdict(
+        row=2, wait_s=wait_s
+    ), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
 
 
 def _judge_before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
     """Return the verdict of row 11: no step was made, and nothing blames the program."""
     count = len(_attempts_of_row(before, 11))
-    wait_s = _refused_wait_s(before) if ending.may_pass else STARTUP_WAITS_S[min(count, len(STARTUP_WAITS_S) - 1)]
-    return Verdict(row=11, wait_s=wait_s, budget="startup"), f"no step was made: again after {wait_s:.0f} s"
+    wait_s = (
+        _refused_wait_s(before)
+        if ending.may_pass
+        else STARTUP_WAITS_S[min(count, len(STARTUP_WAITS_S) - 1)]
+    )
+    return Verdict(
+        row=11, wait_s=wait_s, budget="startup"
+    ), f"no step was made: again after {wait_s:.0f} s"
 
 
-def _judge_in_training(job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
+def _judge_in_training(
+    job: Job, attempt: Attempt, ending: Ending, before: Sequence[Attempt]
+) -> tuple[Verdict, str]:
     """Return the verdict of rows 8 and 9: steps were made, and a checkpoint kept them or not."""
     if ending.may_pass:
         wait_s = _refused_wait_s(before)
     else:
-        wait_s = PROGRAM_WAIT_S if ending.is_own else min(TRAINED_FIRST_S * 2 ** len(before), TRAINED_MAX_S)
-    saved, saved_before = _saved_step(attempt), max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0)
+        wait_s = (
+            PROGRAM_WAIT_S
+            if ending.is_own
+            else min(TRAINED_FIRST_S * 2 ** len(before), TRAINED_MAX_S)
+        )
+    saved, saved_before = (
+        _saved_step(attempt),
+        max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0),
+    )
     if saved > saved_before:
         budget = "" if ending.elapsed_s >= ADVANCE_S else "unknown"
-        return Verdict(row=8, wait_s=wait_s, budget=budget), f"goes on from the checkpoint of step {saved}"
+        return Verdict(
+            row=8, wait_s=wait_s, budget=budget
+        ), f"goes on from the checkpoint of step {saved}"
     steps = job.spec.optimizer_steps
     share = (ending.step or 0) / steps if steps else 0.0
     if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
         unmatched = describe_unmatched(job.spec, attempt)
         reason = f"{describe_missing(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
         return Verdict(row=9, wait_s=None), reason
-    return Verdict(row=9, wait_s=wait_s, budget="unknown"), f"{describe_missing(job.spec)} since its start: again"
+    return Verdict(
+        row=9, wait_s=wait_s, budget="unknown"
+    ), f"{describe_missing(job.spec)} since its start: again"
 
 
 def describe_missing(spec: JobSpec) -> str:

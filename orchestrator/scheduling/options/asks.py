@@ -25,7 +25,8 @@ class Question(NamedTuple):
     """A question to a person, since only a plan that changes the training is left."""
 
     text: str  # with the command that allows it; if already allowed, the change that the job makes
-    allowed: JobSpec | None = None  # job with the change that its own file allows; None: a person must allow it
+    # job with the change that its own file allows; None: a person must allow it
+    allowed: JobSpec | None = None
 
 
 def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:
@@ -36,7 +37,10 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
     """
     if job.spec.degrade.keeps_plan:
         return None
-    if job.spec.degrade.global_batch_size is not None and job.spec.degrade.limit is Degradation.SEMANTIC:
+    if (
+        job.spec.degrade.global_batch_size is not None
+        and job.spec.degrade.limit is Degradation.SEMANTIC
+    ):
         for spec in smaller_batches(job.spec):
             if _has_plan(state, replace(job, spec=spec), groups):
                 text = f"goes on with {_in_words(spec)}: no plan of {job.spec.global_batch_size} is left"
@@ -47,13 +51,17 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
         if _has_plan(state, replace(job, spec=spec), groups):
             command = f"`orc retry {job.id} {option}`"
             knobs = _describe_missing_knobs(state, job, groups)
-            return Question(f"no plan of the same training is left{knobs}. {command} goes on with {meaning}")
+            return Question(
+                f"no plan of the same training is left{knobs}. {command} goes on with {meaning}"
+            )
     return None
 
 
 def answer_of(text: str) -> dict[str, Any]:
     """Return the answer that a question's command gives, as the API takes it; empty where the text has no command."""
-    if match := re.search(r"`orc retry \S+ --(?:allow (numeric|semantic)|global-batch-size (\d+))`", text):
+    if match := re.search(
+        r"`orc retry \S+ --(?:allow (numeric|semantic)|global-batch-size (\d+))`", text
+    ):
         return {"allow": match[1]} if match[1] else {"global_batch_size": int(match[2])}
     return {}
 
@@ -64,13 +72,17 @@ def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> 
     if not missing or not _has_plan(state, replace(job, spec=spec), groups):
         return ""
     names = " and ".join(f"`{name}`" for name in missing)
-    return f": with {names} as {'a knob' if len(missing) == 1 else 'knobs'} the same training goes on"
+    return (
+        f": with {names} as {'a knob' if len(missing) == 1 else 'knobs'} the same training goes on"
+    )
 
 
 def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:
     """Return whether any group may hold the job."""
     for group in groups:
-        options = job_options(job, group, calibration_for(state, job, group.hardware.device.name), 0.0)
+        options = job_options(
+            job, group, calibration_for(state, job, group.hardware.device.name), 0.0
+        )
         if isinstance(options, JobOptions) or options.likeliest is not None:
             return True
     return False
@@ -93,7 +105,9 @@ def learning_rate_factor(spec: JobSpec, share: float) -> float:
     Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Malladi et al. 2022, arXiv:2205.10287.
     """
     rule = spec.degrade.global_batch_size
-    return {"linear": share, "sqrt": math.sqrt(share), "same": 1.0}["same" if rule is None else rule.learning_rate]
+    return {"linear": share, "sqrt": math.sqrt(share), "same": 1.0}[
+        "same" if rule is None else rule.learning_rate
+    ]
 
 
 def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
@@ -108,7 +122,9 @@ def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
         changes["knobs"] = spec.knobs.model_copy(update={"learning_rate": smaller})
     elif rate is not None and not spec.is_script:
         least = spec.training.min_learning_rate * factor
-        changes["training"] = replace(spec.training, learning_rate=rate * factor, min_learning_rate=least)
+        changes["training"] = replace(
+            spec.training, learning_rate=rate * factor, min_learning_rate=least
+        )
     return spec.model_copy(update=changes)
 
 
@@ -128,7 +144,9 @@ def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str]]:
             allowed, option = spec.model_copy(update={"degrade": degrade}), f"--allow {word}"
             yield allowed, option, f"{word} changes"
             if wider is Degradation.SEMANTIC and degrade.global_batch_size is not None:
-                yield from ((smaller, option, _in_words(smaller)) for smaller in smaller_batches(allowed))
+                yield from (
+                    (smaller, option, _in_words(smaller)) for smaller in smaller_batches(allowed)
+                )
     if spec.degrade.global_batch_size is None:
         for smaller in smaller_batches(spec):
             yield smaller, f"--global-batch-size {smaller.global_batch_size}", _in_words(smaller)
@@ -138,7 +156,9 @@ def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None
     """Return the job with a person's permissions added. Raises SpecError for none or contradictory ones."""
     if allow is None and global_batch_size is None:
         raise SpecError(
-            "nothing is allowed", path="retry", hint="say --allow numeric, --allow semantic or --global-batch-size N"
+            "nothing is allowed",
+            path="retry",
+            hint="say --allow numeric, --allow semantic or --global-batch-size N",
         )
     changes: dict[str, object] = {}
     if allow is not None:
@@ -147,6 +167,8 @@ def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None
         changes["degrade"] = spec.degrade.model_copy(update={"allow": allow})
     if global_batch_size is not None:
         if global_batch_size > spec.global_batch_size:
-            raise SpecError("a larger batch needs more memory", path="global_batch_size", got=global_batch_size)
+            raise SpecError(
+                "a larger batch needs more memory", path="global_batch_size", got=global_batch_size
+            )
         spec = with_global_batch(spec, global_batch_size)
     return spec.model_copy(update=changes)

@@ -25,8 +25,10 @@ from orchestrator.specs.profile import UNTIMED
 
 CLIMB_PROBABILITY = 0.95  # with which the faster plan fits
 CLIMB_LAUNCHES = 3  # that the gain has to exceed, beside the checkpoint
-# Times as fast as the running plan, at least, where the plan shares or places state in another way: the ratio of two
-# such predictions is off by up to 19 %, over 2,979 pairs of published trainings. Among plans that differ in batches and
+# Times as fast as the running plan, at least, where the plan shares or places state in another way:
+# the ratio of two
+# such predictions is off by up to 19 %, over 2,979 pairs of published trainings. Among plans that
+# differ in batches and
 # checkpointing alone the one that is predicted to be faster is.
 CLIMB_SPEED_UP = 1.13
 
@@ -46,7 +48,9 @@ def may_climb(job: Job) -> bool:
     return recovered and is_timed and is_running and not climbed and is_elastic(job)
 
 
-def faster_option(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> SizeOption | None:
+def faster_option(
+    job: Job, group: Group, calibrated: Calibration, launch_cost_s: float
+) -> SizeOption | None:
     """Return the fastest plan on as many devices that fits with CLIMB_PROBABILITY and repays its launch; else None.
 
     `calibrated` includes the running attempt's measurements. Plans that ran out of memory are excluded, and so are
@@ -69,18 +73,31 @@ def faster_option(job: Job, group: Group, calibrated: Calibration, launch_cost_s
     factors = {step_kind(attempt.plan): pace.step_s / attempt.step_s}, calibrated.step_factors
     steps_s, peaks = measured_step_s(job, device.name), measured_peaks(job, device.name)
     timed = [
-        (steps_s.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors), candidate)
+        (
+            steps_s.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors),
+            candidate,
+        )
         for candidate in candidates
-        if candidate.plan.world_size == attempt.plan.world_size and candidate.degradation <= running.degradation
+        if candidate.plan.world_size == attempt.plan.world_size
+        and candidate.degradation <= running.degradation
     ]
     for step_s, candidate in sorted(timed, key=itemgetter(0)):
         if steps * (pace.step_s - step_s) <= CLIMB_LAUNCHES * launch_cost_s + MOVE_GRACE_S:
             return None
-        if step_s * CLIMB_SPEED_UP > pace.step_s and step_kind(candidate.plan) != step_kind(attempt.plan):
+        if step_s * CLIMB_SPEED_UP > pace.step_s and step_kind(candidate.plan) != step_kind(
+            attempt.plan
+        ):
             continue
-        shape = shape_of(candidate.plan, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
+        shape = shape_of(
+            candidate.plan,
+            devices_per_node=group.hardware.devices_per_node,
+            nodes=group.hardware.nodes,
+        )
         least_bytes = free_bytes_for(candidate, calibrated, peaks)
-        fits = candidate.plan in peaks or fit_probability(candidate, device.memory, calibrated) >= CLIMB_PROBABILITY
+        fits = (
+            candidate.plan in peaks
+            or fit_probability(candidate, device.memory, calibrated) >= CLIMB_PROBABILITY
+        )
         if shape is not None and fits and candidate.fits_host and least_bytes <= device.memory:
             return SizeOption(candidate, shape, least_bytes, launch_cost_s + steps * step_s)
     return None

@@ -12,7 +12,9 @@ GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs o
 
 def restart_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
     """Return the expected seconds lost by one more out-of-memory failure: a launch, and the risk of losing the job."""
-    left = job.spec.retries.oom - sum(ran_out(attempt) and not attempt.probe for attempt in job.attempts)
+    left = job.spec.retries.oom - sum(
+        ran_out(attempt) and not attempt.probe for attempt in job.attempts
+    )
     return launch_cost_s + min(seconds) / max(1, left + 1)
 
 
@@ -31,9 +33,13 @@ def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
         fits = (share - excluded) / (1 - excluded) if excluded < 1 else 0.0
         return fits * seconds + (1 - fits) * (restart_s + after_s)
 
-    after_s = dict.fromkeys(order, worst_s)  # each place -> what is expected once that plan has run out of memory
+    after_s = dict.fromkeys(
+        order, worst_s
+    )  # each place -> what is expected once that plan has run out of memory
     for index in reversed(range(len(order))):
         here, share = order[index], plans[order[index]][1]
         later = [place for place in order[index + 1 :] if plans[place][1] > share]
-        after_s[here] = min((expected_s(place, share, after_s[place]) for place in later), default=worst_s)
+        after_s[here] = min(
+            (expected_s(place, share, after_s[place]) for place in later), default=worst_s
+        )
     return min(order, key=lambda place: (expected_s(place, 0.0, after_s[place]), -plans[place][1]))

@@ -8,7 +8,13 @@ from functools import partial
 from math import inf
 from operator import attrgetter
 
-from orchestrator.memory.calibration.calibrate import Calibration, StepKind, calibration, step_factor, step_kind
+from orchestrator.memory.calibration.calibrate import (
+    Calibration,
+    StepKind,
+    calibration,
+    step_factor,
+    step_kind,
+)
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
@@ -17,13 +23,17 @@ from orchestrator.planning.trust import Choice, Rule
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
 from orchestrator.scheduling.base.time_limits import left_s
-from orchestrator.scheduling.failures.degrade import answered_by_phase, bytes_of_no_batch, candidates_for_oom
+from orchestrator.scheduling.failures.degrade import (
+    answered_by_phase,
+    bytes_of_no_batch,
+    candidates_for_oom,
+)
 from orchestrator.scheduling.failures.observation import is_truncated, ran_out
 from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
@@ -34,10 +44,12 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes
 
-# What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
+# What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind
+# what is known to be
 # shorter, and its devices are promised to nobody too soon.
 UNKNOWN_LENGTH_S = 86_400.0
-# How likely a plan must be to fit, after a failure, where only the order of the plans' speeds is known: then every
+# How likely a plan must be to fit, after a failure, where only the order of the plans' speeds is
+# known: then every
 # fifth such job runs out of memory once more.
 LIKELY = 0.8
 AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
@@ -91,7 +103,9 @@ class Infeasible:
     likeliest: JobOptions | None = None  # options of the plan that may fit all the same
 
 
-def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> JobOptions | Infeasible:
+def job_options(
+    job: Job, group: Group, calibrated: Calibration, launch_cost_s: float
+) -> JobOptions | Infeasible:
     """Return the job's untried plans that fit the group when empty; Infeasible where there are none."""
     device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
@@ -108,7 +122,9 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
     probe, probe_least = _probe_within(device, job, calibrated, candidates)
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
-    shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
+    shapes = partial(
+        shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes
+    )
 
     def options_from(
         fitting: Sequence[tuple[Candidate, Shape, int]],
@@ -116,15 +132,24 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
         seconds = _lengths(job, [candidate for candidate, _, _ in fitting], group, calibrated)
         entries: Sequence[SizeOption] = [
             SizeOption(
-                candidate, shape, least, launch_cost_s + length_s, probe=probe is not None, fill=least / device.memory
+                candidate,
+                shape,
+                least,
+                launch_cost_s + length_s,
+                probe=probe is not None,
+                fill=least / device.memory,
             )
             for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
         ]
         if job.spec.guarantee is not None and probe is None:
             entries = pick_guaranteed(job, entries, group.devices)
             if not entries:
-                is_timed = not any(has_no_seconds(job, candidate.estimate.source) for candidate, _, _ in fitting)
-                return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed))
+                is_timed = not any(
+                    has_no_seconds(job, candidate.estimate.source) for candidate, _, _ in fitting
+                )
+                return Infeasible(
+                    why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed)
+                )
         rule = rule_of(job, device.name, calibrated, entries[0].candidate)
         best = best_of_each(entries, rule)
         most_bytes = max(entry.least_bytes for entry in best)
@@ -143,15 +168,19 @@ def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: 
     fitting = [option for option in fitting if option[0].plan == _plan_of_climb(job)] or fitting
     if fitting:
         return options_from(_hedge(job, group, calibrated, fitting, launch_cost_s))
-    why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
+    why = partial(
+        why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted
+    )
     candidate = likeliest(
-        ((candidate, device.memory) for candidate in candidates if shapes(candidate.plan)), calibrated
+        ((candidate, device.memory) for candidate in candidates if shapes(candidate.plan)),
+        calibrated,
     )
     if candidate is None or (shape := shapes(candidate.plan)) is None:
         return Infeasible(why=why)
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
     least = corrected_bytes(
-        candidate.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction
+        candidate.estimate,
+        min(correction, calibrated.belief.least) if calibrated.belief else correction,
     )
     likely = options_from([(candidate, shape, least)])
     return Infeasible(why=why, likeliest=likely) if isinstance(likely, JobOptions) else likely
@@ -189,7 +218,10 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
     """
     guarantee = job.spec.guarantee
     assert guarantee is not None, job.id
-    packed = [replace(entry, shape=replace(entry.shape, shares=entry.shape.shares[:1])) for entry in entries]
+    packed = [
+        replace(entry, shape=replace(entry.shape, shares=entry.shape.shares[:1]))
+        for entry in entries
+    ]
     same_size = [entry for entry in packed if entry.devices == job.spec.guaranteed_gpus]
     if guarantee.step is not None:
         matches = [
@@ -200,9 +232,13 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
         ]
     else:
         mildest = [
-            entry.seconds for entry in same_size if entry.candidate.degradation == same_size[0].candidate.degradation
+            entry.seconds
+            for entry in same_size
+            if entry.candidate.degradation == same_size[0].candidate.degradation
         ]
-        matches = [entry for entry in packed if entry.seconds <= min(mildest, default=-inf) * AS_FAST]
+        matches = [
+            entry for entry in packed if entry.seconds <= min(mildest, default=-inf) * AS_FAST
+        ]
     is_promised = bool(job.attempts) or job.starts_by_s is not None
     are_away = guarantee.step is None and devices < job.spec.guaranteed_gpus
     if matches or are_away or not is_promised:
@@ -215,7 +251,9 @@ def _why_not_guaranteed(spec: JobSpec, device: str, *, is_timed: bool) -> str:
         return "cannot be promised seconds of a step: nothing tells them; say `speeds`"
     if spec.guarantee is not None and spec.guarantee.step is not None:
         return f"cannot be promised {spec.guarantee.step:g} s a step: no plan that fits {device} is as fast"
-    return f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
+    return (
+        f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
+    )
 
 
 def _hedge(
@@ -242,8 +280,12 @@ def _hedge(
     if mildest[0][0].estimate.source in UNTIMED:
         least = min(LIKELY, max(chances))
         return [option for option, chance in zip(mildest, chances, strict=True) if chance >= least]
-    first = pick_soonest(list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds))
-    return [option for option, chance in zip(mildest, chances, strict=True) if chance >= chances[first]]
+    first = pick_soonest(
+        list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds)
+    )
+    return [
+        option for option, chance in zip(mildest, chances, strict=True) if chance >= chances[first]
+    ]
 
 
 def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
@@ -252,10 +294,16 @@ def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate
     Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or declared step times,
     since only the order of its plans is known.
     """
-    spec, last = job.spec, next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None)
+    spec, last = (
+        job.spec,
+        next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None),
+    )
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
-    incumbents = {*measured_step_s(job, device), *(observation.plan for observation in calibrated.proven)}
+    incumbents = {
+        *measured_step_s(job, device),
+        *(observation.plan for observation in calibrated.proven),
+    }
     return Rule(
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
@@ -302,7 +350,9 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     return max(0, steps - done)
 
 
-def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float) -> float:
+def attempt_seconds(
+    job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float
+) -> float:
     """Return the predicted seconds of an attempt from its launch to its end."""
     left, pace = steps_left(job, attempt), attempt.pace
     if left is not None and pace is not None:
@@ -311,7 +361,9 @@ def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibr
     factors = _step_factors(job, attempt.device, attempt.number), calibrated.step_factors
     if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
         return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
-    return launch_cost_s + left * (ran_before or attempt.step_s * step_factor(attempt.plan, *factors))
+    return launch_cost_s + left * (
+        ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
+    )
 
 
 def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
@@ -328,7 +380,10 @@ def _step_factors(job: Job, device: str, before: int | None = None) -> Mapping[S
     return {
         step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
         for attempt in job.attempts[: None if before is None else before - 1]
-        if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0 and not attempt.probe
+        if attempt.device == device
+        and attempt.measured_step_s
+        and attempt.step_s > 0
+        and not attempt.probe
     }
 
 
@@ -336,22 +391,29 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
     """Return the measured allocated peak of each plan that this job ran on this kind of device without running out."""
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
-        trained = attempt.evidence is not None and any(beat.steps_done > 0 for beat in attempt.evidence.heartbeats)
+        trained = attempt.evidence is not None and any(
+            beat.steps_done > 0 for beat in attempt.evidence.heartbeats
+        )
         has_peak = trained and not is_truncated(attempt)
         if has_peak and attempt.device == device and attempt.plan not in job.refuted:
             peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
     return peaks
 
 
-def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration) -> list[float]:
+def _lengths(
+    job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration
+) -> list[float]:
     """Return the seconds of training left on each candidate, by measured steps of the family where there are any."""
     left, device = steps_left(job), group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}
     factors = _step_factors(job, device), calibrated.step_factors
-    if left is None or (candidates and has_no_seconds(job, candidates[0].estimate.source, *factors)):
+    if left is None or (
+        candidates and has_no_seconds(job, candidates[0].estimate.source, *factors)
+    ):
         return [_unknown_length_s(job, group, candidate.step_s) for candidate in candidates]
     return [
-        left * (measured.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors))
+        left
+        * (measured.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors))
         for candidate in candidates
     ]
 
@@ -365,7 +427,9 @@ def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
     """Return the seconds of a job of unknown length on a plan of this step time; the slowest takes the longest."""
     longest_s = unknown_length_s(job)
     try:
-        slowest_s = max(candidate.step_s for candidate in frontier(job.spec, group.hardware).candidates)
+        slowest_s = max(
+            candidate.step_s for candidate in frontier(job.spec, group.hardware).candidates
+        )
     except SpecError:  # what it runs on is no whole group any more
         return longest_s
     return longest_s * min(1.0, step_s / slowest_s)
@@ -384,7 +448,8 @@ def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict
     refuted = (
         refutation.needed_bytes + around
         for refutation in calibrated.refuted
-        if refutation.plan == candidate.plan and refutation.predicted_bytes <= candidate.estimate.allocated_bytes
+        if refutation.plan == candidate.plan
+        and refutation.predicted_bytes <= candidate.estimate.allocated_bytes
     )
     return max((needed_bytes(candidate, calibrated), *refuted))
 
@@ -397,18 +462,24 @@ def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Itera
     spec, trained = job.spec, [attempt for attempt in job.attempts if not attempt.probe]
     if trained and spec.degrade.keeps_plan:
         spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
-    candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
+    candidates = frontier(
+        spec, group.hardware, calibrated.correction, calibrated.overhead
+    ).candidates
     if not job.attempts:
         return iter(candidates)
     here = _on_device(job, group.hardware.device.name)
     refuted_bytes = partial(corrected_bytes, correction=calibrated.correction)
     device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, refuted_bytes)
-    host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
+    host_bytes_max = _smallest_refuted(
+        job, group, FailureKind.HOST_OOM, partial(_host_bytes, group)
+    )
     return (
         candidate
         for candidate in candidates_for_oom(job.spec, here, candidates)
         if candidate.plan not in job.refuted
-        and corrected_bytes(candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate))
+        and corrected_bytes(
+            candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate)
+        )
         < device_bytes_max
         and _host_bytes(group, candidate.estimate) < host_bytes_max
     )
@@ -418,7 +489,9 @@ def _on_device(job: Job, device: str) -> list[Attempt]:
     return [attempt for attempt in job.attempts if attempt.device == device]
 
 
-def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:
+def _smallest_refuted(
+    job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]
+) -> float:
     """Return the least predicted bytes that failed in this way on this kind of device; infinity where none did."""
     failed = (
         attempt.estimate
@@ -433,5 +506,5 @@ def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Calla
 
 def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
     """Return the host memory of one rank in bytes; a virtual device's memory is the host's."""
-    virtual = group.hardware.device.kind is DeviceKind.VIRTUAL
+    virtual = group.hardware.device.kind.traits.is_virtual
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

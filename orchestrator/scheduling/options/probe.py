@@ -30,7 +30,9 @@ def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
     """
     if not _is_unknown(spec) or (calibrated.line is None and calibrated.relative_to is None):
         return spec
-    return spec.model_copy(update={"measured": calibrated.line, "relative_to": calibrated.relative_to})
+    return spec.model_copy(
+        update={"measured": calibrated.line, "relative_to": calibrated.relative_to}
+    )
 
 
 def probe_of(
@@ -58,7 +60,11 @@ def probe_of(
         return None
     fresh = [candidate for candidate in alike if candidate.plan.micro_batch_size not in tried]
     return max(
-        (candidate for candidate in fresh if job.last is not None and _surely_fits(candidate, job.last, device)),
+        (
+            candidate
+            for candidate in fresh
+            if job.last is not None and _surely_fits(candidate, job.last, device)
+        ),
         key=lambda candidate: candidate.plan.micro_batch_size,
         default=next(iter(fresh), None),
     )
@@ -66,7 +72,9 @@ def probe_of(
 
 def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
     """Return whether a probe failed only because batch normalisation cannot train on one sample."""
-    return attempt.plan.micro_batch_size == 1 and ONE_SAMPLE in f"{failure.reason}\n{failure.excerpt}"
+    return (
+        attempt.plan.micro_batch_size == 1 and ONE_SAMPLE in f"{failure.reason}\n{failure.excerpt}"
+    )
 
 
 def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
@@ -74,7 +82,11 @@ def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
     if probed is None or probed.peak_bytes is None:
         return None
     times = probe.plan.micro_batch_size / probed.plan.micro_batch_size
-    return round(MARGIN * times * probed.peak_bytes) + probe.estimate.device_bytes - probe.estimate.allocated_bytes
+    return (
+        round(MARGIN * times * probed.peak_bytes)
+        + probe.estimate.device_bytes
+        - probe.estimate.allocated_bytes
+    )
 
 
 def _surely_fits(candidate: Candidate, probed: Attempt, device: DeviceSpec) -> bool:
@@ -99,7 +111,11 @@ def unmeasured_reason(spec: JobSpec) -> str | None:
         return f"no knob for {' and '.join(missing)}"
     count = len(batch_cuts(spec, spec.gpus.min))
     is_short = count < MICRO_BATCHES_MIN
-    return f"its batch has {count} possible micro-batches, and {MICRO_BATCHES_MIN} are needed" if is_short else None
+    return (
+        f"its batch has {count} possible micro-batches, and {MICRO_BATCHES_MIN} are needed"
+        if is_short
+        else None
+    )
 
 
 def _can_be_probed(spec: JobSpec) -> bool:

@@ -81,7 +81,9 @@ class AvailabilityProfile:
         self._later: dict[int, list[_Promise]] = {}  # those of them before which devices are idle
         self._closed: dict[int, tuple[Window, ...]] = {}  # by node
         self._has_racks = len({node.rack for node in group.nodes}) > 1
-        self._futures: dict[int, _Future] = {}  # of nodes with promises or maintenance, as far as asked
+        self._futures: dict[
+            int, _Future
+        ] = {}  # of nodes with promises or maintenance, as far as asked
         self._when: dict[int, _Times] = {}  # by share
         self._unpromised: dict[int, _Times] = {}  # the same, as it was before anything was promised
         self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
@@ -118,7 +120,9 @@ class AvailabilityProfile:
     def update_nodes(self, nodes: Sequence[Node]) -> None:
         """Update the free bytes of the same nodes, and which devices the driver cannot read: those are closed."""
         self.unreadable_nodes = [node for node in nodes if node.unreadable]
-        self.unreadable = {(node.name, device) for node in self.unreadable_nodes for device in node.unreadable}
+        self.unreadable = {
+            (node.name, device) for node in self.unreadable_nodes for device in node.unreadable
+        }
         self._free_bytes = [node.free_bytes for node in nodes]
         self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
         self._room_bytes = None
@@ -143,7 +147,9 @@ class AvailabilityProfile:
         """Return when the attempts now on these devices have all ended."""
         return max([self._until_s[self.numbers[name]][device] for device in devices])
 
-    def reserve(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
+    def reserve(
+        self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool
+    ) -> None:
         """Reserve these devices from `start_s` to `end_s`: nothing else may run on them then.
 
         With `is_later`, others may reserve the same devices for before `start_s`.
@@ -183,7 +189,9 @@ class AvailabilityProfile:
     def close(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
         """Close these nodes in these windows (minus infinity as begin: closed now), and open all other nodes."""
         before = self._closed
-        self._closed = {number: windows[name] for name, number in self.numbers.items() if name in windows}
+        self._closed = {
+            number: windows[name] for name, number in self.numbers.items() if name in windows
+        }
         for number in {*before, *self._closed}:
             self._forget_future(number)
 
@@ -211,10 +219,15 @@ class AvailabilityProfile:
             wanted = shape.devices // share
             able = self._able_nodes(share, end_s, least_bytes if crowded else 0)
             chosen = (
-                self._in_fewest_racks([*able], wanted) if wanted > 1 and self._has_racks else [*islice(able, wanted)]
+                self._in_fewest_racks([*able], wanted)
+                if wanted > 1 and self._has_racks
+                else [*islice(able, wanted)]
             )
             if len(chosen) == wanted:
-                return tuple(NodeDevices(node=self.names[n], devices=devices) for n, devices in sorted(chosen))
+                return tuple(
+                    NodeDevices(node=self.names[n], devices=devices)
+                    for n, devices in sorted(chosen)
+                )
         return None
 
     def place_again(
@@ -227,10 +240,14 @@ class AvailabilityProfile:
             number = self.numbers[part.node]
             memory = self.group.hardware.device.memory
             self._free_bytes[number] = tuple(
-                memory if device in part.devices else free for device, free in enumerate(free_bytes[number])
+                memory if device in part.devices else free
+                for device, free in enumerate(free_bytes[number])
             )
             # an attempt that stops on a device that the driver cannot read leaves it closed
-            self.vacate(part.node, [device for device in part.devices if (part.node, device) not in self.unreadable])
+            self.vacate(
+                part.node,
+                [device for device in part.devices if (part.node, device) not in self.unreadable],
+            )
         placement = self.place(shape, end_s, least_bytes)
         self._free_bytes = free_bytes
         for part in attempt_placement:
@@ -243,12 +260,20 @@ class AvailabilityProfile:
         if self.has_room(least_bytes):
             return True
         roomy = [
-            sum(self.room_of(number, device) >= least_bytes for device in range(self.devices_per_node))
+            sum(
+                self.room_of(number, device) >= least_bytes
+                for device in range(self.devices_per_node)
+            )
             for number in range(len(self.names))
         ]
-        return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
+        return any(
+            sum(count >= share for count in roomy) >= shape.devices // share
+            for share in shape.shares
+        )
 
-    def earliest(self, shape: Shape, from_s: float, seconds: float, least_bytes: int) -> Slot | None:
+    def earliest(
+        self, shape: Shape, from_s: float, seconds: float, least_bytes: int
+    ) -> Slot | None:
         """Return the first slot from `from_s` on with enough devices free for `seconds`; None: never.
 
         The slot lies before a node closes or a later reservation where the time suffices, else behind them.
@@ -257,7 +282,9 @@ class AvailabilityProfile:
         for share in shape.shares:
             wanted = shape.devices // share
             order = self._open_for(share, wanted, from_s, seconds, least_bytes)
-            if len(order) < wanted or order[-1][0] == inf:  # never: no time is known at which a lost node comes back
+            if (
+                len(order) < wanted or order[-1][0] == inf
+            ):  # never: no time is known at which a lost node comes back
                 continue
             start_s = max(order[-1][0], from_s)
             if best is None or start_s < best.start_s:
@@ -274,9 +301,17 @@ class AvailabilityProfile:
                 able = (device for device in able if self.room_of(number, device) >= least_bytes)
             if number in self._later:
                 begun = slot.start_s
-                able = (device for device in able if self._begins_s(number, device, begun, slot.seconds) == begun)
+                able = (
+                    device
+                    for device in able
+                    if self._begins_s(number, device, begun, slot.seconds) == begun
+                )
             free_from = self._free_from(number).__getitem__
-            first = [min(able, key=free_from)] if slot.share == 1 else sorted(able, key=free_from)[: slot.share]
+            first = (
+                [min(able, key=free_from)]
+                if slot.share == 1
+                else sorted(able, key=free_from)[: slot.share]
+            )
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
         return tuple(placement)
 
@@ -296,7 +331,9 @@ class AvailabilityProfile:
     @property
     def idle_unreadable(self) -> int:
         """Number of devices that the driver cannot read and no attempt holds."""
-        return sum([self._until_s[self.numbers[name]][device] == inf for name, device in self.unreadable])
+        return sum(
+            [self._until_s[self.numbers[name]][device] == inf for name, device in self.unreadable]
+        )
 
     # how it is kept
 
@@ -345,7 +382,9 @@ class AvailabilityProfile:
             )
         times = self._when.get(share)
         if times is None:
-            by_node = [sorted(self._free_from(number))[share - 1] for number in range(len(self.names))]
+            by_node = [
+                sorted(self._free_from(number))[share - 1] for number in range(len(self.names))
+            ]
             order = sorted((free_s, number) for number, free_s in enumerate(by_node))
             times = self._when[share] = _Times(by_node, order, set())
         order = times.order
@@ -370,7 +409,9 @@ class AvailabilityProfile:
         def opens(free_s: float, number: int, start_s: float) -> tuple[float, int]:
             return self._opens_s(number, share, max(free_s, start_s), seconds, least_bytes), number
 
-        while len(first) == wanted:  # ends: each turn begins where a node opens, or is free, after the one before
+        while (
+            len(first) == wanted
+        ):  # ends: each turn begins where a node opens, or is free, after the one before
             start_s = max(from_s, first[-1][0])
             if start_s == inf:
                 return ()
@@ -384,7 +425,9 @@ class AvailabilityProfile:
                 del first[wanted:]
         return first
 
-    def _opens_s(self, number: int, share: int, start_s: float, seconds: float, least_bytes: int) -> float:
+    def _opens_s(
+        self, number: int, share: int, start_s: float, seconds: float, least_bytes: int
+    ) -> float:
         """Return when, from `start_s` on, a node stays open for so long with a share of unreserved devices."""
         while True:  # ends: each turn begins where a closing or a promise ends
             for closes_s, opens_s in self._closed.get(number, ()):
@@ -406,13 +449,19 @@ class AvailabilityProfile:
         """Return when, from `start_s` on, a device is unreserved for so long."""
         start_s = max(start_s, self._free_from(number)[device])
         for promise in self._later.get(number, ()):
-            if device in promise.devices and promise.start_s < start_s + seconds and start_s < promise.end_s:
+            if (
+                device in promise.devices
+                and promise.start_s < start_s + seconds
+                and start_s < promise.end_s
+            ):
                 start_s = promise.end_s
         return start_s
 
     def _roomy_from(self, number: int, least_bytes: int) -> list[float]:
         free_s = self._free_from(number)
-        return sorted(s for device, s in enumerate(free_s) if self._is_roomy(number, device, least_bytes))
+        return sorted(
+            s for device, s in enumerate(free_s) if self._is_roomy(number, device, least_bytes)
+        )
 
     def _is_roomy(self, number: int, device: int, least_bytes: int) -> bool:
         return self.has_room(least_bytes) or self.room_of(number, device) >= least_bytes
@@ -454,11 +503,15 @@ class AvailabilityProfile:
                     promised_s.append(self._closed[number][0][0])
                 else:
                     both = zip(self._future(number).next_s, self._until_s[number], strict=True)
-                    promised_s.append(sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share])
+                    promised_s.append(
+                        sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share]
+                    )
         missing = nodes - unpromised
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
 
-    def _able_nodes(self, share: int, end_s: float, least_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def _able_nodes(
+        self, share: int, end_s: float, least_bytes: int
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield nodes with `share` usable devices until `end_s`, the fullest first, each with these devices."""
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
@@ -491,5 +544,7 @@ class AvailabilityProfile:
         return tuple(
             device
             for device, until_s in enumerate(until)
-            if until_s == IDLE and next_s[device] >= end_s and self._free_bytes[number][device] >= least_bytes
+            if until_s == IDLE
+            and next_s[device] >= end_s
+            and self._free_bytes[number][device] >= least_bytes
         )

@@ -15,11 +15,16 @@ from orchestrator.scheduling.queue.policy import Preemption
 from orchestrator.scheduling.queue.wait_queue import SortKey, Waiting, WaitQueue, merge_lines
 from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline, preempt_for_waiting, scale_up
+from orchestrator.scheduling.scheduling_pass.preemption import (
+    preempt_for_deadline,
+    preempt_for_waiting,
+    scale_up,
+)
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
-RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, a reservation would not outlast today's short jobs
+# as Slurm's bf_max_job_test: beyond, a reservation would not outlast today's short jobs
+RESERVATIONS_MAX = 100
 
 
 class AdaptivePolicy:
@@ -48,7 +53,10 @@ class AdaptivePolicy:
         """Return when the job's deadline becomes urgent (little slack left); infinity without a deadline."""
         if job.deadline_s is None:
             return inf
-        return job.deadline_s - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
+        return (
+            job.deadline_s
+            - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
+        )
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
         """Yield (job, time to end by) in order: guarantees, priority, fair share, then age, deadline and length.
@@ -66,7 +74,9 @@ class AdaptivePolicy:
             keys = [(-priority, user) for _, _, user in equals]
             for _, _, job_id in merge_lines([line.due(at_s) for line in index.lines_of(keys)]):
                 yield from self._in_time_first(job_id)
-            for by_s, _, job_id in merge_lines([line.by_deadline(at_s) for line in index.lines_of(keys)]):
+            for by_s, _, job_id in merge_lines(
+                [line.by_deadline(at_s) for line in index.lines_of(keys)]
+            ):
                 waiting = index.waiting[job_id]
                 if waiting.presses_s <= at_s < waiting.rank and self._could_end_by(waiting, by_s):
                     yield waiting, by_s
@@ -94,7 +104,10 @@ class AdaptivePolicy:
         return options
 
     def preempt(
-        self, state: State, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
+        self,
+        state: State,
+        waits: Sequence[tuple[Waiting, Reservation]],
+        late: Sequence[tuple[Waiting, float]],
     ) -> Preemption:
         """Return jobs to stop: for a guarantee, a deadline, a larger gain of others, or to use idle devices."""
         index, at_s = self._index, state.at_s

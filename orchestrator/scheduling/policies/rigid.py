@@ -44,7 +44,9 @@ class RigidPolicy:
     def by_rank(self) -> list[Waiting]:
         """Return all jobs that wait for devices, by rank, then by submission."""
         queues = [queue.by_rank() for queue in self._index.lines.values()]
-        return [self._index.waiting[job_id] for _, _, job_id in merge_lines(queues)] if queues else []
+        return (
+            [self._index.waiting[job_id] for _, _, job_id in merge_lines(queues)] if queues else []
+        )
 
     def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
         """Return whether later jobs may start first, which holds where the policy makes reservations."""

@@ -19,10 +19,15 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
-DEMOTED_DEVICE_S = 3600.0 * 16  # attained service at which the second queue begins: 16 GPU-hours, as its simulator has
+# attained service at which the second queue begins: 16 GPU-hours, as its simulator has
+DEMOTED_DEVICE_S = 3600.0 * 16
 ROUNDING_DEVICE_S = 1.0
-REST = 0.0  # launches that a job trains for before it may be stopped: as soon as it trains, as in its simulator
-HOLDING = (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)  # a job that is stopping leaves its devices
+# launches that a job trains for before it may be stopped: as soon as it trains, as in its simulator
+REST = 0.0
+HOLDING = (
+    AttemptStatus.LAUNCHING,
+    AttemptStatus.RUNNING,
+)  # a job that is stopping leaves its devices
 
 
 class TiresiasPolicy(RigidPolicy):
@@ -69,7 +74,8 @@ class TiresiasPolicy(RigidPolicy):
             return None
         at_s = self._index.state.at_s
         times_s = [
-            at_s + (DEMOTED_DEVICE_S - self._attained_device_s(job)) / job.attempts[-1].plan.world_size
+            at_s
+            + (DEMOTED_DEVICE_S - self._attained_device_s(job)) / job.attempts[-1].plan.world_size
             for job in self._index.running.values()
             if self.rank(job) == 0.0 and job.attempts[-1].status is not AttemptStatus.ENDED
         ]
@@ -132,7 +138,9 @@ class TiresiasPolicy(RigidPolicy):
 
     def _is_node_open(self, name: str) -> bool:
         at_s = self._index.state.at_s
-        return not any(start_s <= at_s < end_s for start_s, end_s in self._index.closed.get(name, ()))
+        return not any(
+            start_s <= at_s < end_s for start_s, end_s in self._index.closed.get(name, ())
+        )
 
 
 class _Stop(NamedTuple):

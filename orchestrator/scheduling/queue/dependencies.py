@@ -39,11 +39,19 @@ def resolve_dependencies(
         job = find_job(dependency.job)
         if job is None:
             hint = "`orc queue` lists the ids; what is submitted together may be named, and stands before"
-            raise SpecError("there is no such job", source=spec.name, path="depends_on", got=dependency.job, hint=hint)
+            raise SpecError(
+                "there is no such job",
+                source=spec.name,
+                path="depends_on",
+                got=dependency.job,
+                hint=hint,
+            )
         if job.status.ended and not _is_met(dependency, job.status):
             what = f"{dependency.job} {ENDED[job.status]}: a job that runs after its success never would"
             hint = f"say {{job: {dependency.job}, when: always}}, or submit that job again"
-            raise SpecError(what, source=spec.name, path="depends_on", got=dependency.job, hint=hint)
+            raise SpecError(
+                what, source=spec.name, path="depends_on", got=dependency.job, hint=hint
+            )
         if job.status.ended:
             satisfied.append(dependency.job)
     return spec.model_copy(update={"depends_on": depends_on}), tuple(satisfied)
@@ -54,7 +62,9 @@ def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Coll
     for dependency in job.spec.depends_on:
         other = jobs.get(dependency.job)
         if other is None and dependency.job not in satisfied and dependency.when == "success":
-            return _in_vain(job, dependency.job, "was refused")  # in the same submission: it never ran
+            return _in_vain(
+                job, dependency.job, "was refused"
+            )  # in the same submission: it never ran
         if other is not None and other.status.ended and not _is_met(dependency, other.status):
             return _in_vain(job, dependency.job, ENDED[other.status])
     waits_for = tuple(
@@ -79,7 +89,12 @@ def _is_met(dependency: Dependency, status: JobStatus) -> bool:
 
 
 def _in_vain(job: Job, other: str, ended: str) -> Job:
-    return replace(job, status=JobStatus.CANCELLED, waits_for=(), reason=f"was to run after {other}, which {ended}")
+    return replace(
+        job,
+        status=JobStatus.CANCELLED,
+        waits_for=(),
+        reason=f"was to run after {other}, which {ended}",
+    )
 
 
 def _reason(waits_for: Sequence[Dependency]) -> str:

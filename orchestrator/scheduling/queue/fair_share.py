@@ -16,7 +16,9 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State, Usage
 
 FORGOTTEN_DEVICE_S = 1.0  # less than so much changes no turn for long
-Place = tuple[float, float]  # usage per share of the team, then of the user within it: the smallest is next
+Place = tuple[
+    float, float
+]  # usage per share of the team, then of the user within it: the smallest is next
 
 
 def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
@@ -30,9 +32,9 @@ def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
         if _decayed_device_s(usage, state.at_s, half_life_s) >= FORGOTTEN_DEVICE_S
     }
     before = by_user.get(job.user)
-    device_s = (_decayed_device_s(before, state.at_s, half_life_s) if before else 0.0) + _attempt_device_s(
-        attempt, state.at_s, half_life_s
-    )
+    device_s = (
+        _decayed_device_s(before, state.at_s, half_life_s) if before else 0.0
+    ) + _attempt_device_s(attempt, state.at_s, half_life_s)
     by_user[job.user] = Usage(user=job.user, device_s=device_s, at_s=state.at_s)
     return tuple(sorted(by_user.values(), key=lambda usage: usage.user))
 
@@ -52,7 +54,9 @@ def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
     for job in running:
         for attempt in job.attempts:
             if not attempt.released:
-                parts.setdefault(job.user, []).append(_attempt_device_s(attempt, state.at_s, half_life_s))
+                parts.setdefault(job.user, []).append(
+                    _attempt_device_s(attempt, state.at_s, half_life_s)
+                )
     return {user: fsum(seconds) for user, seconds in parts.items()}
 
 
@@ -89,7 +93,9 @@ def _decayed_device_s(usage: Usage, at_s: float, half_life_s: float) -> float:
 
 def _attempt_device_s(attempt: Attempt, at_s: float, half_life_s: float) -> float:
     devices = sum(len(part.devices) for part in attempt.placement)
-    return devices * half_life_s / log(2) * (1.0 - _half((at_s - attempt.launched_at_s) / half_life_s))
+    return (
+        devices * half_life_s / log(2) * (1.0 - _half((at_s - attempt.launched_at_s) / half_life_s))
+    )
 
 
 def _half(lives: float) -> float:

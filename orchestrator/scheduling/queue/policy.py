@@ -60,7 +60,10 @@ class QueuePolicy(Protocol):
         """Return the options allowed for a job, of all on one kind of device, fewest devices first."""
 
     def preempt(
-        self, state: State, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
+        self,
+        state: State,
+        waits: Sequence[tuple[Waiting, Reservation]],
+        late: Sequence[tuple[Waiting, float]],
     ) -> Preemption:
         """Return which running jobs to stop after a decision round.
 

@@ -42,7 +42,9 @@ class WaitQueue:
 
     def __init__(self) -> None:
         self._standing: list[SortKey] = []
-        self._deadlines: list[SortKey] = []  # of those that have one: that, instead of when it is due
+        self._deadlines: list[
+            SortKey
+        ] = []  # of those that have one: that, instead of when it is due
         self._presses: list[SortKey] = []  # of the same: from when on it presses
         self._sizes: list[tuple[float, SortKey, int]] = []  # device-seconds, itself, fewest devices
         self._total_device_ms = 0  # of all: a sum of whole numbers is the same in any order
@@ -90,7 +92,12 @@ class WaitQueue:
     def due(self, at_s: float) -> Sequence[SortKey]:
         """Return the jobs past their aging limits by submission; jobs with devices reserved for them come first."""
         due = self._standing[: self._due(at_s)]
-        return sorted([(-inf if aging_limit_s == -inf else 0.0, order, job_id) for aging_limit_s, order, job_id in due])
+        return sorted(
+            [
+                (-inf if aging_limit_s == -inf else 0.0, order, job_id)
+                for aging_limit_s, order, job_id in due
+            ]
+        )
 
     def in_order(self, at_s: float) -> Sequence[SortKey]:
         """Return the jobs before their aging limits, earliest limit first."""
@@ -101,8 +108,14 @@ class WaitQueue:
         if len(self) < 2 or not self._ends_last(devices, tuning):
             return self.in_order(at_s)
         least_device_s = tuning.as_large * self._sizes[-1][0]
-        largest = [entry for entry in self._sizes[-LARGEST_MAX:] if entry[0] >= least_device_s and entry[1][0] > at_s]
-        by_size = [sort_key for _, sort_key, _ in sorted(largest, key=lambda entry: (-entry[0], entry[1]))]
+        largest = [
+            entry
+            for entry in self._sizes[-LARGEST_MAX:]
+            if entry[0] >= least_device_s and entry[1][0] > at_s
+        ]
+        by_size = [
+            sort_key for _, sort_key, _ in sorted(largest, key=lambda entry: (-entry[0], entry[1]))
+        ]
         changed = self._standing[:]
         for sort_key, other in zip(sorted(by_size), by_size, strict=True):
             changed[bisect_left(self._standing, sort_key)] = other

@@ -37,7 +37,11 @@ WAYS = (
     "offload_target",
     "sharding",
 )
-DERIVED = ("gradient_accumulation_steps", "first_stage_layers", "last_stage_layers")  # they follow from the others
+DERIVED = (
+    "gradient_accumulation_steps",
+    "first_stage_layers",
+    "last_stage_layers",
+)  # they follow from the others
 
 MEASURED_MARKS = {Outcome.FINISHED: Mark.MEASURED, Outcome.OUT_OF_MEMORY: Mark.REFUTED}
 
@@ -85,7 +89,9 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
     groups: dict[object, list[Row]] = {}
     for job, row in zip(jobs, rows, strict=True):
         groups.setdefault(job.spec.plan or job.id, []).append(row)
-    firsts: dict[int, Mapping[int, float]] = {}  # losses of the first strategy that has any, of each repeat
+    firsts: dict[
+        int, Mapping[int, float]
+    ] = {}  # losses of the first strategy that has any, of each repeat
     repeated = []
     for group in groups.values():
         distances = []
@@ -109,11 +115,21 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
 def setup_of(jobs: Sequence[Job], rows: Sequence[Row]) -> Setup:
     """Return what the strategies have in common; several versions of the same program stand side by side."""
     spec, attempts = jobs[0].spec, [job.last for job in jobs if job.last is not None]
-    texts = {name: dict.fromkeys(attempt.versions.get(name, "") for attempt in attempts) for name in VERSIONS}
-    versions = {name: ", ".join(filter(None, values)) for name, values in texts.items() if any(values)}
-    device = versions.pop("device_model", "") or ", ".join(dict.fromkeys(row.device for row in rows if row.device))
+    texts = {
+        name: dict.fromkeys(attempt.versions.get(name, "") for attempt in attempts)
+        for name in VERSIONS
+    }
+    versions = {
+        name: ", ".join(filter(None, values)) for name, values in texts.items() if any(values)
+    }
+    device = versions.pop("device_model", "") or ", ".join(
+        dict.fromkeys(row.device for row in rows if row.device)
+    )
     own_length = None if spec.data is None else spec.data.sequence_length
-    planned = next((int(row.settings["sequence_length"]) for row in rows if "sequence_length" in row.settings), None)
+    planned = next(
+        (int(row.settings["sequence_length"]) for row in rows if "sequence_length" in row.settings),
+        None,
+    )
     return Setup(
         model=_model_name(spec),
         device=device,
@@ -130,10 +146,16 @@ def _model_name(spec: JobSpec) -> str:
     if model is not None and model.decoder is not None:
         return f"decoder of {model.decoder.num_hidden_layers} layers, hidden size {model.decoder.hidden_size}"
     if model is not None:
-        hf = model.hf.get("model_type", "transformers model") if isinstance(model.hf, dict) else model.hf
+        hf = (
+            model.hf.get("model_type", "transformers model")
+            if isinstance(model.hf, dict)
+            else model.hf
+        )
         return str(hf or model.factory)
     command = spec.command or ()
-    return next((part for part in command if part.endswith(".py")), command[0] if command else spec.name)
+    return next(
+        (part for part in command if part.endswith(".py")), command[0] if command else spec.name
+    )
 
 
 def _against_fastest(rows: Sequence[Row]) -> list[Row]:
@@ -157,9 +179,15 @@ def _against_fastest(rows: Sequence[Row]) -> list[Row]:
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what differs beside the strategies, and how sure their times are."""
     timed = [row for row in rows if row.step_s and is_finished(row)]
-    names = dict.fromkeys(name for row in timed for name in row.settings if name not in (*WAYS, *DERIVED))
-    values = {name: list(dict.fromkeys(row.settings.get(name, "-") for row in timed)) for name in names}
-    differing = [f"{name} ({', '.join(choices)})" for name, choices in values.items() if len(choices) > 1]
+    names = dict.fromkeys(
+        name for row in timed for name in row.settings if name not in (*WAYS, *DERIVED)
+    )
+    values = {
+        name: list(dict.fromkeys(row.settings.get(name, "-") for row in timed)) for name in names
+    }
+    differing = [
+        f"{name} ({', '.join(choices)})" for name, choices in values.items() if len(choices) > 1
+    ]
     if differing:
         yield f"They differ in more than their strategies: {'; '.join(differing)}. `--plan` pins a setting of all."
     least = min((row.repeats for row in timed), default=REPEATS_MIN)
@@ -208,7 +236,9 @@ def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
     assert first.capacity_bytes is not None, first
     if not points:
         return None
-    return Picture(device=first.device or "", capacity_bytes=first.capacity_bytes, points=tuple(points))
+    return Picture(
+        device=first.device or "", capacity_bytes=first.capacity_bytes, points=tuple(points)
+    )
 
 
 def _distance(first: Mapping[int, float], curve: Curve | None) -> float | None:
@@ -223,14 +253,22 @@ def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
     """Return the rows, with the cut of the batch beside all names where any occurs twice."""
     if len({row.strategy for row in rows}) == len(rows):
         return [*rows]
-    cuts = [next((part for part in row.plan.split(" · ") if part.startswith("micro ")), "") for row in rows]
+    cuts = [
+        next((part for part in row.plan.split(" · ") if part.startswith("micro ")), "")
+        for row in rows
+    ]
     return [
-        replace(row, strategy=f"{row.strategy} ({cut})") if cut else row for row, cut in zip(rows, cuts, strict=True)
+        replace(row, strategy=f"{row.strategy} ({cut})") if cut else row
+        for row, cut in zip(rows, cuts, strict=True)
     ]
 
 
 def _measured_device_bytes(row: Row) -> int | None:
     """Return the measured peak with what the device is predicted to hold around it; None where either is unknown."""
-    if row.peak_bytes is None or row.predicted_device_bytes is None or row.predicted_peak_bytes is None:
+    if (
+        row.peak_bytes is None
+        or row.predicted_device_bytes is None
+        or row.predicted_peak_bytes is None
+    ):
         return None
     return row.peak_bytes + row.predicted_device_bytes - row.predicted_peak_bytes

@@ -17,7 +17,7 @@ from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
@@ -30,7 +30,8 @@ from orchestrator.specs.settings import in_short, settings
 from orchestrator.specs.state import State
 from orchestrator.specs.str_enum import StrEnum
 
-BACKWARD_FLOPS = 2.0  # times those of the forward pass (arXiv:2204.02311, appendix B: MFU counts no recomputation)
+# times those of the forward pass (arXiv:2204.02311, appendix B: MFU counts no recomputation)
+BACKWARD_FLOPS = 2.0
 
 
 class Outcome(StrEnum):
@@ -231,14 +232,18 @@ def _closest(state: State, job: Job) -> tuple[Group, Candidate, int] | None:
     for group in (*groups_of(state.nodes), *groups_of(state.declared)):
         calibrated = calibration_for(state, job, group.hardware.device.name)
         try:
-            candidates = frontier(job.spec, group.hardware, calibrated.correction, calibrated.overhead)
+            candidates = frontier(
+                job.spec, group.hardware, calibrated.correction, calibrated.overhead
+            )
         except SpecError:
             continue
-        candidate = next(fitting(candidates, group.hardware.device.memory, calibrated), None) or nearest(
-            candidates, calibrated
-        )
+        candidate = next(
+            fitting(candidates, group.hardware.device.memory, calibrated), None
+        ) or nearest(candidates, calibrated)
         if candidate is not None:
-            estimate = corrected(candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate))
+            estimate = corrected(
+                candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate)
+            )
             return group, replace(candidate, estimate=estimate), needed_bytes(candidate, calibrated)
     return None
 
@@ -252,19 +257,25 @@ def _outcome(job: Job) -> Outcome:
         case JobStatus.CANCELLED:
             return Outcome.CANCELLED
         case JobStatus.FAILED:
-            return Outcome.OUT_OF_MEMORY if job.last is not None and ran_out(job.last) else Outcome.FAILED
+            return (
+                Outcome.OUT_OF_MEMORY
+                if job.last is not None and ran_out(job.last)
+                else Outcome.FAILED
+            )
         case _:
             return Outcome.PENDING
 
 
-def utilisation(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None) -> float | None:
+def utilisation(
+    job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None
+) -> float | None:
     """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are unknown."""
     profile = profile_of(
         job.spec,
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         autocast=autocasts(plan),
-        cuda=device is not None and device.kind is DeviceKind.CUDA,
+        cuda=device is not None and device.kind.traits.traces_as_cuda,
     )
     if device is None or not step_s or profile is None or not profile.forward_flops:
         return None
@@ -277,7 +288,9 @@ def utilisation(job: Job, plan: Plan, device: DeviceSpec | None, step_s: float |
 def device_of(state: State, name: str) -> DeviceSpec | None:
     """Return the device kind of that name; None where the cluster no longer has it."""
     groups = (*groups_of(state.nodes), *groups_of(state.declared))
-    return next((group.hardware.device for group in groups if group.hardware.device.name == name), None)
+    return next(
+        (group.hardware.device for group in groups if group.hardware.device.name == name), None
+    )
 
 
 def merge_repeats(group: Sequence[Row]) -> Row:
@@ -299,8 +312,12 @@ def merge_repeats(group: Sequence[Row]) -> Row:
         loss=mean(losses) if losses else None,
         job_id=group[0].job_id,
         step_s=geometric_mean(steps_s) if steps_s else None,
-        peak_bytes=max((row.peak_bytes for row in group if row.peak_bytes is not None), default=None),
-        reserved_bytes=max((row.reserved_bytes for row in group if row.reserved_bytes is not None), default=None),
+        peak_bytes=max(
+            (row.peak_bytes for row in group if row.peak_bytes is not None), default=None
+        ),
+        reserved_bytes=max(
+            (row.reserved_bytes for row in group if row.reserved_bytes is not None), default=None
+        ),
         ooms=sum(row.ooms for row in group),
         restarts=max(row.restarts for row in group),
         device_s=sum(row.device_s for row in group),

@@ -18,10 +18,16 @@ def verdict(rows: Sequence[Row]) -> str:
     These are: the step time of each strategy against the fastest, which costs and needs least, whether the losses
     agree, and what memory excludes. No difference is claimed where the 95 % interval of a ratio holds 1.
     """
-    timed = sorted((row for row in rows if row.step_s and is_finished(row)), key=lambda row: row.step_s or 0.0)
+    timed = sorted(
+        (row for row in rows if row.step_s and is_finished(row)), key=lambda row: row.step_s or 0.0
+    )
     sentences = [*_times(timed), *_memory(timed), *_losses(timed)]
-    sentences += _excluded([row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory")
-    sentences += _excluded([row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit")
+    sentences += _excluded(
+        [row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory"
+    )
+    sentences += _excluded(
+        [row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit"
+    )
     pending = sum(row.outcome is Outcome.PENDING for row in rows)
     sentences += [f"{pending} of {len(rows)} have not ended"] if pending else []
     if not pending and not any(map(is_finished, rows)):
@@ -49,7 +55,11 @@ def _times_of(row: Row, fastest: Row) -> str:
         return f"{_ratio(times)}, about as long" if times < ALIKE else _ratio(times)
     low, high = row.times_within
     text = f"{_ratio(times)} ({_ratio(low)} to {_ratio(high)})"
-    return text if low > 1 else f"{text}, not told apart by {min(row.repeats, fastest.repeats)} repeats"
+    return (
+        text
+        if low > 1
+        else f"{text}, not told apart by {min(row.repeats, fastest.repeats)} repeats"
+    )
 
 
 def _ratio(ratio: float) -> str:
@@ -64,7 +74,10 @@ def _is_cheaper(row: Row, fastest: Row) -> bool:
 
 def _memory(timed: Sequence[Row]) -> Iterator[str]:
     """Yield which strategy needs least memory, and how much more the others need at most."""
-    peaks = sorted(((row.peak_bytes, row.strategy) for row in timed if row.peak_bytes), key=lambda peak: peak[0])
+    peaks = sorted(
+        ((row.peak_bytes, row.strategy) for row in timed if row.peak_bytes),
+        key=lambda peak: peak[0],
+    )
     if len(peaks) < 2:
         return
     (least, name), (most, greediest) = peaks[0], peaks[-1]
@@ -81,7 +94,9 @@ def _losses(timed: Sequence[Row]) -> Iterator[str]:
     if len(distances) < 2:
         return
     most = max(distance for _, distance in distances)
-    far = [row.strategy for row, distance in distances if distance > LOSS_ALIKE * abs(row.loss or 0.0)]
+    far = [
+        row.strategy for row, distance in distances if distance > LOSS_ALIKE * abs(row.loss or 0.0)
+    ]
     if far:
         rest = f" and {len(far) - NAMED_MAX} more" if len(far) > NAMED_MAX else ""
         yield f"The losses of {', '.join(far[:NAMED_MAX])}{rest} differ by up to {most:.2g} at the same step"

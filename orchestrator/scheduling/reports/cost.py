@@ -20,7 +20,7 @@ class Spent:
     money: float | None  # None: a device that was used has no price
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The cost as text, such as `3.4 h of devices, cost 8.5`."""
         text = f"{format_seconds(self.device_s)} of devices"
         return text if self.money is None else f"{text}, cost {self.money:.4g}"
@@ -29,10 +29,16 @@ class Spent:
 def prices(state: State) -> Mapping[str, float]:
     """Return the hourly price per device by device name, where known."""
     devices = (node.device for node in (*state.declared, *state.nodes))
-    return {device.name: device.price_per_hour for device in devices if device.price_per_hour is not None}
+    return {
+        device.name: device.price_per_hour
+        for device in devices
+        if device.price_per_hour is not None
+    }
 
 
-def sum_spent(jobs: Iterable[Job], price: Mapping[str, float], until_s: float, since_s: float = 0.0) -> Spent:
+def sum_spent(
+    jobs: Iterable[Job], price: Mapping[str, float], until_s: float, since_s: float = 0.0
+) -> Spent:
     """Return the cost of these jobs between `since_s` and `until_s`; running attempts count until `until_s`."""
     by_device = dict[str, float]()  # by device
     for job in jobs:
@@ -43,6 +49,8 @@ def sum_spent(jobs: Iterable[Job], price: Mapping[str, float], until_s: float, s
                 by_device[attempt.device] = by_device.get(attempt.device, 0.0) + count * lasted_s
     is_priced = bool(by_device) and all(device in price for device in by_device)
     money = (
-        sum(price[device] * device_s for device, device_s in by_device.items()) / SECONDS_AN_HOUR if is_priced else None
+        sum(price[device] * device_s for device, device_s in by_device.items()) / SECONDS_AN_HOUR
+        if is_priced
+        else None
     )
     return Spent(device_s=sum(by_device.values()), money=money)

@@ -18,7 +18,8 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
-HELPED_MAX = 100  # jobs that would be late, the earliest deadlines first, for which a preemption is looked for
+# jobs that would be late, the earliest deadlines first, for which a preemption is looked for
+HELPED_MAX = 100
 NAMED_MAX = 3  # of jobs that say no length, in one sentence
 
 
@@ -29,7 +30,9 @@ def late(state: State, ids: Iterable[str]) -> dict[str, str]:
     more is submitted, and nothing fails, in the forecast. A job is not late if a running one can make way for it. If
     jobs do not say how long they run, the forecast is uncertain, and the sentence says so.
     """
-    wanted = [job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None]
+    wanted = [
+        job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None
+    ]
     forecasts = quick_forecast(state) if wanted else {}
     missed = [job for job in wanted if not _is_met(job, forecasts.get(job.id))]
     helped = _find_helped(index_of(state), forecasts) if missed else set[str]()
@@ -46,13 +49,19 @@ def _in_words(state: State, job: Job) -> str:
         return f"{local_text(expected.end_s, zone)} with {expected.devices} GPU{'s' if expected.devices > 1 else ''}"
 
     earliest = quick_forecast(state, {job.id}).get(job.id)
-    without_length = [entry.id for entry in state.jobs.values() if not entry.status.ended and steps_left(entry) is None]
+    without_length = [
+        entry.id
+        for entry in state.jobs.values()
+        if not entry.status.ended and steps_left(entry) is None
+    ]
     sentence = f"{'is not expected' if without_length else 'cannot be done'} by {local_text(job.deadline_s, zone)}"
     if earliest is None:
         return f"{sentence}: the time of its start is unknown"
     first = max(entry.spec.priority for entry in state.jobs.values()) + 1
     raised = replace(job, spec=job.spec.model_copy(update={"priority": first}))
-    before_all = quick_forecast(replace(state, jobs=state.jobs.with_job(raised)), {job.id}).get(job.id)
+    before_all = quick_forecast(replace(state, jobs=state.jobs.with_job(raised)), {job.id}).get(
+        job.id
+    )
     sentence = f"{sentence}: earliest {describe(earliest)}"
     if before_all is not None and before_all.end_s < earliest.end_s:
         sentence = f"{sentence}; {describe(before_all)} if its priority is {first}"
@@ -74,7 +83,9 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
     )
     for waiting, by_s in islice(late, HELPED_MAX):
         may_start = array_limit_reason(index, waiting.job, Counter()) is None
-        move = preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else None
+        move = (
+            preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else None
+        )
         if move is not None:
             helped.add(waiting.job.id)
             del index.elastic[move.job.id]
@@ -82,4 +93,6 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
 
 
 def _is_met(job: Job, expected: Expected | None) -> bool:
-    return expected is not None and expected.end_s <= (inf if job.deadline_s is None else job.deadline_s)
+    return expected is not None and expected.end_s <= (
+        inf if job.deadline_s is None else job.deadline_s
+    )

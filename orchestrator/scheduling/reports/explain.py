@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration.calibrate import CORRECTION_MAX, MARGIN, Calibration, calibration
+from orchestrator.memory.calibration.calibrate import (
+    CORRECTION_MAX,
+    MARGIN,
+    Calibration,
+    calibration,
+)
 from orchestrator.memory.calibration.correction import (
     corrected,
     corrected_allocated_bytes,
@@ -43,7 +48,9 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
     if observation is not None:
         sentences.append(_describe_measurement(attempt, observation))
         sentences += _describe_overhead(state, attempt, observation)
-    if observation is not None and (observation.ran_out or _is_underestimated(attempt, observation)):
+    if observation is not None and (
+        observation.ran_out or _is_underestimated(attempt, observation)
+    ):
         sentences += [] if predicted is None else [_wrong_term(attempt, observation)]
         sentences.append(_describe_learning(state, attempt, observation))
     if ran_out(attempt) and attempt.number < len(job.attempts):
@@ -72,7 +79,10 @@ def picture_of(state: State, job: Job) -> Picture | None:
     if group is None or not (candidates := _frontier(state, job, group)):
         return None
     device = group.hardware.device
-    calibrated, measured = calibration_for(state, job, device.name), measured_peaks(job, device.name)
+    calibrated, measured = (
+        calibration_for(state, job, device.name),
+        measured_peaks(job, device.name),
+    )
     if not is_known(candidates[0].estimate, calibrated.correction):
         return None
     tried: dict[object, list[str]] = {}
@@ -129,12 +139,15 @@ def _describe_measurement(attempt: Attempt, observation: Observation) -> str:
     total = format_bytes(observation.measured_bytes)
     if observation.ran_out:
         used = attempt.peak_bytes or 0
-        refused = (
-            f"{format_bytes(used)} and {format_bytes(observation.measured_bytes - used)} more that it was refused, "
-        )
+        more = format_bytes(observation.measured_bytes - used)
+        refused = f"{format_bytes(used)} and {more} more that it was refused, "
         total = f"{refused if 0 < used < observation.measured_bytes else ''}{total} at the least"
     predicted = predicted_peak_bytes(attempt)
-    times = "" if predicted is None else f", {observation.measured_bytes / max(1, predicted):.2f} x the prediction"
+    times = (
+        ""
+        if predicted is None
+        else f", {observation.measured_bytes / max(1, predicted):.2f} x the prediction"
+    )
     reserved_bytes = attempt.reserved_bytes
     reserved = (
         ""
@@ -157,8 +170,15 @@ def _describe_overhead(state: State, attempt: Attempt, observation: Observation)
         return []
     predicted_bytes = attempt.estimate.device_bytes - attempt.estimate.reserved_bytes
     measured, predicted = format_bytes(observation.overhead_bytes), format_bytes(predicted_bytes)
-    was, now = (calibrated.overhead.bytes_of(observation.plan) for calibrated in _before_and_after(state, observation))
-    changed = "" if was == now else f"; learned: {format_bytes(was)} -> {format_bytes(now)} on {observation.device}"
+    was, now = (
+        calibrated.overhead.bytes_of(observation.plan)
+        for calibrated in _before_and_after(state, observation)
+    )
+    changed = (
+        ""
+        if was == now
+        else f"; learned: {format_bytes(was)} -> {format_bytes(now)} on {observation.device}"
+    )
     return [f"measured: {measured} of context and communicators, {predicted} predicted{changed}"]
 
 
@@ -166,7 +186,9 @@ def _before_and_after(state: State, observation: Observation) -> Iterator[Calibr
     """Yield the calibration without the observation, and with it."""
     end = state.observations.index(observation)
     for observations in (state.observations[:end], state.observations[: end + 1]):
-        yield calibration(observations, device=observation.device, family=observation.family, job=observation.job)
+        yield calibration(
+            observations, device=observation.device, family=observation.family, job=observation.job
+        )
 
 
 def _is_underestimated(attempt: Attempt, observation: Observation) -> bool:
@@ -174,7 +196,8 @@ def _is_underestimated(attempt: Attempt, observation: Observation) -> bool:
     predicted = predicted_peak_bytes(attempt)
     factor = observed_correction(observation.moments, observation.measured_bytes)
     return predicted is not None and (
-        observation.measured_bytes > ANY_DIFFERENCE * predicted or factor >= ANY_DIFFERENCE * attempt.correction
+        observation.measured_bytes > ANY_DIFFERENCE * predicted
+        or factor >= ANY_DIFFERENCE * attempt.correction
     )
 
 
@@ -184,7 +207,8 @@ def _wrong_term(attempt: Attempt, observation: Observation) -> str:
     if not moments:
         return "wrong: the estimate has no activations that could have been larger; its other terms are counted"
     needed = {
-        moment: (observation.measured_bytes - moment.counted_bytes) / moment.activation_bytes for moment in moments
+        moment: (observation.measured_bytes - moment.counted_bytes) / moment.activation_bytes
+        for moment in moments
     }
     moment = min(moments, key=needed.__getitem__)
     times = needed[moment] / attempt.correction
@@ -193,12 +217,20 @@ def _wrong_term(attempt: Attempt, observation: Observation) -> str:
     predicted = format_bytes(attempt.correction * moment.activation_bytes)
     true = format_bytes(observation.measured_bytes - moment.counted_bytes)
     least = " at the least" if observation.ran_out else ""
-    beside = f"; the other {format_bytes(moment.counted_bytes)} are counted" if moment.counted_bytes else ""
-    far = f"; more than x{CORRECTION_MAX:.0f} is an outlier to other jobs" if needed[moment] > CORRECTION_MAX else ""
-    term = f"activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}{far}"
-    is_expected = not observation.ran_out and observation.measured_bytes + _around_bytes(attempt) <= (
-        attempt.needed_bytes or 0
+    beside = (
+        f"; the other {format_bytes(moment.counted_bytes)} are counted"
+        if moment.counted_bytes
+        else ""
     )
+    far = (
+        f"; more than x{CORRECTION_MAX:.0f} is an outlier to other jobs"
+        if needed[moment] > CORRECTION_MAX
+        else ""
+    )
+    term = f"activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}{far}"
+    is_expected = not observation.ran_out and observation.measured_bytes + _around_bytes(
+        attempt
+    ) <= (attempt.needed_bytes or 0)
     return f"within the margin: {term}" if is_expected else f"wrong: {term}"
 
 
@@ -214,11 +246,16 @@ def _describe_learning(state: State, attempt: Attempt, observation: Observation)
             else f" with {100 * observation.pass_done:.0f} % of the {observation.phase} pass done"
         )
         text += f": at least x{now.belief.least:.2f}{seen_of_pass}, below x{now.belief.quantile(0.9):.2f} with 90 %"
-    margins = [_percent(calibrated.errors_of(engine, attempt.estimate.source).margin) for calibrated in (was, now)]
+    margins = [
+        _percent(calibrated.errors_of(engine, attempt.estimate.source).margin)
+        for calibrated in (was, now)
+    ]
     if margins[0] != margins[1]:
         text += f", margin of {engine} {' -> '.join(margins)}"
     if observation.ran_out:
-        text += f"; with {format_bytes(observation.measured_bytes)} or less this plan never runs again"
+        text += (
+            f"; with {format_bytes(observation.measured_bytes)} or less this plan never runs again"
+        )
     if any(proof.plan == attempt.plan for proof in now.proven):
         text += "; this plan ended a training: it is judged by its own peak"
     return text
@@ -229,22 +266,31 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     text = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
     candidates = _frontier(state, job, _group(state, following.device))
-    here = [attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device]
+    here = [
+        attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device
+    ]
     answers = {
-        replace(candidate.plan, phase_batch_sizes=()) for candidate in candidates_for_oom(job.spec, here, candidates)
+        replace(candidate.plan, phase_batch_sizes=())
+        for candidate in candidates_for_oom(job.spec, here, candidates)
     }
     for candidate in candidates:
         if candidate.plan == following.plan:
             break
         is_answer = candidate.plan in answers
-        faster[_why_not(job, candidate, failed, following, _memory_of(state, following), is_answer=is_answer)] += 1
+        faster[
+            _why_not(
+                job, candidate, failed, following, _memory_of(state, following), is_answer=is_answer
+            )
+        ] += 1
     else:
         return text
     stays = kind(following.plan) == kind(failed.plan)
     if not faster:
         return f"{text}: the fastest of all"
     chosen = "engine and mechanics stay" if stays else "the most trusted left near the fastest"
-    return f"{text}: {chosen}; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
+    return (
+        f"{text}: {chosen}; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
+    )
 
 
 def _memory_of(state: State, attempt: Attempt) -> int:
@@ -253,14 +299,25 @@ def _memory_of(state: State, attempt: Attempt) -> int:
 
 
 def _why_not(
-    job: Job, candidate: Candidate, failed: Attempt, following: Attempt, memory_bytes: int, *, is_answer: bool
+    job: Job,
+    candidate: Candidate,
+    failed: Attempt,
+    following: Attempt,
+    memory_bytes: int,
+    *,
+    is_answer: bool,
 ) -> str:
     correction = following.correction
-    if any(ran_out(attempt) and attempt.plan == candidate.plan for attempt in job.attempts[: failed.number]):
+    if any(
+        ran_out(attempt) and attempt.plan == candidate.plan
+        for attempt in job.attempts[: failed.number]
+    ):
         return "ran out of memory"
     if not is_answer:
         return "no lighter in the optimizer step, where it ran out"
-    if corrected_bytes(candidate.estimate, correction) >= corrected_bytes(failed.estimate, correction):
+    if corrected_bytes(candidate.estimate, correction) >= corrected_bytes(
+        failed.estimate, correction
+    ):
         return "no lighter than what ran out"
     if corrected_bytes(candidate.estimate, correction) * MARGIN <= memory_bytes:
         if kind(candidate.plan) != kind(following.plan):

@@ -26,14 +26,19 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 FORECAST_MAX = 2000  # queued jobs, first come first: later ones are not forecast
-RANGED_MAX = 100  # of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
-SAMPLES = 19  # plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
-# Deviation of the logarithm of an unmeasured length, and how many measured steps that is worth. An assumption:
-# twice the worst error that Arena (EuroSys 2026) reports of its estimates, 8.3 %, rounded up; ours profile nothing.
+# of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
+RANGED_MAX = 100
+# plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
+SAMPLES = 19
+# Deviation of the logarithm of an unmeasured length, and how many measured steps that is worth. An
+# assumption:
+# twice the worst error that Arena (EuroSys 2026) reports of its estimates, 8.3 %, rounded up; ours
+# profile nothing.
 SUPPOSED_SPREAD = 0.2
 SUPPOSED_OUTCOMES = 4
 OVERDUE_S = 60.0  # from now on, until what should have ended is expected to end
-EVENTS_MAX = 50  # of a job, on average, in a play: one that waits for the night is looked at every night
+# of a job, on average, in a play: one that waits for the night is looked at every night
+EVENTS_MAX = 50
 DONE = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
 STOPPED = Evidence(stopped=True)
 
@@ -59,8 +64,12 @@ def forecast(state: State) -> Mapping[str, Expected]:
     The first jobs are simulated with all decisions, in which they may be moved; the others are only placed.
     """
     forecasts = dict(quick_forecast(state))
-    near = [*forecasts][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
-    near += [job.id for job in state.jobs.values() if not (job.status.ended or job.id in forecasts)][:RANGED_MAX]
+    near = [*forecasts][
+        : sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX
+    ]
+    near += [
+        job.id for job in state.jobs.values() if not (job.status.ended or job.id in forecasts)
+    ][:RANGED_MAX]
     spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values()}
     index = index_of(state)
     plays = [Play(state, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
@@ -98,7 +107,9 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     ][-WINDOW:]
     centre = log(median(ratios)) if ratios else 0.0
     squares = sum((log(ratio) - centre) ** 2 for ratio in ratios)
-    return sqrt((SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios)))
+    return sqrt(
+        (SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios))
+    )
 
 
 class _Placing:
@@ -108,7 +119,9 @@ class _Placing:
         self._index, self._state, self._hurried = index, index.state, hurried
         self._forecasts: dict[str, Expected] = {}
         self._arrays, self._price = _Arrays(), price_of(index)
-        self._later: list[tuple[float, int, str]] = []  # from when on jobs can start; their order and ids
+        self._later: list[
+            tuple[float, int, str]
+        ] = []  # from when on jobs can start; their order and ids
 
     def place_all(self) -> dict[str, Expected]:
         """Return {job id: forecast} of running jobs, and of at most FORECAST_MAX waiting ones."""
@@ -167,7 +180,9 @@ class _Placing:
             return
         self._index.reserve((reservation,), backfill=True)
         devices = sum(len(part.devices) for part in reservation.placement)
-        self._forecasts[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
+        self._forecasts[job.id] = Expected(
+            start_s=reservation.start_s, end_s=reservation.end_s, devices=devices
+        )
         self._arrays.take(job, reservation.end_s)
 
     def _queue_followers(self, job_id: str) -> None:
@@ -207,9 +222,12 @@ class Play:
         self._saved, self._more, self._going = saved, more, set[str]()
         self.stints: list[Stint] = []
         self._newest: dict[str, Stint] = {}  # by job
-        self._index = index  # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
+        # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
+        self._index = index
         self._found: dict[str, Expected] = {}
-        self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
+        self._running: dict[
+            str, tuple[Attempt, float]
+        ] = {}  # by job, with the end that it comes to
         self._ends: list[tuple[float, int, str]] = []
         self._longer: dict[str, float] = {}  # than expected, by job: as many times
         for job in self._index.running.values():
@@ -243,7 +261,11 @@ class Play:
             elif wake_s is not None:
                 self._tell(TimerFired(at_s=wake_s))
             self._submit()
-        return {job_id: outcome for job_id in near if (outcome := self._found.get(job_id)) and outcome.end_s < inf}
+        return {
+            job_id: outcome
+            for job_id in near
+            if (outcome := self._found.get(job_id)) and outcome.end_s < inf
+        }
 
     @property
     def _state(self) -> State:
@@ -266,11 +288,15 @@ class Play:
         length_s = self._index.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
         if job.id not in self._longer and 0 < length_s < inf and self._sample:
             share = _share(job, self._sample)
-            self._longer[job.id] = _longer(length_s, at_s - launched_s, self._spreads[job.id], share) / length_s
+            self._longer[job.id] = (
+                _longer(length_s, at_s - launched_s, self._spreads[job.id], share) / length_s
+            )
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
         end_s = min(end_s, self._index.limit_end_s(job, attempt))
         end_s = end_s if end_s > at_s else at_s + OVERDUE_S
-        self._found.setdefault(job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size))
+        self._found.setdefault(
+            job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size)
+        )
         self._running[job.id] = attempt, end_s
         self._newest[job.id] = stint = Stint(job=job, attempt=attempt, launched_at_s=launched_s)
         self.stints.append(stint)
@@ -279,18 +305,30 @@ class Play:
 
     def _stop(self, job_id: str) -> None:
         """End a job that is asked to stop; it has saved what it has trained so far."""
-        (attempt, end_s), job, at_s = self._running[job_id], self._state.jobs[job_id], self._state.at_s
-        saved = self._saved[job_id] if job_id in self._saved else saved_step(self._index, job, attempt, end_s, at_s)
+        (attempt, end_s), job, at_s = (
+            self._running[job_id],
+            self._state.jobs[job_id],
+            self._state.at_s,
+        )
+        saved = (
+            self._saved[job_id]
+            if job_id in self._saved
+            else saved_step(self._index, job, attempt, end_s, at_s)
+        )
         self._end(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
 
     def _end(self, attempt: Attempt, evidence: Evidence, at_s: float) -> None:
         del self._running[attempt.job_id]
         self._newest[attempt.job_id].ended_at_s = at_s
-        self._tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=at_s))
+        self._tell(
+            Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=at_s)
+        )
         self._tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=at_s))
 
 
-def saved_step(index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, at_s: float) -> int | None:
+def saved_step(
+    index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, at_s: float
+) -> int | None:
     """Return the step that a job reaches by `at_s` if it would end at `end_s`; None where that is unknown."""
     pool, left = index.pool_of(attempt), steps_left(job, attempt)
     if pool is None or left is None or job.spec.optimizer_steps is None:
@@ -304,7 +342,9 @@ class _Arrays:
     """The ends of the running members of each array with `max_concurrent`."""
 
     def __init__(self) -> None:
-        self._ends_s: dict[str, list[float]] = {}  # of those that run together, the first to end first
+        self._ends_s: dict[
+            str, list[float]
+        ] = {}  # of those that run together, the first to end first
 
     def room_s(self, job: Job) -> float:
         """Return when one more job of the array may run; minus infinity: now."""

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from math import exp, log, sqrt
 from statistics import fmean, variance
 
-# Student's t at 97.5 % for 1, 2, 3 ... degrees of freedom: the mean lies within so many standard errors (95 %)
+# Student's t at 97.5 % for 1, 2, 3 ... degrees of freedom: the mean lies within so many standard
+# errors (95 %)
 STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262),
     *(2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101),
 )
-REPEATS_MAX = 1 + len(STUDENT) // 2  # of a strategy: two of them have so many degrees of freedom together
+# of a strategy: two of them have so many degrees of freedom together
+REPEATS_MAX = 1 + len(STUDENT) // 2
 
 Interval = tuple[float, float]
 

@@ -19,7 +19,11 @@ from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
 
-NOT_LOST = (FailureKind.PROBED, FailureKind.MOVED, FailureKind.CANCELLED)  # ends that are no failures of the attempt
+NOT_LOST = (
+    FailureKind.PROBED,
+    FailureKind.MOVED,
+    FailureKind.CANCELLED,
+)  # ends that are no failures of the attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,7 @@ class Line:
     id: str
     name: str
     user: str
-    said: str
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class Miss:
         return self.measured_bytes / max(1, self.predicted_bytes)
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         """The difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
         least = "at least " if self.ran_out else ""
         predicted, measured = format_bytes(self.predicted_bytes), format_bytes(self.measured_bytes)
@@ -74,7 +78,9 @@ class Cost:
     lost_s: float  # by attempts that failed
     probing_s: float
     idle_s: float  # of the nodes that live now
-    saved_s: float  # part of `trained_s`: of jobs that succeeded after a failure, where the request would have failed
+    # part of `trained_s`: of jobs that succeeded after a failure, where the request would have
+    # failed
+    saved_s: float
     money: float | None  # for all device-seconds used, if every device has a price
 
     @property
@@ -96,7 +102,9 @@ class MorningReport:
     late: tuple[Line, ...]
     running: tuple[Line, ...]
     waiting: tuple[Line, ...]
-    sweeps: tuple[Line, ...]  # with trials in this time: progress, best trial, and cost of all trials
+    sweeps: tuple[
+        Line, ...
+    ]  # with trials in this time: progress, best trial, and cost of all trials
     misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
     cost: Cost
     to_do: tuple[str, ...]
@@ -107,22 +115,34 @@ class MorningReport:
 def ended_at_s(job: Job) -> float:
     """Return when a job's last attempt ended; its submission time where it never ran."""
     return max(
-        (attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None), default=job.submitted_at_s
+        (attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None),
+        default=job.submitted_at_s,
     )
 
 
 def morning_report(
-    state: State, ended: Iterable[Job], since_s: float, until_s: float, sweeps: Iterable[SweepReport] = ()
+    state: State,
+    ended: Iterable[Job],
+    since_s: float,
+    until_s: float,
+    sweeps: Iterable[SweepReport] = (),
 ) -> MorningReport:
     """Return the report of a time span. Jobs that ended before it and sweeps without a trial in it are left out."""
     by_id = {job.id: job for job in (*ended, *state.jobs.values())}
     jobs = sorted(
-        (job for job in by_id.values() if not job.status.ended or ended_at_s(job) >= since_s), key=lambda job: job.order
+        (job for job in by_id.values() if not job.status.ended or ended_at_s(job) >= since_s),
+        key=lambda job: job.order,
     )
     by_status: dict[JobStatus, list[Job]] = {status: [] for status in JobStatus}
     for job in jobs:
-        if not (job.status is JobStatus.REFUSED and job.spec.member is not None and job.spec.member.compared):
-            by_status[job.status].append(job)  # a strategy without a plan is what a comparison has found out
+        if not (
+            job.status is JobStatus.REFUSED
+            and job.spec.member is not None
+            and job.spec.member.compared
+        ):
+            by_status[job.status].append(
+                job
+            )  # a strategy without a plan is what a comparison has found out
     missed = _late(state, jobs)
     ids = {job.id for job in jobs}
     recovered = {job.id for job in by_status[JobStatus.SUCCEEDED] if _failures(job)}
@@ -134,14 +154,20 @@ def morning_report(
         since_s=since_s,
         until_s=until_s,
         succeeded=_lines(by_status[JobStatus.SUCCEEDED], _success),
-        recovered=_lines((job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)), _recovery),
+        recovered=_lines(
+            (job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)), _recovery
+        ),
         failed=_lines(by_status[JobStatus.FAILED], _reason),
         refused=_lines(by_status[JobStatus.REFUSED], _reason),
         cancelled=_lines(by_status[JobStatus.CANCELLED], _reason),
         late=missed,
         running=_lines(by_status[JobStatus.RUNNING], _progress),
         waiting=_lines(by_status[JobStatus.QUEUED], _reason),
-        sweeps=tuple(_sweep(sweep) for sweep in sweeps if not ids.isdisjoint(trial.job for trial in sweep.trials)),
+        sweeps=tuple(
+            _sweep(sweep)
+            for sweep in sweeps
+            if not ids.isdisjoint(trial.job for trial in sweep.trials)
+        ),
         misses=tuple(_misses(jobs, since_s)),
         cost=_cost(state, jobs, spans, since_s, until_s, recovered),
         to_do=tuple(_to_do(state, by_status, missed, {job.retry_of for job in by_id.values()})),
@@ -154,7 +180,9 @@ def morning_report(
 
 
 def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> tuple[Line, ...]:
-    return tuple(Line(id=job.id, name=job.spec.name, user=job.user, said=say(job)) for job in jobs)
+    return tuple(
+        Line(id=job.id, name=job.spec.name, user=job.user, sentence=say(job)) for job in jobs
+    )
 
 
 def _reason(job: Job) -> str:
@@ -166,7 +194,9 @@ def _success(job: Job) -> str:
     if last is None:
         return _reason(job)
     tried = f", attempt {last.number}" if last.number > 1 else ""
-    ran = sum(attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s for attempt in job.attempts)
+    ran = sum(
+        attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s for attempt in job.attempts
+    )
     return f"{in_short(last.plan)} in {format_seconds(ran)}{tried}"
 
 
@@ -176,7 +206,11 @@ def _progress(job: Job) -> str:
 
 
 def _failures(job: Job) -> list[Attempt]:
-    return [attempt for attempt in job.attempts if attempt.failure is not None and attempt.failure.kind not in NOT_LOST]
+    return [
+        attempt
+        for attempt in job.attempts
+        if attempt.failure is not None and attempt.failure.kind not in NOT_LOST
+    ]
 
 
 def _recovery(job: Job) -> str:
@@ -184,16 +218,24 @@ def _recovery(job: Job) -> str:
     sentences = []
     for failed in _failures(job):
         after = next((attempt for attempt in job.attempts if attempt.number > failed.number), None)
-        change = "" if after is None or not after.change else f": {', '.join(map(str, after.change))}"
+        change = (
+            "" if after is None or not after.change else f": {', '.join(map(str, after.change))}"
+        )
         assert failed.failure is not None, failed.name
         sentences.append(f"{failed.failure.kind.value}{change}")
     return "; then ".join(sentences)
 
 
 def _sweep(sweep: SweepReport) -> Line:
-    best = f"best {sweep.best_said}" if sweep.best_said else "no trial succeeded" if sweep.ended else "no best yet"
-    sentence = "; ".join((sweep.state, best, sweep.cost_said))
-    return Line(id=sweep.id, name=sweep.name, user=sweep.user, said=sentence)
+    best = (
+        f"best {sweep.best_text}"
+        if sweep.best_text
+        else "no trial succeeded"
+        if sweep.ended
+        else "no best yet"
+    )
+    sentence = "; ".join((sweep.state, best, sweep.cost_text))
+    return Line(id=sweep.id, name=sweep.name, user=sweep.user, sentence=sentence)
 
 
 def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
@@ -202,10 +244,16 @@ def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
     lines = []
     for job in jobs:
         sentence = sentences.get(job.id)
-        if job.deadline_s is not None and job.status is JobStatus.SUCCEEDED and ended_at_s(job) > job.deadline_s:
-            sentence = f"ended {format_seconds(ended_at_s(job) - job.deadline_s)} after its deadline"
+        if (
+            job.deadline_s is not None
+            and job.status is JobStatus.SUCCEEDED
+            and ended_at_s(job) > job.deadline_s
+        ):
+            sentence = (
+                f"ended {format_seconds(ended_at_s(job) - job.deadline_s)} after its deadline"
+            )
         if sentence is not None:
-            lines.append(Line(id=job.id, name=job.spec.name, user=job.user, said=sentence))
+            lines.append(Line(id=job.id, name=job.spec.name, user=job.user, sentence=sentence))
     return tuple(lines)
 
 
@@ -227,7 +275,9 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
                 measured_bytes=measured,
                 ran_out=ran_out(attempt),
             )
-            if miss.ratio > MARGIN or (miss.ratio < 1 / MARGIN and not miss.ran_out and _has_trained(attempt)):
+            if miss.ratio > MARGIN or (
+                miss.ratio < 1 / MARGIN and not miss.ran_out and _has_trained(attempt)
+            ):
                 misses.append(miss)
     yield from sorted(misses, key=lambda miss: -max(miss.ratio, 1 / max(miss.ratio, 1e-9)))
 
@@ -240,19 +290,32 @@ def _has_trained(attempt: Attempt) -> bool:
 def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span]:
     for job in jobs:
         for attempt in job.attempts:
-            from_s, to_s = max(since_s, attempt.launched_at_s), min(until_s, attempt.end_or(until_s))
+            from_s, to_s = (
+                max(since_s, attempt.launched_at_s),
+                min(until_s, attempt.end_or(until_s)),
+            )
             if from_s >= to_s:
                 continue
             outcome = "running" if attempt.status is not AttemptStatus.ENDED else "succeeded"
             outcome = attempt.failure.kind.value if attempt.failure else outcome
             for part in attempt.placement:
                 yield Span(
-                    node=part.node, devices=part.devices, from_s=from_s, until_s=to_s, job=job.id, outcome=outcome
+                    node=part.node,
+                    devices=part.devices,
+                    from_s=from_s,
+                    until_s=to_s,
+                    job=job.id,
+                    outcome=outcome,
                 )
 
 
 def _cost(
-    state: State, jobs: Sequence[Job], spans: Iterable[Span], since_s: float, until_s: float, recovered: Set[str]
+    state: State,
+    jobs: Sequence[Job],
+    spans: Iterable[Span],
+    since_s: float,
+    until_s: float,
+    recovered: Set[str],
 ) -> Cost:
     saved_s = 0.0
     by_use = {"trained": 0.0, "lost": 0.0, "probing": 0.0}
@@ -281,21 +344,28 @@ def _use(outcome: str) -> str:
 
 
 def _to_do(
-    state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple[Line, ...], retried: Set[str | None]
+    state: State,
+    by_status: Mapping[JobStatus, list[Job]],
+    missed: tuple[Line, ...],
+    retried: Set[str | None],
 ) -> Iterator[str]:
     """Yield what a person can do, a sentence each, with the command; nothing about jobs that were retried."""
     for job in by_status[JobStatus.FAILED]:
         if job.id in retried:
             continue
         last = job.last
-        yield f"{job.id}: {help_for(last.failure)}: `orc logs {job.id}`" if last else f"{job.id}: `orc show {job.id}`"
+        yield (
+            f"{job.id}: {help_for(last.failure)}: `orc logs {job.id}`"
+            if last
+            else f"{job.id}: `orc show {job.id}`"
+        )
     for job in state.jobs.values():
         if job.asks:
             yield f"{job.id} asks: {job.asks}"
     for job in by_status[JobStatus.REFUSED]:
         yield f"{job.id}: change the job or the hardware: `orc show {job.id}` says what would fit"
     for line in missed:
-        if not line.said.startswith("ended"):
+        if not line.sentence.startswith("ended"):
             yield f"{line.id}: raise its priority, or move its deadline"
     for entry in suspensions(state):
         trust = f"`orc drain {entry.node} --undo` trusts it again"
@@ -339,7 +409,12 @@ def summary(report: MorningReport) -> str:
     else:
         sentence = f"{len(report.succeeded)} of {ended} ended jobs succeeded"
         sentence += f", {len(report.recovered)} of them after a failure" if report.recovered else ""
-    groups = {"failed": report.failed, "refused": report.refused, "cancelled": report.cancelled, "late": report.late}
+    groups = {
+        "failed": report.failed,
+        "refused": report.refused,
+        "cancelled": report.cancelled,
+        "late": report.late,
+    }
     groups |= {"running": report.running, "waiting": report.waiting}
     rest = [f"{len(lines)} {word}" for word, lines in groups.items() if lines]
     return f"{'; '.join([sentence, ', '.join(rest)]) if rest else sentence}."

@@ -19,7 +19,7 @@ class TrialReport:
     number: int
     job: str
     parameters: Mapping[str, Value]
-    said: str  # its parameters as text
+    text: str  # its parameters as text
     status: str  # of the job, or "stopped early"
     reason: str
     plan: str  # of its last attempt; "" before the first
@@ -42,10 +42,10 @@ class SweepReport:
     max_trials: int
     live: int  # number of unfinished trials
     best: int | None  # number of the best trial that has succeeded
-    best_said: str  # that trial as text; "" before there is one
+    best_text: str  # that trial as text; "" before there is one
     device_s: float  # device-seconds of its trials
     money: float | None  # for these, where the cluster file has prices
-    cost_said: str
+    cost_text: str
     trials: tuple[TrialReport, ...]
 
 
@@ -55,7 +55,12 @@ def is_stopped_early(job: Job) -> bool:
 
 
 def sweep_report(
-    sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None], state: State, now_s: float
+    sweep_id: str,
+    ended: str,
+    jobs: Sequence[Job],
+    values: Mapping[int, float | None],
+    state: State,
+    now_s: float,
 ) -> SweepReport:
     """Return the report of a sweep from its jobs (at least one); `values` maps trial number to metric."""
     first = jobs[0].spec.trial
@@ -84,10 +89,12 @@ def sweep_report(
         max_trials=sweep.trials,
         live=live,
         best=None if best is None else best.number,
-        best_said="" if best is None else f"{sweep.metric.name} {best.value:.6g} by {best.job}: {best.said}",
+        best_text=""
+        if best is None
+        else f"{sweep.metric.name} {best.value:.6g} by {best.job}: {best.text}",
         device_s=cost.device_s,
         money=cost.money,
-        cost_said=cost.said,
+        cost_text=cost.text,
         trials=trials,
     )
 
@@ -99,7 +106,7 @@ def _trial(job: Job, values: Mapping[int, float | None]) -> TrialReport:
         number=trial.number,
         job=job.id,
         parameters=dict(trial.parameters),
-        said=", ".join(f"{name} {_value_text(value)}" for name, value in trial.parameters),
+        text=", ".join(f"{name} {_value_text(value)}" for name, value in trial.parameters),
         status=STOPPED_EARLY if is_stopped_early(job) else job.status.value,
         reason=job.reason,
         plan="" if job.last is None else in_short(job.last.plan),

@@ -87,7 +87,11 @@ class Waits:
     def __init__(self, state: State, zone: str = "UTC") -> None:
         """`zone` is the time zone of the times in sentences."""
         self._state, self._zone = state, zone
-        holding = [job for job in state.jobs.values() if any(not attempt.released for attempt in job.attempts)]
+        holding = [
+            job
+            for job in state.jobs.values()
+            if any(not attempt.released for attempt in job.attempts)
+        ]
         self._index = index_of(replace(state, jobs=Jobs(holding)))
         self._index.reserve(state.reservations)
         self._nodes = {node.name: node for node in state.nodes}
@@ -109,7 +113,9 @@ class Waits:
                 for device in part.devices:
                     promise = Promise(entry.start_s, entry.job_id, number)
                     self._promises.setdefault((part.node, device), []).append(promise)
-        self._arrays = Counter(state.jobs[job_id].array for job_id in self._numbers if job_id in state.jobs)
+        self._arrays = Counter(
+            state.jobs[job_id].array for job_id in self._numbers if job_id in state.jobs
+        )
         self._order: list[str] | None = None  # of jobs that wait for devices, once looked for
 
     def why(self, job: Job) -> str:
@@ -119,9 +125,13 @@ class Waits:
             return job.reason
         if not state.nodes:
             return (
-                job.reason if job.reason != Pending.DEVICES.phrase else f"waits for nodes {Pending.NODES_AWAY.phrase}"
+                job.reason
+                if job.reason != Pending.DEVICES.phrase
+                else f"waits for nodes {Pending.NODES_AWAY.phrase}"
             )
-        promised = Counter({job.array: 1} if job.id in self._numbers else {})  # what is promised to the job itself
+        promised = Counter(
+            {job.array: 1} if job.id in self._numbers else {}
+        )  # what is promised to the job itself
         if limited := array_limit_reason(index, job, self._arrays - promised):
             return limited.reason
         waiting, offers = self._offers(job)
@@ -132,7 +142,9 @@ class Waits:
         if not blocked:
             return self._needed(waiting, offers)
         startable = [entry for entry in blocked if entry.starts]
-        return self._why_not_now(waiting, startable) if startable else self._sentence(job, blocked[0])
+        return (
+            self._why_not_now(waiting, startable) if startable else self._sentence(job, blocked[0])
+        )
 
     def sooner(self, job: Job) -> tuple[str, ...]:
         """Return sentences: when the job is expected to start, and what would start it now.
@@ -146,19 +158,26 @@ class Waits:
         blocked = self._blocked(waiting, offers)
         sentences = [self._start(job, offers), self._quota(job)]
         if self._index.policy.reservations_max and not any(size.starts for size in blocked):
-            sentences += [self._fewer(job, offers), *(self._remedies(waiting, blocked[0]) if blocked else ())]
+            sentences += [
+                self._fewer(job, offers),
+                *(self._remedies(waiting, blocked[0]) if blocked else ()),
+            ]
         return tuple(sentence for sentence in sentences if sentence)
 
     def _offers(self, job: Job) -> tuple[Waiting, Sequence[Offer]]:
         """Return the job as it waits, and all sizes that it could run at."""
         waiting = self._index.queue_entry(job)
-        return waiting, offers_of(self._index, self._index.options.options_of(waiting), 0.0, job.spec)
+        return waiting, offers_of(
+            self._index, self._index.options.options_of(waiting), 0.0, job.spec
+        )
 
     # what excludes what
 
     def _blocked(self, waiting: Waiting, offers: Sequence[Offer]) -> list[Blocked]:
         """Return the sizes for which enough devices are free, fewest devices first."""
-        free = {id(pool): devices for pool, devices in zip(self._index.pools, self._free, strict=True)}
+        free = {
+            id(pool): devices for pool, devices in zip(self._index.pools, self._free, strict=True)
+        }
         offers = sorted(offers, key=lambda offer: offer.entry.devices)
         hidden = self._hidden(waiting)
         return [
@@ -176,17 +195,26 @@ class Waits:
             return set(places[-1]) if can_ever_start(self._index, waiting, 0.0) else set()
 
     def _obstacles(
-        self, job: Job, offer: Offer, free: Sequence[Device], hidden: set[Device], lifted: Obstacle | None = None
+        self,
+        job: Job,
+        offer: Offer,
+        free: Sequence[Device],
+        hidden: set[Device],
+        lifted: Obstacle | None = None,
     ) -> Blocked:
         """Return what excludes the free devices, were one obstacle lifted."""
         entry, left = offer.entry, tuple(free)
         end_s = self._state.at_s + entry.seconds
         excludes: Mapping[Obstacle, Callable[[Device], bool]] = {
-            Obstacle.SET_ASIDE: lambda device: device in self._aside or (device[0], None) in self._aside,
+            Obstacle.SET_ASIDE: lambda device: (
+                device in self._aside or (device[0], None) in self._aside
+            ),
             Obstacle.AVOIDED: lambda device: device in hidden,
             Obstacle.DRAINED: lambda device: device[0] in self._state.drained,
             Obstacle.MAINTENANCE: lambda device: self._window_of(device[0])[0] < end_s,
-            Obstacle.MEMORY: lambda device: self._nodes[device[0]].free_bytes[device[1]] < entry.least_bytes,
+            Obstacle.MEMORY: lambda device: (
+                self._nodes[device[0]].free_bytes[device[1]] < entry.least_bytes
+            ),
             Obstacle.RESERVED: lambda device: self._promise_of(device, job).start_s < end_s,
         }
         obstacles: dict[Obstacle, tuple[Device, ...]] = {}
@@ -214,7 +242,8 @@ class Waits:
         before = [
             promise
             for promise in self._promises.get(device, ())
-            if promise.number < number or (promise.job_id in jobs and jobs[promise.job_id].spec.guarantee is not None)
+            if promise.number < number
+            or (promise.job_id in jobs and jobs[promise.job_id].spec.guarantee is not None)
             if promise.job_id != job.id
         ]
         return min(before, default=Promise(inf, "", 0))
@@ -227,47 +256,69 @@ class Waits:
         for offer in offers:
             name = offer.pool.group.hardware.device.name
             fewest[name] = min(fewest.get(name, offer.entry.devices), offer.entry.devices)
-        needed = "waits for " + " or ".join(f"{count} free {name}" for name, count in fewest.items())
+        needed = "waits for " + " or ".join(
+            f"{count} free {name}" for name, count in fewest.items()
+        )
         menus = {id(pool): menu for pool, menu in self._index.options.options_of(waiting)}
         small = [
             f"{len(free)} {pool.group.hardware.device.name}"
             for pool, free in zip(self._index.pools, self._free, strict=True)
             if free and isinstance(menus.get(id(pool)), Infeasible)
         ]
-        needed += f" ({' and '.join(small)} are free, but no plan of it fits there)" if small else ""
+        needed += (
+            f" ({' and '.join(small)} are free, but no plan of it fits there)" if small else ""
+        )
         unreadable = describe_unreadable(
-            node for pool in {id(offer.pool): offer.pool for offer in offers}.values() for node in pool.unreadable_nodes
+            node
+            for pool in {id(offer.pool): offer.pool for offer in offers}.values()
+            for node in pool.unreadable_nodes
         )
         return f"{needed}; cannot be read: {unreadable}" if unreadable else needed
 
     def _sentence(self, job: Job, blocked: Blocked) -> str:
         begin = _are_free(blocked)
         clauses = [self._clause(job, blocked, *pair) for pair in blocked.obstacles.items()]
-        if [*blocked.obstacles] == [Obstacle.RESERVED] and len(blocked.obstacles[Obstacle.RESERVED]) == blocked.free:
+        if [*blocked.obstacles] == [Obstacle.RESERVED] and len(
+            blocked.obstacles[Obstacle.RESERVED]
+        ) == blocked.free:
             return f"{begin} and kept for {self._reserved_for(job, blocked.obstacles[Obstacle.RESERVED])}"
         if blocked.scattered:
             share = max(blocked.offer.entry.shape.shares)
             nodes = blocked.offer.entry.devices // share
             where = "one node" if nodes == 1 else f"each of {nodes} nodes"
-            clauses.append(f"{'the rest' if clauses else 'they'} are not together: it takes {share} on {where}")
+            clauses.append(
+                f"{'the rest' if clauses else 'they'} are not together: it takes {share} on {where}"
+            )
         return f"{begin}: {'; '.join(clauses)}"
 
-    def _clause(self, job: Job, blocked: Blocked, obstacle: Obstacle, devices: Sequence[Device]) -> str:
+    def _clause(
+        self, job: Job, blocked: Blocked, obstacle: Obstacle, devices: Sequence[Device]
+    ) -> str:
         nodes = _names(dict.fromkeys(node for node, _ in devices))
         match obstacle:
             case Obstacle.SET_ASIDE:
-                until_s = min(until_s for place, until_s in self._aside.items() if place in devices or place[1] is None)
+                until_s = min(
+                    until_s
+                    for place, until_s in self._aside.items()
+                    if place in devices or place[1] is None
+                )
                 return f"{len(devices)} on {nodes} set aside until {self._time(until_s)}, as attempts ended there"
             case Obstacle.AVOIDED:
                 return f"it ended on {len(devices)} of them, on {nodes}, for no known reason"
             case Obstacle.DRAINED:
                 several = len({node for node, _ in devices}) > 1
                 return f"{nodes} {'take' if several else 'takes'} {Pending.DRAIN.phrase}"
-            case Obstacle.MAINTENANCE if all(self._window_of(node)[0] == -inf for node, _ in devices):
+            case Obstacle.MAINTENANCE if all(
+                self._window_of(node)[0] == -inf for node, _ in devices
+            ):
                 until_s = min(self._window_of(node)[1] for node, _ in devices)
                 return f"{nodes} {'is' if ',' not in nodes else 'are'} in maintenance until {self._time(until_s)}"
             case Obstacle.MAINTENANCE:
-                supposed = "" if job.spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
+                supposed = (
+                    ""
+                    if job.spec.optimizer_steps is not None
+                    else " (without `steps` a day is supposed)"
+                )
                 return f"{Pending.MAINTENANCE.phrase} {nodes}{supposed}"
             case Obstacle.MEMORY:
                 needed = format_bytes(blocked.offer.entry.least_bytes)
@@ -287,7 +338,9 @@ class Waits:
     def _why_not_now(self, waiting: Waiting, startable: Sequence[Blocked]) -> str:
         """Say why a job leaves devices that nothing keeps from it: its hours, the order, a better start."""
         state, spec, at_s = self._state, waiting.job.spec, self._state.at_s
-        opening = opening_of(self._index, waiting, [blocked.offer for blocked in startable], at_s, inf)
+        opening = opening_of(
+            self._index, waiting, [blocked.offer for blocked in startable], at_s, inf
+        )
         times_s = [(opening(blocked.offer, at_s), blocked) for blocked in startable]
         start_s, blocked = min(times_s, key=lambda pair: pair[0])
         needed, device = blocked.offer.entry.devices, blocked.offer.pool.group.hardware.device.name
@@ -295,7 +348,10 @@ class Waits:
             return why_closed(spec, start_s)
         if start_s > at_s:
             return f"leaves room for shorter jobs before it takes {needed} free {device}"
-        if self._index.policy.reservations_max == 0 and (before := self._before(waiting)) is not None:
+        if (
+            self._index.policy.reservations_max == 0
+            and (before := self._before(waiting)) is not None
+        ):
             return f"{_are_free(blocked)}; the order {state.policy.order} {before}"
         begin = f"could start on {needed} {device}, but"
         if (number := self._numbers.get(waiting.job.id)) is None:
@@ -311,9 +367,13 @@ class Waits:
         """
         if self._order is None:
             jobs = [entry.job for entry, _ in index_of(self._state).policy.in_order()]
-            self._order = [job.id for job in jobs if not array_limit_reason(self._index, job, self._arrays)]
+            self._order = [
+                job.id for job in jobs if not array_limit_reason(self._index, job, self._arrays)
+            ]
         if not self._index.policy.may_overtake(waiting):
-            return None if self._order[0] == waiting.job.id else f"starts none before {self._order[0]}"
+            return (
+                None if self._order[0] == waiting.job.id else f"starts none before {self._order[0]}"
+            )
         return None if waiting.job.id in self._order else "keeps them for jobs that come before it"
 
     # what would help
@@ -322,7 +382,10 @@ class Waits:
         """Say when the job starts as things are, and whose ends it waits for."""
         state, number = self._state, self._numbers.get(job.id)
         if number is not None:
-            start_s, placement = state.reservations[number].start_s, state.reservations[number].placement
+            start_s, placement = (
+                state.reservations[number].start_s,
+                state.reservations[number].placement,
+            )
             begin, bound = "It starts about", ""
         else:
             slots = [
@@ -347,9 +410,21 @@ class Waits:
             return ""
         devices = held_by_teams(policy, self._index.running.values())
         own_team = policy.team_of(job.user)
-        waiting = {policy.team_of(other.user).name for other in state.jobs.values() if _waits_for_devices(other, state)}
-        below = [team for team in policy.teams if team.name in waiting and devices[team.name] < team.quota]
-        others = [f"{team.name} ({devices[team.name]} of {team.quota})" for team in below if team.name != own_team.name]
+        waiting = {
+            policy.team_of(other.user).name
+            for other in state.jobs.values()
+            if _waits_for_devices(other, state)
+        }
+        below = [
+            team
+            for team in policy.teams
+            if team.name in waiting and devices[team.name] < team.quota
+        ]
+        others = [
+            f"{team.name} ({devices[team.name]} of {team.quota})"
+            for team in below
+            if team.name != own_team.name
+        ]
         if not others or own_team in below:
             return ""
         count = devices[own_team.name]
@@ -386,15 +461,25 @@ class Waits:
             self._promise_of(device, job).start_s for device in free
         }
         ends = sorted(
-            (end_s for end_s in begins if at_s + pool.launch_cost_s < end_s < at_s + entry.seconds), reverse=True
+            (end_s for end_s in begins if at_s + pool.launch_cost_s < end_s < at_s + entry.seconds),
+            reverse=True,
         )
-        end_s = next((end_s for end_s in ends if starts(replace(entry, seconds=end_s - at_s))), None)
+        end_s = next(
+            (end_s for end_s in ends if starts(replace(entry, seconds=end_s - at_s))), None
+        )
         if end_s is not None:
             length = format_seconds(entry.seconds)
             yield f"A run that ends by {self._time(end_s)} could start now: this one takes {length}."
-        rooms = sorted({self._nodes[node].free_bytes[device] for node, device in free}, reverse=True)
+        rooms = sorted(
+            {self._nodes[node].free_bytes[device] for node, device in free}, reverse=True
+        )
         room = next(
-            (room for room in rooms if 0 < room < entry.least_bytes and starts(replace(entry, least_bytes=room))), 0
+            (
+                room
+                for room in rooms
+                if 0 < room < entry.least_bytes and starts(replace(entry, least_bytes=room))
+            ),
+            0,
         )
         if room:
             needed = format_bytes(entry.least_bytes)
@@ -403,9 +488,13 @@ class Waits:
             if obstacle in blocked.obstacles and starts(entry, obstacle):
                 nodes = _names(dict.fromkeys(node for node, _ in blocked.obstacles[obstacle]))
                 yield f"It could start now after `orc drain NODE --undo` of {nodes}."
-        windows = {self._window_of(node)[1]: node for node, _ in blocked.obstacles.get(Obstacle.MAINTENANCE, ())}
+        windows = {
+            self._window_of(node)[1]: node
+            for node, _ in blocked.obstacles.get(Obstacle.MAINTENANCE, ())
+        }
         yield from (
-            f"The maintenance of {node} ends {self._time(end_s)}." for end_s, node in sorted(windows.items())[:1]
+            f"The maintenance of {node} ends {self._time(end_s)}."
+            for end_s, node in sorted(windows.items())[:1]
         )
 
     def _time(self, at_s: float) -> str:
@@ -419,7 +508,9 @@ def _earliest(offer: Offer, from_s: float) -> Slot | None:
 
 def _waits_for_devices(job: Job, state: State) -> bool:
     """Return whether only devices, or others of its array, keep the job from starting."""
-    is_ready = job.status is JobStatus.QUEUED and not (job.waits_for or job.asks or job.unreadable or job.held_by)
+    is_ready = job.status is JobStatus.QUEUED and not (
+        job.waits_for or job.asks or job.unreadable or job.held_by
+    )
     is_gone = all(attempt.released for attempt in job.attempts)
     return is_ready and is_gone and job.not_before_s <= state.at_s
 
@@ -432,7 +523,10 @@ def _are_free(blocked: Blocked) -> str:
 def _fits(shape: Shape, devices: Iterable[Device]) -> bool:
     """Return whether the devices hold the shape: equally many on each node."""
     counts = Counter(node for node, _ in devices)
-    return any(sum(count >= share for count in counts.values()) >= shape.devices // share for share in shape.shares)
+    return any(
+        sum(count >= share for count in counts.values()) >= shape.devices // share
+        for share in shape.shares
+    )
 
 
 def _names(names: Iterable[str]) -> str:

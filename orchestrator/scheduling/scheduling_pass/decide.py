@@ -15,7 +15,12 @@ from orchestrator.planning.frontier import Candidate, fit_probability, needed_by
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
-from orchestrator.scheduling.failures.places import Device, avoided_devices, is_sent_elsewhere, names_of
+from orchestrator.scheduling.failures.places import (
+    Device,
+    avoided_devices,
+    is_sent_elsewhere,
+    names_of,
+)
 from orchestrator.scheduling.options.asks import Question, question_of
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
@@ -36,7 +41,9 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
 NAMED_MAX = 3  # nodes in a reason
-SOON = 1e-6  # of its seconds and its price, against its start: a job with a promised speed starts as soon as it can
+# of its seconds and its price, against its start: a job with a promised speed starts as soon as it
+# can
+SOON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,8 @@ class Wait(NamedTuple):
 
     reason: str
     reservation: Reservation | None = None
-    reevaluate_at_s: float | None = None  # when headroom for shorter jobs suffices, if it waits only for that
+    # when headroom for shorter jobs suffices, if it waits only for that
+    reevaluate_at_s: float | None = None
 
 
 Decision = StartDecision | Wait | Infeasible | Question
@@ -95,7 +103,9 @@ def price_of_idle(index: SchedulerIndex) -> float:
     return index.tuning.price_idle + index.tuning.price * len(index.waiting) / max(1, index.devices)
 
 
-def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
+def array_limit_reason(
+    index: SchedulerIndex, job: Job, promised: Mapping[str | None, int]
+) -> Wait | None:
     """Return why a job waits for its array's `max_concurrent` or, in a comparison, for its turn; None: it need not.
 
     Reservations count as running.
@@ -104,9 +114,15 @@ def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | 
     if job.array is None or member is None:
         return None
     if index.running_of_array[job.array] + promised[job.array] >= member.max_concurrent:
-        return Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: at most {member.max_concurrent} run at once")
+        return Wait(
+            reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: at most {member.max_concurrent} run at once"
+        )
     before = _next_before(index, job, member.number) if member.compared else None
-    return None if before is None else Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: {before} goes first")
+    return (
+        None
+        if before is None
+        else Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: {before} goes first")
+    )
 
 
 def _next_before(index: SchedulerIndex, job: Job, number: int) -> str | None:
@@ -146,7 +162,14 @@ def decide(
     long as others could hold the job.
     """
     decided = partial(
-        _decide, state, index, waiting, price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+        _decide,
+        state,
+        index,
+        waiting,
+        price,
+        may_reserve=may_reserve,
+        by_s=by_s,
+        devices_max=devices_max,
     )
     places = avoided_devices(waiting.job, state.nodes, state.at_s)
     for devices in places:
@@ -154,7 +177,11 @@ def decide(
             outcome = decided()
             if isinstance(outcome, StartDecision):
                 return outcome
-            if devices is places[-1] and is_sent_elsewhere(waiting.job) and can_ever_start(index, waiting, price):
+            if (
+                devices is places[-1]
+                and is_sent_elsewhere(waiting.job)
+                and can_ever_start(index, waiting, price)
+            ):
                 return _send_elsewhere(outcome, devices)
     return decided()
 
@@ -164,7 +191,9 @@ def _send_elsewhere(
 ) -> Wait | Infeasible | Question | None:
     if not isinstance(outcome, Wait):
         return None
-    return outcome._replace(reason=f"{outcome.reason} but {names_of(devices)}, where it ended for no known reason")
+    return outcome._replace(
+        reason=f"{outcome.reason} but {names_of(devices)}, where it ended for no known reason"
+    )
 
 
 def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
@@ -173,7 +202,8 @@ def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> boo
     at_s = index.state.at_s
     entries = [(offer.pool, offer.entry) for offer in offers]
     return any(
-        pool.earliest(entry.shape, at_s, entry.seconds, entry.least_bytes) is not None for pool, entry in entries
+        pool.earliest(entry.shape, at_s, entry.seconds, entry.least_bytes) is not None
+        for pool, entry in entries
     )
 
 
@@ -208,7 +238,10 @@ def expected_reservation(
 
     None where that is unknown or impossible.
     """
-    offers, now_s = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec), index.state.at_s
+    offers, now_s = (
+        offers_of(index, index.options.options_of(waiting), price, waiting.job.spec),
+        index.state.at_s,
+    )
     opening = opening_of(index, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _pick_soonest(offers, opening, from_s)
@@ -222,22 +255,37 @@ def expected_reservation(
     return None if later is None else _reserve_later(waiting.job, later, now_s).reservation
 
 
-def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait | Infeasible | Question:
+def wait_reason(
+    state: State, index: SchedulerIndex, waiting: Waiting
+) -> Wait | Infeasible | Question:
     """Return why a job that cannot start now waits (Wait or Question), or that it never can (Infeasible)."""
     menus = index.options.options_of(waiting)
     offers = [
-        (pool, entry) for pool, menu in menus if isinstance(menu, JobOptions) for entry in options_on(index, pool, menu)
+        (pool, entry)
+        for pool, menu in menus
+        if isinstance(menu, JobOptions)
+        for entry in options_on(index, pool, menu)
     ]
     if not offers:
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
     spec, now_s = waiting.job.spec, state.at_s
-    start_s = hours_of(spec, (option.seconds for _, option in offers), now_s).start_s(now_s, entry.seconds)
-    return Wait(reason=_why_waits(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
+    start_s = hours_of(spec, (option.seconds for _, option in offers), now_s).start_s(
+        now_s, entry.seconds
+    )
+    return Wait(
+        reason=_why_waits(pool, entry, spec, now_s)
+        if start_s == now_s
+        else why_closed(spec, start_s)
+    )
 
 
 def offers_of(
-    index: SchedulerIndex, menus: OptionsByProfile, price: float, spec: JobSpec, devices_max: int | None = None
+    index: SchedulerIndex,
+    menus: OptionsByProfile,
+    price: float,
+    spec: JobSpec,
+    devices_max: int | None = None,
 ) -> list[Offer]:
     """Return all options of the job with their costs, best first, as if their devices were free.
 
@@ -248,7 +296,9 @@ def offers_of(
         Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
         for pool, menu in menus
         if isinstance(menu, JobOptions)
-        for entry in (options_on(index, pool, menu) if devices_max is None else _could_hold(pool, menu))
+        for entry in (
+            options_on(index, pool, menu) if devices_max is None else _could_hold(pool, menu)
+        )
         if devices_max is None or entry.devices <= devices_max
     ]
     if len(offers) > 1:
@@ -256,7 +306,9 @@ def offers_of(
     return offers
 
 
-def opening_of(index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer], now_s: float, by_s: float) -> Opening:
+def opening_of(
+    index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer], now_s: float, by_s: float
+) -> Opening:
     """Return when the job may start, by its start window and by the headroom that it must leave for shorter jobs."""
     spec, wanted = waiting.job.spec, index.wanted(now_s)
     hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s)
@@ -264,7 +316,9 @@ def opening_of(index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer],
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
     def with_room(offer: Offer, from_s: float) -> float:
-        room_s = headroom_available_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds)
+        room_s = headroom_available_from_s(
+            wanted, offer.pool, offer.entry.devices, offer.entry.seconds
+        )
         return hours.start_s(max(from_s, room_s), offer.entry.seconds)
 
     return with_room
@@ -284,7 +338,9 @@ def _pick_best(
     return now, _pick_soonest(offers, opening, now_s)
 
 
-def options_on(index: SchedulerIndex, pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOption]:
+def options_on(
+    index: SchedulerIndex, pool: AvailabilityProfile, menu: JobOptions
+) -> Sequence[SizeOption]:
     """Return the options that the queue policy allows on this pool of devices."""
     return index.policy.widths(_could_hold(pool, menu))
 
@@ -302,7 +358,10 @@ def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bo
     end_s = now_s + entry.seconds
     if end_s > pool.open_until_s(entry.shape):
         return False
-    return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
+    return (
+        pool.has_room(entry.least_bytes)
+        or pool.place(entry.shape, end_s, entry.least_bytes) is not None
+    )
 
 
 def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
@@ -314,7 +373,11 @@ def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _
         pool, entry = offer.pool, offer.entry
         slot = first = pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
         while slot is not None and slot.start_s < (opens_s := opening(offer, slot.start_s)):
-            slot = pool.earliest(entry.shape, opens_s, entry.seconds, entry.least_bytes) if opens_s < inf else None
+            slot = (
+                pool.earliest(entry.shape, opens_s, entry.seconds, entry.least_bytes)
+                if opens_s < inf
+                else None
+            )
         if slot is not None and first is not None:
             cost_s = slot.start_s - from_s + offer.cost_s
             if cost_s < (inf if best is None else best.cost_s):
@@ -346,9 +409,14 @@ def _why_waits(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_
     if pool.unreadable and pool.idle < entry.devices <= pool.idle + pool.idle_unreadable:
         return f"{Pending.UNREADABLE.phrase}: {describe_unreadable(pool.unreadable_nodes)}"
     closed = pool.closed_before(now_s + entry.seconds)
-    if not closed or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
+    if (
+        not closed
+        or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle
+    ):
         return Pending.DEVICES.phrase
-    names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
+    names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (
+        ", ..." if len(closed) > NAMED_MAX else ""
+    )
     if all(closes_s <= now_s for _, closes_s, _ in closed):
         return f"{Pending.DEVICES.phrase}: {names} {'takes' if len(closed) == 1 else 'take'} {Pending.DRAIN.phrase}"
     supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
@@ -367,7 +435,9 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
     device, candidate = pool.group.hardware.device.name, entry.candidate
     calibrated = index.options.calibrated(job, device)
     judged = candidate.plan not in measured_peaks(job, device)
-    capacity_bytes = min(pool.free_bytes(part.node, device_id) for part in placement for device_id in part.devices)
+    capacity_bytes = min(
+        pool.free_bytes(part.node, device_id) for part in placement for device_id in part.devices
+    )
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
     has_estimate = judged and is_known(candidate.estimate, correction)
     return StartDecision(
@@ -376,13 +446,17 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
         device=device,
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
-        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if has_estimate else None,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated)
+        if has_estimate
+        else None,
         probe=entry.probe,
         passed_over=None if entry.fastest is None else why_passed_over(entry.choice, entry.fastest),
     )
 
 
-def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | Infeasible | Question:
+def _without_offers(
+    state: State, job: Job, menus: OptionsByProfile
+) -> Wait | Infeasible | Question:
     """Return why a job has no option: other processes hold memory, nodes are away, or nothing could ever hold it."""
     for pool, menu in menus:
         if isinstance(menu, JobOptions):
@@ -390,8 +464,14 @@ def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | I
             return Wait(reason=f"{Pending.FOREIGN_MEMORY.phrase} on {device}")
     never, groups = [], groups_of(state.declared or state.nodes)
     for group in groups:
-        options = job_options(job, group, calibration_for(state, job, group.hardware.device.name), 0.0)
+        options = job_options(
+            job, group, calibration_for(state, job, group.hardware.device.name), 0.0
+        )
         if isinstance(options, JobOptions) or options.likeliest is not None:
-            return Wait(reason=f"waits for nodes with {group.hardware.device.name} {Pending.NODES_AWAY.phrase}")
+            return Wait(
+                reason=f"waits for nodes with {group.hardware.device.name} {Pending.NODES_AWAY.phrase}"
+            )
         never.append(options)
-    return question_of(state, job, groups) or Infeasible(why=lambda: "\n".join(refusal.why() for refusal in never))
+    return question_of(state, job, groups) or Infeasible(
+        why=lambda: "\n".join(refusal.why() for refusal in never)
+    )

@@ -28,7 +28,11 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     price_of,
     wait_reason,
 )
-from orchestrator.scheduling.scheduling_pass.guarantees import apply_guarantee, find_kept_slots, may_start_sooner
+from orchestrator.scheduling.scheduling_pass.guarantees import (
+    apply_guarantee,
+    find_kept_slots,
+    may_start_sooner,
+)
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
@@ -52,7 +56,9 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
     for job in [*index.running.values()] if index.maintained else ():
         left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
         if left and can_move(job):
-            leaving, stop = request_migration(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
+            leaving, stop = request_migration(
+                job, f"stopped for the maintenance of {', '.join(left)}", state.at_s
+            )
             index.update_job(job, leaving)
             state = with_job(state, leaving)
             stops.append(stop)
@@ -70,7 +76,9 @@ def end_expired(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
     return state, tuple(stops)
 
 
-def climb(state: State, index: SchedulerIndex, event: PaceReported) -> tuple[State, tuple[Stop, ...]]:
+def climb(
+    state: State, index: SchedulerIndex, event: PaceReported
+) -> tuple[State, tuple[Stop, ...]]:
     """Return (new state, Stops) that move a recovered job to a faster plan, by its running attempt's measurements."""
     job = index.running.get(event.job_id)
     if job is None or not may_climb(job):
@@ -80,18 +88,25 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> tuple[Sta
     if pool is None or observation is None:
         return state, ()
     calibrated = calibration(
-        (*state.observations, observation), device=attempt.device, family=job.spec.family_name, job=job.key
+        (*state.observations, observation),
+        device=attempt.device,
+        family=job.spec.family_name,
+        job=job.key,
     )
     option = faster_option(job, pool.group, calibrated, pool.launch_cost_s)
     if option is None:
         return state, ()
-    placement = pool.place_again(attempt.placement, option.shape, state.at_s + option.seconds, option.least_bytes)
+    placement = pool.place_again(
+        attempt.placement, option.shape, state.at_s + option.seconds, option.least_bytes
+    )
     if placement is None:
         return state, ()
     assert attempt.pace is not None, "it told what it measured"
     changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
-    leaving, stop = request_migration(job, why, state.at_s, placement, climbs_to=option.candidate.plan)
+    leaving, stop = request_migration(
+        job, why, state.at_s, placement, climbs_to=option.candidate.plan
+    )
     index.update_job(job, leaving)
     index.keep(leaving)
     return with_job(state, leaving), (stop,)
@@ -104,7 +119,10 @@ def give_up(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
         job = state.jobs.get(job_id)
         if job is not None and job.asks and not job.status.ended and job.asks_until_s <= state.at_s:
             failed = replace(
-                job, status=JobStatus.FAILED, asks="", reason=f"nobody allowed it within a week: {job.asks}"
+                job,
+                status=JobStatus.FAILED,
+                asks="",
+                reason=f"nobody allowed it within a week: {job.asks}",
             )
             index.update_job(job, failed)
             state, archived = archive_if_done(state, failed)
@@ -128,26 +146,39 @@ def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, 
     actions: list[Action] = []
     arrived = list(index.arrived)
     undecided = {waiting.job.id: waiting for waiting in arrived}
-    is_settled, waits, late = False, list[tuple[Waiting, Reservation]](), list[tuple[Waiting, float]]()
+    is_settled, waits, late = (
+        False,
+        list[tuple[Waiting, Reservation]](),
+        list[tuple[Waiting, float]](),
+    )
     while not is_settled:
         waited = len(index.waiting)
         state, done, waits, late = _decide_waiting(state, index, undecided)
         actions += done
-        if index.guaranteed and not index.running and state.reservations:  # for whose end could they wait?
-            state, done, waits, late = _decide_waiting(replace(state, reservations=()), index, undecided)
+        if (
+            index.guaranteed and not index.running and state.reservations
+        ):  # for whose end could they wait?
+            state, done, waits, late = _decide_waiting(
+                replace(state, reservations=()), index, undecided
+            )
             actions += done
-        # until deciding once more would change nothing: who starts changes what is left of its team's quota
+        # until deciding once more would change nothing: who starts changes what is left of its
+        # team's quota
         has_quotas = state.policy.has_quotas
         is_settled = not has_quotas or not index.idle or len(index.waiting) == waited
     of_array = Counter[str | None]()
     if any(waiting.job.array is not None for waiting in undecided.values()):
         of_array.update(state.jobs[reservation.job_id].array for reservation in state.reservations)
     for waiting in undecided.values():
-        outcome = array_limit_reason(index, waiting.job, of_array) or wait_reason(state, index, waiting)
+        outcome = array_limit_reason(index, waiting.job, of_array) or wait_reason(
+            state, index, waiting
+        )
         state, done = _apply_decision(state, index, waiting, outcome)
         actions += done
     index.is_stale = False
-    index.arrived = [waiting for waiting in index.arrived if all(waiting is not other for other in arrived)]
+    index.arrived = [
+        waiting for waiting in index.arrived if all(waiting is not other for other in arrived)
+    ]
     state, stops = _preempt(state, index, waits, late)
     return state, (*actions, *stops)
 
@@ -166,7 +197,9 @@ def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
                 state, done = _apply_decision(state, index, waiting, outcome)
                 actions += done
     if actions:
-        index.arrived = [waiting for waiting in index.arrived if index.waiting.get(waiting.job.id) is waiting]
+        index.arrived = [
+            waiting for waiting in index.arrived if index.waiting.get(waiting.job.id) is waiting
+        ]
     return state, tuple(actions)
 
 
@@ -182,16 +215,23 @@ def _preempt(
         return state, ()
     stopped, stops = _stop_jobs(state, index, moves)
     if slot is not None and stops:
-        sooner = [slot if reservation.job_id == slot.job_id else reservation for reservation in stopped.reservations]
+        sooner = [
+            slot if reservation.job_id == slot.job_id else reservation
+            for reservation in stopped.reservations
+        ]
         stopped = replace(stopped, reservations=tuple(sooner))
     return stopped, stops
 
 
-def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
+def _stop_jobs(
+    state: State, index: SchedulerIndex, moves: Sequence[Move]
+) -> tuple[State, tuple[Stop, ...]]:
     """Stop all of them together, or look at them again once all have run for long enough."""
     from_s = max(move.from_s for move in moves)
     if from_s > state.at_s:
-        reevaluate_at_s = from_s if state.reevaluate_at_s is None else min(state.reevaluate_at_s, from_s)
+        reevaluate_at_s = (
+            from_s if state.reevaluate_at_s is None else min(state.reevaluate_at_s, from_s)
+        )
         return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
     for move in moves:
@@ -206,7 +246,9 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> tu
 
 def _decide_waiting(
     state: State, index: SchedulerIndex, undecided: dict[str, Waiting]
-) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]], list[tuple[Waiting, float]]]:
+) -> tuple[
+    State, tuple[Action, ...], list[tuple[Waiting, Reservation]], list[tuple[Waiting, float]]
+]:
     """Decide once on all waiting jobs; `undecided` loses those that get a decision.
 
     Return also the jobs that wait with a reservation, and the waiting jobs that will miss their deadlines.
@@ -235,12 +277,21 @@ def _decide_waiting(
             index.clear_reservations()
             index.reserve((*slots.values(), *promised))
         if held_placement := held_placement_of(waiting.job):
-            devices_max, job_price = sum(len(part.devices) for part in held_placement), index.tuning.price_idle
+            devices_max, job_price = (
+                sum(len(part.devices) for part in held_placement),
+                index.tuning.price_idle,
+            )
         else:
             job_price = price
         limited = array_limit_reason(index, waiting.job, of_array)
         outcome = limited or decide(
-            state, index, waiting, job_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+            state,
+            index,
+            waiting,
+            job_price,
+            may_reserve=may_reserve,
+            by_s=by_s,
+            devices_max=devices_max,
         )
         waits_for_devices = limited is None and (outcome is None or isinstance(outcome, Wait))
         if waits_for_devices and not index.policy.may_overtake(waiting):
@@ -298,7 +349,9 @@ def _apply_decision(
     return state, (*actions, *archived)
 
 
-def _begin(state: State, index: SchedulerIndex, job: Job, chosen: StartDecision) -> tuple[Job, Attempt]:
+def _begin(
+    state: State, index: SchedulerIndex, job: Job, chosen: StartDecision
+) -> tuple[Job, Attempt]:
     before = next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None)
     attempt = Attempt(
         job_id=job.id,
@@ -317,17 +370,28 @@ def _begin(state: State, index: SchedulerIndex, job: Job, chosen: StartDecision)
         relative_to=_relative_to(index, job, chosen),
         probe=chosen.probe,
     )
-    job = replace(job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen, before))
+    job = replace(
+        job,
+        status=JobStatus.RUNNING,
+        attempts=(*job.attempts, attempt),
+        reason=_why(chosen, before),
+    )
     return job, attempt
 
 
 def _changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
     """Return what differs from the plan before, with the learning rate where it followed a smaller batch."""
     different = changes(before, plan)
-    rate, factor = spec.learning_rate, learning_rate_factor(spec, plan.global_batch_size / before.global_batch_size)
+    rate, factor = (
+        spec.learning_rate,
+        learning_rate_factor(spec, plan.global_batch_size / before.global_batch_size),
+    )
     if rate is None or factor == 1:
         return different
-    return (*different, Change(setting="learning_rate", before=f"{rate / factor:.6g}", after=f"{rate:.6g}"))
+    return (
+        *different,
+        Change(setting="learning_rate", before=f"{rate / factor:.6g}", after=f"{rate:.6g}"),
+    )
 
 
 def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnSettings | None:

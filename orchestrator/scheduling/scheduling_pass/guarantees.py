@@ -26,7 +26,8 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
 from orchestrator.specs.units import format_seconds
 
-# From submission to the promised start. A day, as for a job of unknown length: later, a promise says nothing of use.
+# From submission to the promised start. A day, as for a job of unknown length: later, a promise
+# says nothing of use.
 START_WITHIN_S = 86_400.0
 LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the second
 TRIED_MAX = 3  # reservations, first come first, for which a preemption is looked for
@@ -41,21 +42,37 @@ def apply_guarantee(
     """
     job = waiting.job
     if slot is not None and not isinstance(outcome, StartDecision | Infeasible | Question):
-        later = outcome is None or outcome.reservation is None or outcome.reservation.start_s > slot.start_s
-        return Wait(reason=job.reason if outcome is None else outcome.reason, reservation=slot) if later else outcome
-    if not job.spec.guaranteed_gpus or job.starts_by_s is not None or isinstance(outcome, Infeasible | Question):
+        later = (
+            outcome is None
+            or outcome.reservation is None
+            or outcome.reservation.start_s > slot.start_s
+        )
+        return (
+            Wait(reason=job.reason if outcome is None else outcome.reason, reservation=slot)
+            if later
+            else outcome
+        )
+    if (
+        not job.spec.guaranteed_gpus
+        or job.starts_by_s is not None
+        or isinstance(outcome, Infeasible | Question)
+    ):
         return outcome
     reason = _beyond_quota(state, waiting)
     if reason is None:
         match outcome:
             case StartDecision():
                 starts_by_s = state.at_s
-            case Wait(reservation=Reservation(start_s=start_s)) if start_s <= job.submitted_at_s + START_WITHIN_S:
+            case Wait(reservation=Reservation(start_s=start_s)) if (
+                start_s <= job.submitted_at_s + START_WITHIN_S
+            ):
                 starts_by_s = state.at_s + OVERDUE * (start_s - state.at_s)
             case Wait(reservation=Reservation(start_s=start_s)):
                 reason = f"could start only in {format_seconds(start_s - state.at_s)}"
             case _:
-                reason = "nobody can tell when it could start" if outcome is None else outcome.reason
+                reason = (
+                    "nobody can tell when it could start" if outcome is None else outcome.reason
+                )
     if reason is None:
         waiting.job = replace(job, starts_by_s=starts_by_s)
         return outcome
@@ -72,7 +89,9 @@ def _beyond_quota(state: State, waiting: Waiting) -> str | None:
     promised = sum(
         job.spec.guaranteed_gpus
         for job in state.jobs.values()
-        if job.starts_by_s is not None and not job.status.ended and state.policy.team_of(job.user) == team
+        if job.starts_by_s is not None
+        and not job.status.ended
+        and state.policy.team_of(job.user) == team
     )
     if promised + waiting.job.spec.guaranteed_gpus <= team.quota:
         return None
@@ -85,7 +104,9 @@ def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservatio
     A slot stays: if all were made anew, a job that starts sooner elsewhere could delay the next one. Only a job whose
     devices do not come free in time gets another slot, around those of all others.
     """
-    slots = [reservation for reservation in state.reservations if reservation.job_id in index.guaranteed]
+    slots = [
+        reservation for reservation in state.reservations if reservation.job_id in index.guaranteed
+    ]
     return {
         reservation.job_id: reservation
         for reservation in slots
@@ -105,13 +126,16 @@ def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
 def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
     """Return the preemption that starts the first guaranteed job whose reserved start is far off; None without one."""
     preemption: Preemption | None = None
-    for reservation in [reservation for reservation in state.reservations if reservation.job_id in index.guaranteed][
-        :TRIED_MAX
-    ]:
+    for reservation in [
+        reservation for reservation in state.reservations if reservation.job_id in index.guaranteed
+    ][:TRIED_MAX]:
         index.clear_reservations()
         index.reserve([other for other in state.reservations if other is not reservation])
         preemption = preemption or _room_for(
-            index, index.guaranteed[reservation.job_id], reservation.start_s - state.at_s, state.at_s
+            index,
+            index.guaranteed[reservation.job_id],
+            reservation.start_s - state.at_s,
+            state.at_s,
         )
     if index.guaranteed:
         index.clear_reservations()
@@ -119,7 +143,9 @@ def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
     return preemption
 
 
-def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float) -> Preemption | None:
+def _room_for(
+    index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float
+) -> Preemption | None:
     """Return the fewest later jobs to stop: those first that have run for long enough and would end last.
 
     No job is stopped for devices that come free before a stop and another launch would be over.
@@ -134,7 +160,9 @@ def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: flo
             if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
         able.sort(key=lambda moving: max(at_s, moving.from_s))
-        count = next((n for n in range(1, len(able) + 1) if _place_after(pool, able[:n], entry, at_s)), 0)
+        count = next(
+            (n for n in range(1, len(able) + 1) if _place_after(pool, able[:n], entry, at_s)), 0
+        )
         stopped = able[:count]
         for moving in stopped[:-1]:
             others = [other for other in stopped if other is not moving]
@@ -146,7 +174,10 @@ def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: flo
             return Preemption(
                 moves=[Move(job=moving.job, from_s=moving.from_s, why=why) for moving in stopped],
                 slot=Reservation(
-                    job_id=waiting.job.id, start_s=start_s, end_s=start_s + entry.seconds, placement=placement
+                    job_id=waiting.job.id,
+                    start_s=start_s,
+                    end_s=start_s + entry.seconds,
+                    placement=placement,
                 ),
             )
     return None
@@ -157,7 +188,9 @@ def _place_after(
 ) -> Placement | None:
     """Return devices for a start once these jobs have left; None where there are too few."""
     placement = _merge_placements([moving.attempt.placement for moving in stopped])
-    return pool.place_again(placement, entry.shape, at_s + MOVE_GRACE_S + entry.seconds, entry.least_bytes)
+    return pool.place_again(
+        placement, entry.shape, at_s + MOVE_GRACE_S + entry.seconds, entry.least_bytes
+    )
 
 
 def _merge_placements(placements: Sequence[Placement]) -> Placement:
@@ -166,4 +199,6 @@ def _merge_placements(placements: Sequence[Placement]) -> Placement:
     for placement in placements:
         for part in placement:
             devices[part.node] = (*devices.get(part.node, ()), *part.devices)
-    return tuple(NodeDevices(node=name, devices=tuple(sorted(indices))) for name, indices in devices.items())
+    return tuple(
+        NodeDevices(node=name, devices=tuple(sorted(indices))) for name, indices in devices.items()
+    )

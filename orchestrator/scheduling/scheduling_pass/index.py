@@ -13,7 +13,12 @@ from heapq import heappop, heappush
 from itertools import takewhile
 from math import inf
 
-from orchestrator.scheduling.base.drain import closures, next_change_s, nodes_in_maintenance, suspended_devices
+from orchestrator.scheduling.base.drain import (
+    closures,
+    next_change_s,
+    nodes_in_maintenance,
+    suspended_devices,
+)
 from orchestrator.scheduling.base.migration import held_placement_of, is_elastic, may_grow
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
@@ -50,22 +55,32 @@ class SchedulerIndex:
         self.growing: dict[str, Job] = {}  # those of them that may have more devices
         self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
-        self.guaranteed: dict[str, Waiting] = {}  # those that wait for devices with a promised speed
+        self.guaranteed: dict[
+            str, Waiting
+        ] = {}  # those that wait for devices with a promised speed
         self.arrived: list[Waiting] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
-        self.all_wait = False  # nobody who waits could start on the devices that were idle at the last decision
+        # nobody who waits could start on the devices that were idle at the last decision
+        self.all_wait = False
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy_spec = state.policy
         self.tuning = tuned_for(state.policy.objective)
         # by priority and, where it counts, user
         self.lines: dict[tuple[int, str], WaitQueue] = {}
-        self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
+        self._ends: list[
+            tuple[float, str]
+        ] = []  # at which running jobs are expected to end, soonest first
         self._asleep: list[tuple[float, str]] = []
         self._asking: list[tuple[float, str]] = []  # until when jobs ask
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
-        self._expiries_s: dict[str, float] = {}  # when the time limit of each running job that has one is over
-        self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
+        self._expiries_s: dict[
+            str, float
+        ] = {}  # when the time limit of each running job that has one is over
+        self._wanted: tuple[object, Sequence[float]] = (
+            None,
+            (),
+        )  # of what demand and when, and how much
         self._tree: tuple[object, Callable[[str], Place]] = (
             None,
             equal_place,
@@ -107,7 +122,11 @@ class SchedulerIndex:
         self._requeue(before, after)
 
     def _hold_devices(
-        self, before: Job | None, after: Job | None, held_before: dict[int, Attempt], held_after: dict[int, Attempt]
+        self,
+        before: Job | None,
+        after: Job | None,
+        held_before: dict[int, Attempt],
+        held_after: dict[int, Attempt],
     ) -> None:
         """Vacate the devices that a job's attempts held, and occupy those that they hold now."""
         for number, attempt in held_before.items():
@@ -116,7 +135,11 @@ class SchedulerIndex:
         for number, attempt in held_after.items():
             previous = held_before.get(number)
             assert after is not None
-            if previous is None or before is None or _end_facts(before, previous) != _end_facts(after, attempt):
+            if (
+                previous is None
+                or before is None
+                or _end_facts(before, previous) != _end_facts(after, attempt)
+            ):
                 self._occupy(after, attempt)
 
     def _sort_running(self, job: Job, runs: bool) -> None:
@@ -139,7 +162,11 @@ class SchedulerIndex:
         """Let a job enter or leave the queue, or change its place there."""
         waited = before is not None and _waits_for_devices(before)
         waits = after is not None and _waits_for_devices(after)
-        if waited and before is not None and (not waits or after is None or before.spec is not after.spec):
+        if (
+            waited
+            and before is not None
+            and (not waits or after is None or before.spec is not after.spec)
+        ):
             self._leave(before.id)
             waited = False  # a job with another spec takes another place
         if waits and after is not None:
@@ -196,16 +223,27 @@ class SchedulerIndex:
         any is. Decisions find single devices when they come free, and have no time to look for them.
         """
         for reservation in reservations:
-            is_later = reservation.start_s > self.state.at_s and self._is_idle_before(reservation, backfill=backfill)
+            is_later = reservation.start_s > self.state.at_s and self._is_idle_before(
+                reservation, backfill=backfill
+            )
             for part in reservation.placement:
                 if (pool := self._pool_of.get(part.node)) is not None:
-                    pool.reserve(part.node, part.devices, reservation.start_s, reservation.end_s, is_later=is_later)
+                    pool.reserve(
+                        part.node,
+                        part.devices,
+                        reservation.start_s,
+                        reservation.end_s,
+                        is_later=is_later,
+                    )
 
     def can_have(self, reservation: Reservation, late_s: float) -> bool:
         """Return whether the reserved devices exist, are open, and come free at most `late_s` after the start."""
         for part in reservation.placement:
             pool = self._pool_of.get(part.node)
-            if pool is None or pool.held_until_by(part.node, part.devices) > reservation.start_s + late_s:
+            if (
+                pool is None
+                or pool.held_until_by(part.node, part.devices) > reservation.start_s + late_s
+            ):
                 return False
             for closes_s, opens_s in self.closed.get(part.node, ()):
                 if closes_s < reservation.end_s and reservation.start_s < opens_s:
@@ -224,7 +262,13 @@ class SchedulerIndex:
         attempt = job.last
         assert attempt is not None, job.id
         until_s = self.end_of(job, replace(attempt, leaves_by_s=None))
-        self.reserve([Reservation(job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.held_placement)])
+        self.reserve(
+            [
+                Reservation(
+                    job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.held_placement
+                )
+            ]
+        )
 
     def advance_to(self, at_s: float) -> None:
         """Move the index to this time: delays end, nodes close and open, and overdue attempts get a later end."""
@@ -237,7 +281,11 @@ class SchedulerIndex:
         while self._asleep and self._asleep[0][0] <= at_s:
             _, job_id = heappop(self._asleep)
             waiting = self.waiting.get(job_id)
-            if waiting is not None and waiting.job.not_before_s <= at_s and not self._is_in_line(waiting):
+            if (
+                waiting is not None
+                and waiting.job.not_before_s <= at_s
+                and not self._is_in_line(waiting)
+            ):
                 self._line_up(waiting)
         while self._openings and self._openings[0][0] <= at_s:
             _, job_id = heappop(self._openings)
@@ -261,14 +309,24 @@ class SchedulerIndex:
     def promised_first(self) -> list[Waiting]:
         """Return waiting jobs with a guarantee, and the jobs that were due before the last of these, in order."""
         last_s = max((waiting.rank for waiting in self.guaranteed.values()), default=-inf)
-        standings = merge_lines([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
-        return [self.waiting[job_id] for _, _, job_id in takewhile(lambda standing: standing[0] <= last_s, standings)]
+        standings = (
+            merge_lines([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
+        )
+        return [
+            self.waiting[job_id]
+            for _, _, job_id in takewhile(lambda standing: standing[0] <= last_s, standings)
+        ]
 
     def wake_at_s(self, at_s: float) -> float | None:
         """Return when the next delay of a job ends, or the next node closes or opens; None: never."""
-        times_s = [time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting]
+        times_s = [
+            time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting
+        ]
         times_s += [*(time_s for time_s, _ in self._asking[:1]), *self._expiries_s.values()]
-        return min([time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf], default=None)
+        return min(
+            [time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf],
+            default=None,
+        )
 
     def unanswered(self, at_s: float) -> Iterator[str]:
         """Yield the ids of jobs whose questions went unanswered until `at_s`, each once."""
@@ -278,7 +336,9 @@ class SchedulerIndex:
     def expired(self, at_s: float) -> list[str]:
         """Return the ids of running jobs past their time limit, in the order in which they reached it."""
         return [
-            job_id for time_s, job_id in sorted((s, job_id) for job_id, s in self._expiries_s.items()) if time_s <= at_s
+            job_id
+            for time_s, job_id in sorted((s, job_id) for job_id, s in self._expiries_s.items())
+            if time_s <= at_s
         ]
 
     def last_elastic(self) -> Iterator[str]:
@@ -326,7 +386,11 @@ class SchedulerIndex:
     @contextmanager
     def without(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
         """Hide devices within the `with` block, as if they never came free."""
-        hidden = [(pool, node, device) for node, device in devices if (pool := self._pool_of.get(node)) is not None]
+        hidden = [
+            (pool, node, device)
+            for node, device in devices
+            if (pool := self._pool_of.get(node)) is not None
+        ]
         until_s = [pool.held_until_by(node, (device,)) for pool, node, device in hidden]
         for pool, node, device in hidden:
             pool.occupy(node, (device,), inf)
@@ -412,9 +476,15 @@ class SchedulerIndex:
         """Return a function that maps a user to a place in the fair-share order."""
         if not self._policy_spec.is_shared:
             return equal_place
-        now = (self.state.at_s, self.state.usage)  # who starts now has used nothing, and who ends is in the usage
+        now = (
+            self.state.at_s,
+            self.state.usage,
+        )  # who starts now has used nothing, and who ends is in the usage
         if now != self._tree[0]:
-            self._tree = (now, fair_tree(self._policy_spec, used_s(self.state, self.running.values())).place)
+            self._tree = (
+                now,
+                fair_tree(self._policy_spec, used_s(self.state, self.running.values())).place,
+            )
         return self._tree[1]
 
     def _occupy(self, job: Job, attempt: Attempt) -> None:
@@ -435,11 +505,14 @@ class SchedulerIndex:
             if pool is not None:
                 pool.vacate(part.node, part.devices)
                 for device in part.devices if self._suspended else ():
-                    pool.occupy(part.node, (device,), self._suspended.get((part.node, device), IDLE))
+                    pool.occupy(
+                        part.node, (device,), self._suspended.get((part.node, device), IDLE)
+                    )
         self.is_stale = True
 
 
-OVERDUE = 1.25  # what runs longer than expected is expected to take this much longer, again and again
+# what runs longer than expected is expected to take this much longer, again and again
+OVERDUE = 1.25
 
 
 def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
@@ -457,12 +530,21 @@ def _limit_s(job: Job | None) -> float | None:
 def _end_facts(job: Job, attempt: Attempt) -> tuple[object, ...]:
     """Return the changing facts of a running attempt from which its end is predicted."""
     limit_s = job.spec.time_limit
-    return attempt.pace, attempt.leaves_by_s, limit_s, attempt.started_at_s if limit_s is not None else None
+    return (
+        attempt.pace,
+        attempt.leaves_by_s,
+        limit_s,
+        attempt.started_at_s if limit_s is not None else None,
+    )
 
 
 def _attempts_of(job: Job | None) -> dict[int, Attempt]:
     """Return the attempts whose devices are not reported free again, by number."""
-    return {} if job is None else {attempt.number: attempt for attempt in job.attempts if not attempt.released}
+    return (
+        {}
+        if job is None
+        else {attempt.number: attempt for attempt in job.attempts if not attempt.released}
+    )
 
 
 def _waits_for_devices(job: Job) -> bool:

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import NamedTuple
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration, calibration, overhead_of
+from orchestrator.memory.calibration.calibrate import (
+    UNMEASURED,
+    Calibration,
+    calibration,
+    overhead_of,
+)
 from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
@@ -33,7 +38,8 @@ MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share 
 class Size(NamedTuple):
     """The remaining work of a job: its duration, its device-seconds, and their mean."""
 
-    balanced_s: float  # between `duration_s` and `device_s` of the whole cluster: their geometric mean
+    # between `duration_s` and `device_s` of the whole cluster: their geometric mean
+    balanced_s: float
     duration_s: float  # with its launch
     device_s: float  # over all its devices
 
@@ -41,7 +47,9 @@ class Size(NamedTuple):
 class OptionCache:
     """Cached options (plan and devices) of all jobs of one state, per pool of devices."""
 
-    def __init__(self, pools: Sequence[AvailabilityProfile], observations: Sequence[Observation]) -> None:
+    def __init__(
+        self, pools: Sequence[AvailabilityProfile], observations: Sequence[Observation]
+    ) -> None:
         self._pools, self._observations = pools, observations
         self._devices = sum(pool.group.devices for pool in pools)
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
@@ -52,7 +60,9 @@ class OptionCache:
         self._entries: dict[
             str, tuple[int, int, Sequence[SizeOption]]
         ] = {}  # of running jobs: attempts, version, entries
-        self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
+        self._sizes: dict[
+            str, tuple[int | None, Size]
+        ] = {}  # of each job, with the steps that it had left
 
     def observe(self, observations: Sequence[Observation]) -> set[str]:
         """Read new observations, and return the families whose cached options are stale."""
@@ -91,7 +101,9 @@ class OptionCache:
         if not self._observations:
             return UNMEASURED
         family = job.spec.family_name
-        if any(ran_out(attempt) for attempt in job.attempts):  # such a job is held to what it needed itself
+        if any(
+            ran_out(attempt) for attempt in job.attempts
+        ):  # such a job is held to what it needed itself
             return calibration(self._observations, device=device, family=family, job=job.key)
         key = (family, device)
         if key not in self._calibrated:
@@ -140,14 +152,26 @@ class OptionCache:
         menus = tuple((pool, self._menu(job, pool)) for pool in self._pools)
         if any(isinstance(menu, JobOptions) for _, menu in menus):
             return menus
-        return tuple((pool, menu if isinstance(menu, JobOptions) else menu.likeliest or menu) for pool, menu in menus)
+        return tuple(
+            (pool, menu if isinstance(menu, JobOptions) else menu.likeliest or menu)
+            for pool, menu in menus
+        )
 
     def _menu(self, job: Job, pool: AvailabilityProfile) -> JobOptions | Infeasible:
-        return job_options(job, pool.group, self.calibrated(job, pool.group.hardware.device.name), pool.launch_cost_s)
+        return job_options(
+            job,
+            pool.group,
+            self.calibrated(job, pool.group.hardware.device.name),
+            pool.launch_cost_s,
+        )
 
     def _size(self, job: Job, left: int | None) -> Size:
         sizes = [
-            (sqrt(candidate.plan.world_size / self._devices) * seconds, seconds, candidate.plan.world_size * seconds)
+            (
+                sqrt(candidate.plan.world_size / self._devices) * seconds,
+                seconds,
+                candidate.plan.world_size * seconds,
+            )
             for pool in self._pools
             for candidate in _candidates(job, pool.group)
             for seconds in [pool.launch_cost_s + _length_s(job, candidate, left)]

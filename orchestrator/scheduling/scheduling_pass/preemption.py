@@ -25,7 +25,8 @@ from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
 
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
-LATE_MAX = 10  # who waits and would miss its deadline, the earliest first, that others may be stopped for
+# who waits and would miss its deadline, the earliest first, that others may be stopped for
+LATE_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Moving:
     pool: AvailabilityProfile
     left_s: float
     from_s: float
-    slack_s: float  # for how long it can be away and still meet its deadline; infinity: it has none that it meets
+    # for how long it can be away and still meet its deadline; infinity: it has none that it meets
+    slack_s: float
 
     @property
     def paid_s(self) -> float:
@@ -71,7 +73,9 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
         cost_s = moving.left_s * (1 + price * moving.devices)
         for entry in index.options.entries_of(moving.job, moving.pool):
             if moving.devices < entry.devices <= moving.devices + moving.pool.idle:
-                seconds = moving.paid_s + moving.left_s * entry.candidate.step_s / moving.attempt.step_s
+                seconds = (
+                    moving.paid_s + moving.left_s * entry.candidate.step_s / moving.attempt.step_s
+                )
                 gain_s = cost_s - seconds * (1 + price * entry.devices)
                 if gain_s > moving.paid_s:
                     ways.append((gain_s, moving, entry, seconds))
@@ -83,21 +87,31 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
             earlier = format_seconds(moving.left_s - seconds)
             cost = format_seconds(moving.paid_s)
             why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
-            return Move(job=moving.job, from_s=moving.from_s, why=why, held_placement=held_placement)
+            return Move(
+                job=moving.job, from_s=moving.from_s, why=why, held_placement=held_placement
+            )
     return None
 
 
-def preempt_for_deadline(index: SchedulerIndex, late: Sequence[tuple[Waiting, float]], at_s: float) -> Move | None:
+def preempt_for_deadline(
+    index: SchedulerIndex, late: Sequence[tuple[Waiting, float]], at_s: float
+) -> Move | None:
     """Return the job to stop for a waiting job's deadline: the one with the most slack; None where none fits.
 
     A job with a deadline is stopped only for an earlier one, and only if it still meets its own. The earliest deadline
     alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest
     Deadline Scheduling for Real-Time Database Systems, RTSS).
     """
-    able = sorted(movable(index, index.elastic, at_s), key=lambda moving: -moving.slack_s) if late else []
+    able = (
+        sorted(movable(index, index.elastic, at_s), key=lambda moving: -moving.slack_s)
+        if late
+        else []
+    )
     for waiting, by_s in late[:LATE_MAX]:
         ways = (
-            (moving, entry) for moving in able if (entry := _in_time(index, moving, waiting, by_s, at_s)) is not None
+            (moving, entry)
+            for moving in able
+            if (entry := _in_time(index, moving, waiting, by_s, at_s)) is not None
         )
         for moving, entry in islice(ways, TRIED_MAX):
             if _could_start(moving, entry, at_s):
@@ -106,7 +120,9 @@ def preempt_for_deadline(index: SchedulerIndex, late: Sequence[tuple[Waiting, fl
     return None
 
 
-def _in_time(index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: float, at_s: float) -> SizeOption | None:
+def _in_time(
+    index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: float, at_s: float
+) -> SizeOption | None:
     """Return the cheapest option of the waiting job in the place of the running one with both in time; None without.
 
     None where the waiting job has a start window: the stopped job would start again, and be stopped again.
@@ -118,7 +134,11 @@ def _in_time(index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: floa
         return None
     if moving.slack_s < inf and moving.job.deadline_s is not None and moving.job.deadline_s <= by_s:
         return None
-    if classes[0] == classes[1] and index.policy.rank(moving.job) <= at_s and moving.job.order < waiting.job.order:
+    if (
+        classes[0] == classes[1]
+        and index.policy.rank(moving.job) <= at_s
+        and moving.job.order < waiting.job.order
+    ):
         return None
     room, from_s = moving.devices + moving.pool.idle, max(at_s, moving.from_s)
     able = [
@@ -126,7 +146,9 @@ def _in_time(index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: floa
         for where, menu in index.options.options_of(waiting)
         if where is moving.pool and isinstance(menu, JobOptions)
         for entry in menu.entries
-        if entry.devices <= room and from_s + entry.seconds <= by_s and entry.seconds + moving.paid_s <= moving.slack_s
+        if entry.devices <= room
+        and from_s + entry.seconds <= by_s
+        and entry.seconds + moving.paid_s <= moving.slack_s
     ]
     return min(able, key=lambda entry: entry.device_seconds, default=None)
 
@@ -140,7 +162,11 @@ def preempt_for_waiting(
         ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
         if not any(way.is_worth(index.tuning.worth) for way in ways):
             continue  # a cheap test before a dear one: no order of starts would be worth it
-        starts = (way for way, (_, _, entry) in zip(ways, ahead, strict=True) if _could_start(moving, entry, at_s))
+        starts = (
+            way
+            for way, (_, _, entry) in zip(ways, ahead, strict=True)
+            if _could_start(moving, entry, at_s)
+        )
         way = next(starts, None)
         if way is not None and way.is_worth(index.tuning.worth):
             others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
@@ -160,7 +186,10 @@ def _ahead_of(
     """
     if moving.slack_s < inf:
         return []
-    room, place = moving.devices + moving.pool.idle, _place(moving.job, index.policy.rank(moving.job), index.state.at_s)
+    room, place = (
+        moving.devices + moving.pool.idle,
+        _place(moving.job, index.policy.rank(moving.job), index.state.at_s),
+    )
     shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
     ahead = []
     for waiting, promised in waits:
@@ -181,7 +210,9 @@ def _place(job: Job, aging_limit_s: float, at_s: float) -> tuple[int, bool, floa
     return -job.spec.priority, not is_due, job.order if is_due else aging_limit_s
 
 
-def _way(moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float) -> _PreemptionGain:
+def _way(
+    moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float
+) -> _PreemptionGain:
     """Return gain and cost if the first of these replaces the job, then each other that still fits."""
     room, gain_s, away_s, jobs = moving.devices + moving.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
@@ -196,7 +227,9 @@ def _way(moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]
     return _PreemptionGain(ahead[0][0].job.id, jobs, gain_s, moving.paid_s + away_s)
 
 
-def _entry(index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, devices: int) -> SizeOption | None:
+def _entry(
+    index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, devices: int
+) -> SizeOption | None:
     for where, menu in index.options.options_of(waiting):
         if where is pool and isinstance(menu, JobOptions):
             return next((entry for entry in menu.entries if entry.devices == devices), None)
@@ -205,10 +238,15 @@ def _entry(index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, d
 
 def _could_start(moving: Moving, entry: SizeOption, at_s: float) -> bool:
     end_s = at_s + entry.seconds
-    return moving.pool.place_again(moving.attempt.placement, entry.shape, end_s, entry.least_bytes) is not None
+    return (
+        moving.pool.place_again(moving.attempt.placement, entry.shape, end_s, entry.least_bytes)
+        is not None
+    )
 
 
-def movable(index: SchedulerIndex, job_ids: Iterable[str], at_s: float, rest: float | None = None) -> Iterator[Moving]:
+def movable(
+    index: SchedulerIndex, job_ids: Iterable[str], at_s: float, rest: float | None = None
+) -> Iterator[Moving]:
     """Yield those of these running jobs that can be stopped, each with its cost.
 
     Each must first have trained for `rest` times its launch; None uses the tuning's number.
@@ -217,8 +255,19 @@ def movable(index: SchedulerIndex, job_ids: Iterable[str], at_s: float, rest: fl
     for job_id in job_ids:
         job = index.running[job_id]
         attempt = job.last
-        pool = index.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
+        pool = (
+            index.pool_of(attempt)
+            if attempt is not None and can_move(job) and not attempt.probe
+            else None
+        )
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
             from_s = attempt.launched_at_s + (1 + rest) * pool.launch_cost_s
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
-            yield Moving(job, attempt, pool, index.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)
+            yield Moving(
+                job,
+                attempt,
+                pool,
+                index.ends_s[job_id] - at_s,
+                from_s,
+                inf if slack_s < 0 else slack_s,
+            )

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator
 from math import inf
 
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import Decision, StartDecision, Wait, cannot_start
+from orchestrator.scheduling.scheduling_pass.decide import (
+    Decision,
+    StartDecision,
+    Wait,
+    cannot_start,
+)
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
@@ -19,7 +24,10 @@ def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
     for job in running:
         team = policy.team_of(job.user).name
         devices[team] += sum(
-            len(part.devices) for attempt in job.attempts if not attempt.released for part in attempt.placement
+            len(part.devices)
+            for attempt in job.attempts
+            if not attempt.released
+            for part in attempt.placement
         )
     return devices
 
@@ -76,7 +84,9 @@ class QuotaPass:
         idle, decided = index.idle, False
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
-            is_looked_at = of_others < 0 or (of_others < LOOKED_AT_MAX and bool(self._index.elastic))
+            is_looked_at = of_others < 0 or (
+                of_others < LOOKED_AT_MAX and bool(self._index.elastic)
+            )
             if not is_looked_at and not idle:
                 return
             ahead.append(turn)
@@ -89,12 +99,17 @@ class QuotaPass:
                 idle = self._index.idle  # without what was given to them
         index.all_wait = is_plain and not decided
         if self._index.closed and idle:
-            yield from [entry for entry in ahead[:LOOKED_AT_MAX] if entry[0].job.id not in self._decided_ids]
+            yield from [
+                entry for entry in ahead[:LOOKED_AT_MAX] if entry[0].job.id not in self._decided_ids
+            ]
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._undecided() if self._without else ():
-            if waiting.rank <= self._index.state.at_s and self._team_of(waiting.job.user) in self._without:
+            if (
+                waiting.rank <= self._index.state.at_s
+                and self._team_of(waiting.job.user) in self._without
+            ):
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._undecided():
@@ -119,7 +134,9 @@ class QuotaPass:
         match outcome:
             case StartDecision():
                 placement = outcome.placement
-            case Wait() if outcome.reservation is not None and waiting.job.spec.start_window is None:
+            case Wait() if (
+                outcome.reservation is not None and waiting.job.spec.start_window is None
+            ):
                 placement = outcome.reservation.placement
             case _:  # who waits for its hours keeps no device from others of its team
                 return

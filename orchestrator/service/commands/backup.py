@@ -26,7 +26,7 @@ from orchestrator.backends.journal.copy import copy_journal, schema_of
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.lifecycle import journal_url
+from orchestrator.service.client.lifecycle import journal_url
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import JobStatus
@@ -64,12 +64,18 @@ def back_up(home: Path, archive: Path) -> dict[str, Any]:
     url = journal_url(home)
     if not url.startswith(SQLITE):
         hint = "`pg_dump --format=custom DATABASE > FILE` copies it; `pg_restore` brings it back. Keep cluster.yaml too"
-        raise SpecError("the journal is in PostgreSQL, which has its own backup", source=str(home), hint=hint)
+        raise SpecError(
+            "the journal is in PostgreSQL, which has its own backup", source=str(home), hint=hint
+        )
     if archive.exists():
-        raise SpecError("the file exists", source=str(archive), hint="name a new one: a backup replaces none")
+        raise SpecError(
+            "the file exists", source=str(archive), hint="name a new one: a backup replaces none"
+        )
     if not archive.absolute().parent.is_dir():
         raise SpecError("the folder does not exist", source=str(archive.parent))
-    with tempfile.TemporaryDirectory(dir=archive.absolute().parent, prefix=".orc-backup-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=archive.absolute().parent, prefix=".orc-backup-"
+    ) as folder:
         journal_copy = Path(folder) / JOURNAL
         copy_journal(Path(url.removeprefix(SQLITE)), journal_copy)
         files = {JOURNAL: journal_copy}
@@ -80,7 +86,10 @@ def back_up(home: Path, archive: Path) -> dict[str, Any]:
             "version": version("orchestrator"),
             "schema": schema_of(journal_copy),
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "files": {name: {"sha256": _digest(path), "bytes": path.stat().st_size} for name, path in files.items()},
+            "files": {
+                name: {"sha256": _digest(path), "bytes": path.stat().st_size}
+                for name, path in files.items()
+            },
         }
         packed_file = Path(folder) / "archive"
         descriptor = os.open(packed_file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -102,7 +111,11 @@ def restore(archive: Path, home: Path) -> Restored:
     where the home is not empty, or the archive is invalid, damaged, or newer than this version.
     """
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
-        raise SpecError("the home is not empty", source=str(home), hint="name another with --home, or move this away")
+        raise SpecError(
+            "the home is not empty",
+            source=str(home),
+            hint="name another with --home, or move this away",
+        )
     home.parent.mkdir(parents=True, exist_ok=True)
     with (
         _open_archive(archive) as archive_file,
@@ -117,7 +130,9 @@ def restore(archive: Path, home: Path) -> Restored:
             raise _damage_error(archive, "its manifest names another schema than its journal has")
         queued, lost = _settle(new_home)
         new_home.replace(home)  # an empty folder may be there
-    return Restored(created_at=manifest["created_at"], version=manifest["version"], queued=queued, lost=lost)
+    return Restored(
+        created_at=manifest["created_at"], version=manifest["version"], queued=queued, lost=lost
+    )
 
 
 def _settle(home: Path) -> tuple[int, list[str]]:
@@ -149,7 +164,9 @@ def _open_archive(archive: Path) -> Iterator[zipfile.ZipFile]:
         yield archive_file
 
 
-def _chunks(archive_file: zipfile.ZipFile, name: str, left_bytes: int, archive: Path) -> Iterator[bytes]:
+def _chunks(
+    archive_file: zipfile.ZipFile, name: str, left_bytes: int, archive: Path
+) -> Iterator[bytes]:
     """Yield the content of a file of the archive, one byte more than `left_bytes` at most. Raises SpecError."""
     try:
         with archive_file.open(name) as source:
@@ -168,8 +185,15 @@ def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
         manifest = json.loads(text)
         form, schema, files = manifest["format"], manifest["schema"], manifest["files"]
         sizes = [entry["bytes"] for entry in files.values()]
-        texts = [manifest["version"], manifest["created_at"], schema, *(entry["sha256"] for entry in files.values())]
-        is_whole = all(isinstance(text, str) for text in texts) and all(type(size) is int for size in sizes)
+        texts = [
+            manifest["version"],
+            manifest["created_at"],
+            schema,
+            *(entry["sha256"] for entry in files.values()),
+        ]
+        is_whole = all(isinstance(text, str) for text in texts) and all(
+            type(size) is int for size in sizes
+        )
         is_ours = is_whole and {JOURNAL} <= set(files) <= {JOURNAL, CLUSTER}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         is_ours = False
@@ -182,7 +206,9 @@ def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _unpack(archive_file: zipfile.ZipFile, name: str, entry: dict[str, Any], path: Path, archive: Path) -> None:
+def _unpack(
+    archive_file: zipfile.ZipFile, name: str, entry: dict[str, Any], path: Path, archive: Path
+) -> None:
     digest, size_bytes = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as target:

@@ -11,7 +11,8 @@ from orchestrator.specs.units import BINARY_UNITS
 
 DEVICES_PER_NODE = 8  # as servers have them: more devices are so many such nodes
 CARDS_MAX = 4096
-# Nobody says the host memory of a card's machine: twice the memory of its cards, and no less than this.
+# Nobody says the host memory of a card's machine: twice the memory of its cards, and no less than
+# this.
 HOST_BYTES_MIN = 64 * BINARY_UNITS["GiB"]
 SOURCE = "--gpu"
 
@@ -39,14 +40,23 @@ def cluster_of_cards(text: str) -> ClusterSpec:
     per_node = min(count, DEVICES_PER_NODE)
     if not 1 <= count <= CARDS_MAX or count % per_node:
         raise SpecError(
-            "no such number of cards", source=SOURCE, got=count, allowed="1 to 8, or a multiple of 8 up to 4096"
+            "no such number of cards",
+            source=SOURCE,
+            got=count,
+            allowed="1 to 8, or a multiple of 8 up to 4096",
         )
     return _cluster(names[0], per_node, count // per_node)
 
 
 def _cluster(name: str, per_node: int, nodes: int) -> ClusterSpec:
     node = NodeSpec.model_validate(
-        {"name": "node", "count": nodes, "devices": per_node, "device": name, "host_memory": "64GiB"}
+        {
+            "name": "node",
+            "count": nodes,
+            "devices": per_node,
+            "device": name,
+            "host_memory": "64GiB",
+        }
     )
     host_bytes = max(HOST_BYTES_MIN, 2 * per_node * node.device.memory)
     return ClusterSpec(name="cards", nodes=(node.model_copy(update={"host_memory": host_bytes}),))

@@ -50,23 +50,44 @@ def choose_strategies(
     stages. A file: each of its pins. Open micro-batches get one common size, the largest with which all fit that fit at
     all. Where there is none, or with `micro` as BEST, each has its best.
     """
-    group = next((candidate for candidate in groups_of(nodes) if candidate.devices >= spec.gpus.min), None)
+    group = next(
+        (candidate for candidate in groups_of(nodes) if candidate.devices >= spec.gpus.min), None
+    )
     if group is None:
         most = max((kind.devices for kind in groups_of(nodes)), default=0)
-        raise SpecError("too few devices of one kind", path="gpus.min", got=spec.gpus.min, allowed=f"at most {most}")
-    calibrated = calibration(observations, device=group.hardware.device.name, family=spec.family_name)
+        raise SpecError(
+            "too few devices of one kind",
+            path="gpus.min",
+            got=spec.gpus.min,
+            allowed=f"at most {most}",
+        )
+    calibrated = calibration(
+        observations, device=group.hardware.device.name, family=spec.family_name
+    )
     spec = measured_spec(spec, calibrated)
     if choice == "frontier":
-        candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
-        exact = [candidate for candidate in candidates if candidate.degradation is Degradation.EXACT]
-        best = [candidate for candidate in exact if not any(_dominates(other, candidate) for other in exact)]
+        candidates = frontier(
+            spec, group.hardware, calibrated.correction, calibrated.overhead
+        ).candidates
+        exact = [
+            candidate for candidate in candidates if candidate.degradation is Degradation.EXACT
+        ]
+        best = [
+            candidate
+            for candidate in exact
+            if not any(_dominates(other, candidate) for other in exact)
+        ]
         pins_of_strategies = [pins_of(candidate.plan) for candidate in best]
     else:
         partial = _all_ways(spec, group) if choice == "all" else _read_strategies(spec, choice)
         ways = list(dict.fromkeys(partial))
         _check_count(len(ways))
-        common = _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
-        pins_of_strategies = [_complete_pins(spec, pins, common, group, calibrated) for pins in ways]
+        common = (
+            _common_micro_batch(spec, ways, group, calibrated) if micro is Micro.COMMON else None
+        )
+        pins_of_strategies = [
+            _complete_pins(spec, pins, common, group, calibrated) for pins in ways
+        ]
     pins_of_strategies = list(dict.fromkeys(pins_of_strategies))
     _check_count(len(pins_of_strategies))
     return tuple(pins_of_strategies)
@@ -75,10 +96,18 @@ def choose_strategies(
 def _check_count(count: int) -> None:
     if count > STRATEGIES_MAX:
         hint = "name some in a file, or pin a setting with --plan"
-        raise SpecError("too many strategies", path="--strategies", got=count, allowed=f"{STRATEGIES_MAX}", hint=hint)
+        raise SpecError(
+            "too many strategies",
+            path="--strategies",
+            got=count,
+            allowed=f"{STRATEGIES_MAX}",
+            hint=hint,
+        )
 
 
-def comparison_jobs(spec: JobSpec, choices: Sequence[Pins], steps: int | None, repeats: int = 1) -> list[JobSpec]:
+def comparison_jobs(
+    spec: JobSpec, choices: Sequence[Pins], steps: int | None, repeats: int = 1
+) -> list[JobSpec]:
     """Return one job per strategy and repeat, run one at a time so that none slows another. Raises SpecError.
 
     Strategies alternate, so that changes on the machine affect all of them. They share the job's data, start and seed;
@@ -108,7 +137,9 @@ def comparison_jobs(spec: JobSpec, choices: Sequence[Pins], steps: int | None, r
                 **changes,
                 **({} if spec.is_script else {"training": _with_seed(changes["training"], repeat)}),
                 "plan": pins,
-                "member": Member(number=number, of=len(turns), max_concurrent=1, compared=True, repeats=repeats),
+                "member": Member(
+                    number=number, of=len(turns), max_concurrent=1, compared=True, repeats=repeats
+                ),
             }
         )
         for number, (repeat, pins) in enumerate(turns)
@@ -128,7 +159,9 @@ def _with_seed(training: TrainingSpec, repeat: int) -> TrainingSpec:
     return replace(training, seed=training.seed + repeat) if repeat else training
 
 
-def _common_micro_batch(spec: JobSpec, ways: Sequence[Pins], group: Group, calibrated: Calibration) -> int | None:
+def _common_micro_batch(
+    spec: JobSpec, ways: Sequence[Pins], group: Group, calibrated: Calibration
+) -> int | None:
     """Return the largest micro-batch with which all strategies fit that fit at all and leave it open; else None."""
     sizes: set[int] | None = None
     for pins in ways:
@@ -139,7 +172,9 @@ def _common_micro_batch(spec: JobSpec, ways: Sequence[Pins], group: Group, calib
             legal = {plan.micro_batch_size for plan in plans(pinned, group.hardware)}
         except SpecError:
             continue
-        fitting_sizes = {size for size in legal if _fits(spec, _with_micro(pins, size), group, calibrated)}
+        fitting_sizes = {
+            size for size in legal if _fits(spec, _with_micro(pins, size), group, calibrated)
+        }
         if fitting_sizes:
             sizes = fitting_sizes if sizes is None else sizes & fitting_sizes
     return max(sizes, default=None) if sizes is not None else None
@@ -164,7 +199,15 @@ def _with_micro(pins: Pins, size: int | None) -> Pins:
 
 def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
     """Yield each combination of engine, layout, stage and offload that a plan of the job has."""
-    names = ("engine", *AXES, "dp_replicate", "expert_parallel", "zero_stage", "offload", "offload_target")
+    names = (
+        "engine",
+        *AXES,
+        "dp_replicate",
+        "expert_parallel",
+        "zero_stage",
+        "offload",
+        "offload_target",
+    )
     distinct: dict[Pins, None] = {}
     for plan in plans(spec, group.hardware):
         distinct.setdefault(tuple(pin for pin in pins_of(plan) if pin[0] in names))
@@ -177,15 +220,29 @@ def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
     if stages is not None:
         rows: Any = [{"zero_stage": stage} for stage in _stages(stages[1])]
     elif Path(choice).is_file():
-        rows = read_document(f"strategies:\n{_indent(Path(choice).read_text())}", choice).data["strategies"]
+        rows = read_document(f"strategies:\n{_indent(Path(choice).read_text())}", choice).data[
+            "strategies"
+        ]
     else:
-        raise SpecError("no way to choose strategies, and no file", path="--strategies", got=choice, allowed=WAYS)
+        raise SpecError(
+            "no way to choose strategies, and no file",
+            path="--strategies",
+            got=choice,
+            allowed=WAYS,
+        )
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise SpecError("not a list of pins", source=choice, got=rows, allowed="- {zero_stage: 2, micro_batch: 4}")
+        raise SpecError(
+            "not a list of pins",
+            source=choice,
+            got=rows,
+            allowed="- {zero_stage: 2, micro_batch: 4}",
+        )
     job = spec.model_dump(mode="json")
     for row in rows:
         pins = {SHORT.get(key, key): value for key, value in row.items()}
-        yield job_from_data({**job, "plan": {**job["plan"], **pins}}, choice if stages is None else "--strategies").plan
+        yield job_from_data(
+            {**job, "plan": {**job["plan"], **pins}}, choice if stages is None else "--strategies"
+        ).plan
 
 
 def _stages(text: str) -> list[int]:
@@ -201,14 +258,16 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.splitlines())
 
 
-def _complete_pins(spec: JobSpec, pins: Pins, micro_batch: int | None, group: Group, calibrated: Calibration) -> Pins:
+def _complete_pins(
+    spec: JobSpec, pins: Pins, micro_batch: int | None, group: Group, calibrated: Calibration
+) -> Pins:
     """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
     pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
     try:
         candidates = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
         return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
-    candidate = next(fitting(candidates, group.hardware.device.memory, calibrated), None) or nearest(
-        candidates, calibrated
-    )
+    candidate = next(
+        fitting(candidates, group.hardware.device.memory, calibrated), None
+    ) or nearest(candidates, calibrated)
     return pins if candidate is None else pins_of(candidate.plan)

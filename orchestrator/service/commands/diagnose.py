@@ -16,9 +16,14 @@ from orchestrator.backends.attempts.evidence import end_of, feed_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
-from orchestrator.scheduling.failures.signatures import CALM_LINES, LINE_CHARACTERS_MAX, LogScan, is_telling
+from orchestrator.scheduling.failures.signatures import (
+    CALM_LINES,
+    LINE_CHARACTERS_MAX,
+    LogScan,
+    is_telling,
+)
 from orchestrator.scheduling.reports.morning import help_for
-from orchestrator.service.server.client import Client
+from orchestrator.service.client.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
@@ -29,11 +34,13 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 
 BINARY_BYTES = 8192  # at the begin of a file, in which text has no NUL
-CASE_LINES = 40  # of a log, at the begin of its last trouble and at its end, that a case has at most
+# of a log, at the begin of its last trouble and at its end, that a case has at most
+CASE_LINES = 40
 EXIT_CODE = 1  # where none is given
 PLAIN_NAMES = frozenset(("", "local", "localhost", "root", "user"))  # that tell nobody
 
-# What helps where no service runs the training, by the kind of the failure; for any other kind the service's own help.
+# What helps where no service runs the training, by the kind of the failure; for any other kind the
+# service's own help.
 ELSEWHERE = {
     FailureKind.DEVICE_OOM: (
         "halve the samples per device and double the accumulation steps (that helps nothing in optimizer.step); then "
@@ -48,11 +55,15 @@ ELSEWHERE = {
 }
 
 _SECRETS = "token|passw(?:or)?d|secret|api[_-]?key|credential"
-# What a case must not tell, and what stands there instead. The last ones are names of hosts where logs have them.
+# What a case must not tell, and what stands there instead. The last ones are names of hosts where
+# logs have them.
 _REDACTED = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|wandb_v1_)[\w-]{8,200}", "TOKEN"),
+        (
+            r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|wandb_v1_)[\w-]{8,200}",
+            "TOKEN",
+        ),
         (r"\beyJ[\w-]{8,2000}\.[\w-]{8,4000}(?:\.[\w-]{0,2000})?", "TOKEN"),
         (r"(?i)\b(bearer|basic) [\w.~+/=-]{8,4000}", r"\1 TOKEN"),
         (rf"(?i)((?:{_SECRETS})[\w-]{{0,20}}[\"']?\s?[=:]\s?[\"']?)[^\s\"',&]+", r"\1SECRET"),
@@ -64,8 +75,14 @@ _REDACTED = tuple(
         (r"(?i)([A-Z]:\\Users\\)[^\\\s:\"']{1,64}", r"\1USER"),
         (r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "10.0.0.1"),
         (r"\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f:]{1,40}\b", "ADDRESS"),
-        (r"(https?://)(?!huggingface\.co\b|docs\.|pytorch\.org\b|github\.com\b)[^/\s:\"']{1,200}", r"\1HOST"),
-        (r"\b[\w-]{1,63}(?:\.[\w-]{1,63}){0,5}\.(?:local|internal|lan|corp|intra|cluster|edu)\b", "HOST"),
+        (
+            r"(https?://)(?!huggingface\.co\b|docs\.|pytorch\.org\b|github\.com\b)[^/\s:\"']{1,200}",
+            r"\1HOST",
+        ),
+        (
+            r"\b[\w-]{1,63}(?:\.[\w-]{1,63}){0,5}\.(?:local|internal|lan|corp|intra|cluster|edu)\b",
+            "HOST",
+        ),
         (r"^[\w.-]{1,100}(:\d+:\d+ \[\d+\])", r"HOST\1"),  # NCCL
         (r"(\bhost {6}: )\S+", r"\1HOST"),  # torchrun
         (r"( ON )\S+( CANCELLED AT )", r"\1HOST\2"),  # Slurm
@@ -98,10 +115,14 @@ def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Dia
     try:
         return _diagnose(logs, paths, exit_code, oom_kills)
     except OSError as error:  # a file that went away meanwhile, or a disk that fails
-        raise SpecError(f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])) from None
+        raise SpecError(
+            f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])
+        ) from None
 
 
-def _diagnose(logs: Sequence[Path], paths: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
+def _diagnose(
+    logs: Sequence[Path], paths: Sequence[Path], exit_code: int | None, oom_kills: int
+) -> Diagnosis:
     code = EXIT_CODE if exit_code is None else exit_code
     ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
     failure = classify(*_placeholder_attempt(), Evidence(ranks=ends, host_oom_kills=oom_kills))
@@ -120,7 +141,9 @@ def _diagnose(logs: Sequence[Path], paths: Sequence[Path], exit_code: int | None
         line=line.partition("\n")[0],
         rank=failure.rank,
         orc_would=_next_action(failure),
-        you_can=help_for(failure) if failure.broken else ELSEWHERE.get(failure.kind, help_for(failure)),
+        you_can=help_for(failure)
+        if failure.broken
+        else ELSEWHERE.get(failure.kind, help_for(failure)),
     )
 
 
@@ -136,8 +159,13 @@ def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
         redact("\n".join(shorten(_lines_of_job(client, job_id, attempt["number"], rank))), names)
         for rank in range(len(codes))
     ]
-    case: dict[str, Any] = {"id": redact(f"{job['name']}, attempt {attempt['number']}", names), "expect": kind.value}
-    case |= {"text": texts, "codes": codes} if len(codes) > 1 else {"text": texts[0], "exit": codes[0]}
+    case: dict[str, Any] = {
+        "id": redact(f"{job['name']}, attempt {attempt['number']}", names),
+        "expect": kind.value,
+    }
+    case |= (
+        {"text": texts, "codes": codes} if len(codes) > 1 else {"text": texts[0], "exit": codes[0]}
+    )
     case |= {"oom_kills": attempt["host_oom_kills"]} if attempt["host_oom_kills"] else {}
     return yaml.dump([case], Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
 
@@ -169,7 +197,11 @@ def redact(text: str, names: Iterable[str] = ()) -> str:
         lines.append(line)
     names_pattern = "|".join(re.escape(name) for name in {*names, _own_name()} - PLAIN_NAMES)
     joined = "\n".join(lines)
-    return re.sub(rf"(?<![\w.-])(?:{names_pattern})(?![\w-])", "NAME", joined) if names_pattern else joined
+    return (
+        re.sub(rf"(?<![\w.-])(?:{names_pattern})(?![\w-])", "NAME", joined)
+        if names_pattern
+        else joined
+    )
 
 
 def _own_name() -> str:
@@ -185,7 +217,9 @@ class _Dumper(yaml.SafeDumper):
 
 _Dumper.add_representer(
     str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
 )
 
 
@@ -212,11 +246,18 @@ def _resolve_log(path: Path) -> Path:
             raise SpecError(what, path="LOG", got=str(path), allowed="logs of ranks", hint=hint)
         with real.open("rb") as file:
             begin = file.read(BINARY_BYTES)
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links, an unknown user's home
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a name that is too long, a loop of links, an unknown user's home
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise SpecError(f"cannot be read: {why}", path="LOG", got=str(path)[:GIVEN_MAX], hint=hint) from None
+        raise SpecError(
+            f"cannot be read: {why}", path="LOG", got=str(path)[:GIVEN_MAX], hint=hint
+        ) from None
     if b"\0" in begin:
-        raise SpecError("a binary file, not a log", path="LOG", got=str(path), allowed="text", hint=hint)
+        raise SpecError(
+            "a binary file, not a log", path="LOG", got=str(path), allowed="text", hint=hint
+        )
     return real
 
 
@@ -229,7 +270,9 @@ def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
 def _placeholder_attempt() -> tuple[Job, Attempt]:
     """Return a job and an ended attempt as placeholders: logs alone say nothing of them."""
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
-    nothing = MemoryEstimate(moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0)
+    nothing = MemoryEstimate(
+        moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0
+    )
     attempt = Attempt(
         job_id="elsewhere", number=1, plan=Plan(engine=Engine.TORCH, micro_batch_size=1), placement=(), device="",
         estimate=nothing, correction=1.0, step_s=0.0, launched_at_s=0.0,
@@ -237,18 +280,26 @@ def _placeholder_attempt() -> tuple[Job, Attempt]:
     return Job(id="elsewhere", spec=spec, order=1, submitted_at_s=0.0), attempt
 
 
-def _place_of(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> tuple[int, int, str]:
+def _place_of(
+    failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]
+) -> tuple[int, int, str]:
     """Return (rank, offset in bytes, line) of the failure's evidence: a finding, an exception, or the log's end."""
     findings = [(end.rank, finding) for end in ends for finding in end.findings[:1]]
     for rank, finding in findings:
-        if finding.line == failure.reason or (finding.excerpt or finding.line).endswith(failure.excerpt or "\0"):
+        if finding.line == failure.reason or (finding.excerpt or finding.line).endswith(
+            failure.excerpt or "\0"
+        ):
             return rank, finding.offset, finding.line
     if failure.ending is None and findings and not failure.excerpt:
         return findings[0][0], findings[0][1].offset, findings[0][1].line
     by_excerpt = (end.rank for end in ends if failure.excerpt and failure.excerpt in end.log_tail)
-    rank = next(by_excerpt, failure.rank if failure.rank is not None and failure.rank < len(ends) else 0)
+    rank = next(
+        by_excerpt, failure.rank if failure.rank is not None and failure.rank < len(ends) else 0
+    )
     exceptions = read_exceptions(failure.excerpt)
-    return rank, *_last_line(paths[rank], f"{exceptions[-1].type}: {exceptions[-1].message[:60]}" if exceptions else "")
+    return rank, *_last_line(
+        paths[rank], f"{exceptions[-1].type}: {exceptions[-1].message[:60]}" if exceptions else ""
+    )
 
 
 def _last_line(path: Path, text: str) -> tuple[int, str]:
@@ -282,12 +333,16 @@ def _next_action(failure: Failure) -> str:
         longest, total = shortage.longest_s / 60, shortage.total_s / 3600
         return f"start it again after {waits}, at most {longest:g} minutes, for {total:g} hours"
     if restart is None:
-        within = ", or start it again elsewhere if steps were made" if failure.ending is not None else ""
+        within = (
+            ", or start it again elsewhere if steps were made" if failure.ending is not None else ""
+        )
         return f"end the job{within}"
     times = f"at most {getattr(Retries(), restart.budget)} times (`retries.{restart.budget}`)"
     if restart.refutes_plan:
         return f"go on with a plan that needs less memory, {times}"
-    elsewhere = ", elsewhere if other devices could hold it" if failure.broken or failure.ending else ""
+    elsewhere = (
+        ", elsewhere if other devices could hold it" if failure.broken or failure.ending else ""
+    )
     return f"start it again{elsewhere}, {times}"
 
 

@@ -19,9 +19,9 @@ from rich.text import Text
 from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
-from orchestrator.service.server.client import Client, is_up
-from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.rates import read_rates
+from orchestrator.service.client.client import Client, is_up
+from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.rates import read_rates
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.units import format_bytes
 
@@ -79,7 +79,10 @@ def findings_table(rows: list[Finding]) -> Table:
     table = Table.grid(padding=(0, 2))
     for finding in rows:
         table.add_row(
-            Text(finding.verdict, style=STYLES[finding.verdict]), finding.subject, finding.found, Text(finding.to_do)
+            Text(finding.verdict, style=STYLES[finding.verdict]),
+            finding.subject,
+            finding.found,
+            Text(finding.to_do),
         )
     return table
 
@@ -88,14 +91,21 @@ def _run_check(subject: str, check: Callable[[], Finding | None]) -> Finding | N
     try:
         return check()
     except Exception as error:  # a doctor reports what he could not examine
-        return Finding(subject=subject, verdict=BAD, found=f"{type(error).__name__}: {error}", to_do="see the message")
+        return Finding(
+            subject=subject,
+            verdict=BAD,
+            found=f"{type(error).__name__}: {error}",
+            to_do="see the message",
+        )
 
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     needed = ".".join(map(str, PYTHON_MIN))
     if sys.version_info < PYTHON_MIN:
-        return Finding(subject="python", verdict=BAD, found=version, to_do=f"use Python {needed} or newer")
+        return Finding(
+            subject="python", verdict=BAD, found=version, to_do=f"use Python {needed} or newer"
+        )
     return Finding(subject="python", verdict=OK, found=f"{version} ({sys.executable})")
 
 
@@ -104,7 +114,10 @@ def _package(name: str, purpose: str) -> Finding:
         return Finding(subject=name, verdict=OK, found=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding(
-            subject=name, verdict=BAD, found="not installed", to_do=f"pip install orchestrator again: {purpose}"
+            subject=name,
+            verdict=BAD,
+            found="not installed",
+            to_do=f"pip install orchestrator again: {purpose}",
         )
 
 
@@ -115,11 +128,15 @@ def _nvml() -> Finding:
     if reading.error:
         to_do = "fine for virtual devices; on a GPU machine install the NVIDIA driver (nvidia-smi must work)"
         return Finding(subject="nvml", verdict=WARN, found=reading.error, to_do=to_do)
-    lost = ", ".join(f"device {device.index}: {device.error}" for device in reading.devices if device.error)
+    lost = ", ".join(
+        f"device {device.index}: {device.error}" for device in reading.devices if device.error
+    )
     if lost:
         to_do = "nothing new starts there until the driver reads it: look at `nvidia-smi` and the kernel log"
         return Finding(subject="nvml", verdict=BAD, found=f"cannot be read: {lost}", to_do=to_do)
-    free = ", ".join(f"{device.name} {format_bytes(device.free_bytes)} free" for device in reading.devices)
+    free = ", ".join(
+        f"{device.name} {format_bytes(device.free_bytes)} free" for device in reading.devices
+    )
     return Finding(subject="nvml", verdict=OK, found=free or "no device")
 
 
@@ -131,9 +148,15 @@ def _cuda() -> Finding:
         return Finding(subject="cuda", verdict=OK, found=devices)
     built = torch.version.cuda
     if built is None:
-        devices, to_do = "torch is built for CPU", "fine for virtual devices; on GPUs install a CUDA build of torch"
+        devices, to_do = (
+            "torch is built for CPU",
+            "fine for virtual devices; on GPUs install a CUDA build of torch",
+        )
     else:
-        devices, to_do = f"torch for CUDA {built} sees no device", "check the driver and CUDA_VISIBLE_DEVICES"
+        devices, to_do = (
+            f"torch for CUDA {built} sees no device",
+            "check the driver and CUDA_VISIBLE_DEVICES",
+        )
     return Finding(subject="cuda", verdict=WARN, found=devices, to_do=to_do)
 
 
@@ -143,7 +166,9 @@ def _compiler() -> Finding:
     tools = f"{compiler or 'no C++ compiler'}, {'ninja' if ninja else 'no ninja'}"
     if compiler and ninja:
         return Finding(subject="compiler", verdict=OK, found=tools)
-    to_do = "apt install g++ ninja-build: DeepSpeed's offload and 8-bit AdamW on CUDA compile with them"
+    to_do = (
+        "apt install g++ ninja-build: DeepSpeed's offload and 8-bit AdamW on CUDA compile with them"
+    )
     return Finding(subject="compiler", verdict=WARN, found=tools, to_do=to_do)
 
 
@@ -172,7 +197,9 @@ def _nvme(home: Path) -> Finding | None:
     closed = [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]
     if closed:
         unwritable = f"{', '.join(closed)} cannot be written to here"
-        to_do = "make it on every node whose device names it as nvme_folder: plans may offload to it"
+        to_do = (
+            "make it on every node whose device names it as nvme_folder: plans may offload to it"
+        )
         return Finding(subject="nvme", verdict=WARN, found=unwritable, to_do=to_do)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
         from orchestrator.training.engines.deepspeed_nvme import nvme_problem
@@ -181,16 +208,31 @@ def _nvme(home: Path) -> Finding | None:
     if problem:
         what, _, to_do = problem.partition(": ")
         return Finding(subject="nvme", verdict=WARN, found=what, to_do=to_do)
-    return Finding(subject="nvme", verdict=OK, found=f"{', '.join(folders)}, and what DeepSpeed needs for it")
+    return Finding(
+        subject="nvme", verdict=OK, found=f"{', '.join(folders)}, and what DeepSpeed needs for it"
+    )
 
 
 def _host_memory() -> Finding:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available_bytes = int(lines["MemAvailable"].split()[0]) * 1024
-    verdict = BAD if available_bytes < HOST_MIN_BYTES else WARN if available_bytes < HOST_GOOD_BYTES else OK
-    to_do = "" if verdict == OK else f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
+    verdict = (
+        BAD
+        if available_bytes < HOST_MIN_BYTES
+        else WARN
+        if available_bytes < HOST_GOOD_BYTES
+        else OK
+    )
+    to_do = (
+        ""
+        if verdict == OK
+        else f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
+    )
     return Finding(
-        subject="host memory", verdict=verdict, found=f"{format_bytes(available_bytes)} available", to_do=to_do
+        subject="host memory",
+        verdict=verdict,
+        found=f"{format_bytes(available_bytes)} available",
+        to_do=to_do,
     )
 
 
@@ -200,22 +242,38 @@ def _space(subject: str, path: Path, min_bytes: int, good_bytes: int, hint: str)
     verdict = BAD if free_bytes < min_bytes else WARN if free_bytes < good_bytes else OK
     to_do = "" if verdict == OK else hint
     return Finding(
-        subject=subject, verdict=verdict, found=f"{format_bytes(free_bytes)} free in {existing}", to_do=to_do
+        subject=subject,
+        verdict=verdict,
+        found=f"{format_bytes(free_bytes)} free in {existing}",
+        to_do=to_do,
     )
 
 
 def _home(home: Path) -> Finding:
     if not home.exists():
-        return Finding(subject="home", verdict=OK, found=f"{home} does not exist yet", to_do="`orc up` makes it")
+        return Finding(
+            subject="home",
+            verdict=OK,
+            found=f"{home} does not exist yet",
+            to_do="`orc up` makes it",
+        )
     if not os.access(home, os.W_OK | os.X_OK):
-        return Finding(subject="home", verdict=BAD, found=f"{home} is not writable", to_do="chown it, or use --home")
+        return Finding(
+            subject="home",
+            verdict=BAD,
+            found=f"{home} is not writable",
+            to_do="chown it, or use --home",
+        )
     token = home / "token"
-    home_mode = ENTER if (home / USERS).is_dir() else 0o700  # jobs of other user ids pass through it
+    # jobs of other user ids pass through it
+    home_mode = ENTER if (home / USERS).is_dir() else 0o700
     for path, allowed in ((home, home_mode), (token, 0o600)):
         if path.exists() and stat.S_IMODE(path.stat().st_mode) & ~allowed:
             mode = stat.S_IMODE(path.stat().st_mode)
             to_do = f"chmod {allowed:o} {path}: others can read what lets them in"
-            return Finding(subject="home", verdict=BAD, found=f"{path} has mode {mode:o}", to_do=to_do)
+            return Finding(
+                subject="home", verdict=BAD, found=f"{path} has mode {mode:o}", to_do=to_do
+            )
     return Finding(subject="home", verdict=OK, found=str(home))
 
 
@@ -226,10 +284,16 @@ def _journal(home: Path) -> Finding | None:
         return None
     with (
         contextlib.suppress(sqlite3.Error),
-        contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as journal,
+        contextlib.closing(
+            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        ) as journal,
     ):
         (rows,) = journal.execute("SELECT count(*) FROM set_aside").fetchone()
-        state = f"{rows} rows cannot be read and stand aside" if rows else "every row that was met can be read"
+        state = (
+            f"{rows} rows cannot be read and stand aside"
+            if rows
+            else "every row that was met can be read"
+        )
         to_do = "`orc doctor --repair` shows and removes them" if rows else ""
         return Finding(subject="journal", verdict=BAD if rows else OK, found=state, to_do=to_do)
     return None
@@ -245,15 +309,23 @@ def _records(home: Path) -> Finding | None:
     except ConnectionError as error:
         to_do = "`orc up` and jobs go on; records wait in the journal until it answers"
         return Finding(subject="records", verdict=BAD, found=str(error), to_do=to_do)
-    return Finding(subject="records", verdict=OK, found=f"MLflow serves {server.folder} on a socket file")
+    return Finding(
+        subject="records", verdict=OK, found=f"MLflow serves {server.folder} on a socket file"
+    )
 
 
 def _service(home: Path) -> Finding:
     if is_up(home):
         with contextlib.closing(Client(home)) as client:
             problems = client.cluster()["problems"]
-        return Finding(subject="service", verdict=WARN if problems else OK, found="; ".join(("is up", *problems)))
+        return Finding(
+            subject="service",
+            verdict=WARN if problems else OK,
+            found="; ".join(("is up", *problems)),
+        )
     if (home / "service.json").exists():
         to_do = f"`orc up` starts it again and takes up what runs; see {home / 'service.log'}"
-        return Finding(subject="service", verdict=WARN, found="was started, but does not answer", to_do=to_do)
+        return Finding(
+            subject="service", verdict=WARN, found="was started, but does not answer", to_do=to_do
+        )
     return Finding(subject="service", verdict=OK, found="is not up", to_do="`orc up` starts it")

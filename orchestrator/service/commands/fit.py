@@ -57,7 +57,9 @@ def script_of_model(name: str) -> dict[str, Any]:
 
     For model heads that take no text, since a job of our engines would need their data.
     """
-    flags = {name: {"flag": f"--{name}"} for name in ("micro_batch_size", "gradient_accumulation_steps")}
+    flags = {
+        name: {"flag": f"--{name}"} for name in ("micro_batch_size", "gradient_accumulation_steps")
+    }
     assumed = {key: ASSUMED[key] for key in ("global_batch_size", "precision")}
     length = {"sequence_length": ASSUMED["data"]["sequence_length"]}
     script = {"command": "python -m train", "knobs": flags, "trains": {"hf": name}, "data": length}
@@ -76,7 +78,9 @@ def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
     ]
 
 
-def fit_rows(ways: Sequence[tuple[str, JobSpec]], devices: Sequence[str] = tuple(DEVICES)) -> Iterator[FitRow]:
+def fit_rows(
+    ways: Sequence[tuple[str, JobSpec]], devices: Sequence[str] = tuple(DEVICES)
+) -> Iterator[FitRow]:
     """Yield a row per way and GPU model, smallest GPU first. The job's `gpus` is ignored."""
     for name in sorted(devices, key=lambda name: _hardware(name, 1).device.memory):
         for way, spec in ways:
@@ -90,7 +94,10 @@ def _row(way: str, spec: JobSpec, name: str) -> FitRow:
         why = f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"
     for count in COUNTS:
         try:
-            best = _best(spec.model_copy(update={"gpus": GpuRange(min=count, max=count)}), _hardware(name, count))
+            best = _best(
+                spec.model_copy(update={"gpus": GpuRange(min=count, max=count)}),
+                _hardware(name, count),
+            )
         except SpecError as error:
             why = error.what if count == 1 else why
         if best is not None:

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from orchestrator.service.client.logins import Login
 from orchestrator.service.commands.cards import cluster_of_cards
-from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.intake import read_cluster
-from orchestrator.service.server.logins import DEFAULT_HOME, Login
-from orchestrator.service.server.rates import recall_cluster
+from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.intake import read_cluster
+from orchestrator.service.intake.rates import recall_cluster
 from orchestrator.specs.cluster import Node, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.run import DEFAULT_HOME
 
 
 def hardware_of(
@@ -26,22 +27,33 @@ def hardware_of(
     """
     if cards is not None:
         if cluster is not None:
-            raise SpecError("cards or a cluster file, not both", source="--gpu", got=cards, hint="leave out --cluster")
+            raise SpecError(
+                "cards or a cluster file, not both",
+                source="--gpu",
+                got=cards,
+                hint="leave out --cluster",
+            )
         return idle_nodes(cluster_of_cards(cards)), ()
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
-        return idle_nodes(recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))), ()
-    from orchestrator.service.server.client import Client
+        return idle_nodes(
+            recall_cluster(read_cluster(cluster) if cluster else kept_cluster(home))
+        ), ()
+    from orchestrator.service.client.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view
 
     with closing(Client(service)) as client:
         live = client.cluster()
-    return [node_from_view(node) for node in live["nodes"]], observations_from_view(live["observations"])
+    return [node_from_view(node) for node in live["nodes"]], observations_from_view(
+        live["observations"]
+    )
 
 
 def _is_up(home: Path) -> bool:
     if not (home / "service.json").exists():
         return False
-    from orchestrator.service.server.client import is_up  # late: it imports httpx, which planning does not need
+    from orchestrator.service.client.client import (
+        is_up,
+    )  # late: it imports httpx, which planning does not need
 
     return is_up(home)

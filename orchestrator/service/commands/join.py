@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.ray import embedded as embedded_ray
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.cluster_file import joined_nodes
-from orchestrator.service.server.detection import detect_machine
-from orchestrator.service.server.endpoint import address_towards, load_endpoint, parse_listen
-from orchestrator.service.server.join_token import FILE as TOKEN_FILE
-from orchestrator.service.server.join_token import FORM, parts_of
-from orchestrator.service.server.logins import Login, login_of, pinned_certificate
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.endpoint import address_towards, load_endpoint, parse_listen
+from orchestrator.service.client.join_token import FILE as TOKEN_FILE
+from orchestrator.service.client.join_token import FORM, parts_of
+from orchestrator.service.client.logins import Login, login_of, pinned_certificate
+from orchestrator.service.intake.cluster_file import joined_nodes
+from orchestrator.service.intake.detection import detect_machine
 from orchestrator.service.server.members import Machine, check_alike, machine
 from orchestrator.specs.errors import ServiceError, SpecError
 
-SEEN_TIMEOUT_S = 60.0  # the service looks at its nodes every second; a busy machine's raylet takes some more
-GONE_TIMEOUT_S = 60.0  # a raylet that ends says so; one that is cut off counts as lost after 4 to 9 s
+# the service looks at its nodes every second; a busy machine's raylet takes some more
+SEEN_TIMEOUT_S = 60.0
+# a raylet that ends says so; one that is cut off counts as lost after 4 to 9 s
+GONE_TIMEOUT_S = 60.0
 POLL_S = 0.5
 TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
 
@@ -46,7 +48,12 @@ def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[s
                 embedded_ray.stop(home, record=embedded_ray.record_of(name))
                 _forget(client, name, GONE_TIMEOUT_S)
             raise
-    return {"node": name, "address": address, "devices": machine_here.node.devices, "notes": machine_here.notes}
+    return {
+        "node": name,
+        "address": address,
+        "devices": machine_here.node.devices,
+        "notes": machine_here.notes,
+    }
 
 
 def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
@@ -57,8 +64,13 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
     """
     endpoint, record = load_endpoint(home), embedded_ray.record_of(name)
     if endpoint is None:
-        raise ServiceError(f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one")
-    was_in, is_here = name in {node.name for node in joined_nodes(home)}, embedded_ray.is_running(home, name)
+        raise ServiceError(
+            f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one"
+        )
+    was_in, is_here = (
+        name in {node.name for node in joined_nodes(home)},
+        embedded_ray.is_running(home, name),
+    )
     try:
         with closing(Client(_login(home, f"{endpoint.address}:{endpoint.port}", None))) as client:
             if is_here:
@@ -77,7 +89,9 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
 def _login(home: Path, service: str, token_file: Path | None) -> Login:
     """Return the login for the service: by a token for joining, else as `orc login` stored it."""
     url = f"https://{service}"
-    token = os.environ.get(TOKEN_VARIABLE) or _read(token_file or home / TOKEN_FILE, needed=token_file is not None)
+    token = os.environ.get(TOKEN_VARIABLE) or _read(
+        token_file or home / TOKEN_FILE, needed=token_file is not None
+    )
     if token:
         secret, fingerprint = parts_of(token)
         return Login(url=url, token=secret, certificate=pinned_certificate(url, fingerprint))
@@ -112,7 +126,9 @@ def _await_node(client: Client, name: str) -> None:
 def _await_empty(client: Client, name: str, timeout_s: float, *, force: bool) -> None:
     """Wait until no job has devices of the node; with `force` not at all."""
     deadline_s = time.monotonic() + (0.0 if force else timeout_s)
-    while jobs := [job for node in client.cluster()["nodes"] if node["name"] == name for job in node["jobs"]]:
+    while jobs := [
+        job for node in client.cluster()["nodes"] if node["name"] == name for job in node["jobs"]
+    ]:
         if time.monotonic() > deadline_s:
             if force:
                 return

@@ -15,7 +15,7 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
-from orchestrator.service.server.trials import trials_of
+from orchestrator.service.server.sweeps.trials import trials_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -43,7 +43,11 @@ def play_queue(
     the cluster lacks end, and resume from their saved step. `to_come` are trials that live sweeps have yet to submit. A
     job of unknown length is assumed to take a day. Raises SpecError where no job is live.
     """
-    live = [job for job in sorted(state.jobs.values(), key=lambda job: job.order) if not job.status.ended]
+    live = [
+        job
+        for job in sorted(state.jobs.values(), key=lambda job: job.order)
+        if not job.status.ended
+    ]
     if not live and not more:
         raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
     now_s, saved = state.at_s, dict[str, int | None]()
@@ -59,10 +63,14 @@ def play_queue(
     for stint in play.stints:
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
-    outcomes = tuple(_outcome(job, stints[job.id], now_s, devices, cluster.launch_cost) for job in jobs)
+    outcomes = tuple(
+        _outcome(job, stints[job.id], now_s, devices, cluster.launch_cost) for job in jobs
+    )
     # a job that somebody holds starts in no play: it is no unfinished one
     pairs = zip(jobs, outcomes, strict=True)
-    counted = [outcome for job, outcome in pairs if outcome.ended_at_s is not None or job.held_by is None]
+    counted = [
+        outcome for job, outcome in pairs if outcome.ended_at_s is not None or job.held_by is None
+    ]
     report = report_on(Trace(name="queue", arrivals=()), cluster, 0, counted)
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
@@ -70,37 +78,59 @@ def play_queue(
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
     """Return (state on another cluster, {id: saved step or None} of running jobs that lose their devices)."""
     nodes, index = idle_nodes(cluster), index_of(state)
-    devices = {(node.name, node.device.name, device) for node in nodes for device in range(node.devices)}
+    devices = {
+        (node.name, node.device.name, device) for node in nodes for device in range(node.devices)
+    }
     names = {node.name: node.device.name for node in state.nodes}
     saved: dict[str, int | None] = {}
     for job in index.running.values():
         attempt = job.attempts[-1]
-        used = {(part.node, names.get(part.node), device) for part in attempt.placement for device in part.devices}
+        used = {
+            (part.node, names.get(part.node), device)
+            for part in attempt.placement
+            for device in part.devices
+        }
         if used <= devices or attempt.status is AttemptStatus.ENDED:
             continue
         end_s = index.end_of(job, attempt)
-        saved[job.id] = saved_step(index, job, attempt, end_s, state.at_s) if is_elastic(job) else None
+        saved[job.id] = (
+            saved_step(index, job, attempt, end_s, state.at_s) if is_elastic(job) else None
+        )
         if attempt.status is not AttemptStatus.STOPPING:
             job, _ = request_migration(job, "moved to the other cluster", state.at_s)
             state = with_job(state, job)
     policy = cluster.policy
-    return replace(state, nodes=nodes, declared=nodes, policy=policy, reservations=(), suspensions=()), saved
+    return replace(
+        state, nodes=nodes, declared=nodes, policy=policy, reservations=(), suspensions=()
+    ), saved
 
 
 class FutureSubmissions:
     """Jobs submitted during a simulation: `more` at its start, and trials as their sweeps allow."""
 
     def __init__(
-        self, state: State, more: Sequence[JobSpec], to_come: Mapping[str, Sequence[JobSpec]], home: Path
+        self,
+        state: State,
+        more: Sequence[JobSpec],
+        to_come: Mapping[str, Sequence[JobSpec]],
+        home: Path,
     ) -> None:
         """Raises SpecError for a job of `more` of unknown length."""
         self.jobs: list[Job] = []
-        self._begins, self._trials = list[Submitted](), {sweep: deque(specs) for sweep, specs in to_come.items()}
+        self._begins, self._trials = (
+            list[Submitted](),
+            {sweep: deque(specs) for sweep, specs in to_come.items()},
+        )
         together: dict[str, list[str]] = {}
         array: str | None = None
         for order, spec in enumerate(more, state.submitted + 1):
             if spec.optimizer_steps is None:
-                raise SpecError("the length of the job is unknown", source=spec.name, path="steps", hint="say `steps`")
+                raise SpecError(
+                    "the length of the job is unknown",
+                    source=spec.name,
+                    path="steps",
+                    hint="say `steps`",
+                )
             satisfied: tuple[str, ...] = ()
             if spec.depends_on:
                 spec, satisfied = resolve_dependencies(spec, together, state.jobs.get)
@@ -118,10 +148,16 @@ class FutureSubmissions:
         """Yield the submissions due in this state."""
         begins, self._begins = self._begins, []
         yield from begins
-        live = Counter(job.array for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended)
+        live = Counter(
+            job.array
+            for job in state.jobs.values()
+            if job.spec.trial is not None and not job.status.ended
+        )
         order = state.submitted + len(begins)
         for sweep, rest in self._trials.items() if not begins else ():
-            while rest and (trial := rest[0].trial) is not None and live[sweep] < trial.max_concurrent:
+            while (
+                rest and (trial := rest[0].trial) is not None and live[sweep] < trial.max_concurrent
+            ):
                 spec = rest.popleft()
                 if spec.deadline is not None and spec.deadline.due_s(state.at_s) <= state.at_s:
                     rest.clear()
@@ -132,16 +168,33 @@ class FutureSubmissions:
                 yield self._submit(spec, order, f"{spec.name}-{order}", sweep, state.at_s)
 
     def _submit(
-        self, spec: JobSpec, order: int, job_id: str, array: str | None, at_s: float, satisfied: tuple[str, ...] = ()
+        self,
+        spec: JobSpec,
+        order: int,
+        job_id: str,
+        array: str | None,
+        at_s: float,
+        satisfied: tuple[str, ...] = (),
     ) -> Submitted:
         deadline_s = spec.deadline.due_s(at_s) if spec.deadline else None
         self.jobs.append(
-            Job(id=job_id, spec=spec, order=order, submitted_at_s=at_s, array=array, deadline_s=deadline_s)
+            Job(
+                id=job_id,
+                spec=spec,
+                order=order,
+                submitted_at_s=at_s,
+                array=array,
+                deadline_s=deadline_s,
+            )
         )
-        return Submitted(job_id=job_id, order=order, spec=spec, at_s=at_s, array=array, satisfied=satisfied)
+        return Submitted(
+            job_id=job_id, order=order, spec=spec, at_s=at_s, array=array, satisfied=satisfied
+        )
 
 
-def _outcome(job: Job, stints: Sequence[Stint], now_s: float, devices: int, launch_cost_s: float) -> Outcome:
+def _outcome(
+    job: Job, stints: Sequence[Stint], now_s: float, devices: int, launch_cost_s: float
+) -> Outcome:
     """Return what became of a job, counted from `now_s` on."""
     attempts = tuple(
         Process(

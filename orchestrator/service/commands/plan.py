@@ -29,7 +29,7 @@ from orchestrator.planning.ways_out import Unfit, adapters, smaller_models
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
-from orchestrator.service.server.profiling import TraceScope
+from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
     AXES,
@@ -42,9 +42,15 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
+from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import GIVEN, SHORT, check_in_backward, setting_value, unknown_setting
+from orchestrator.specs.job.pins import (
+    GIVEN,
+    SHORT,
+    check_in_backward,
+    setting_value,
+    unknown_setting,
+)
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
@@ -55,7 +61,8 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
 
-# Median error of predicted steps of 40 published configurations to which nothing was fitted (`make bench-cost`,
+# Median error of predicted steps of 40 published configurations to which nothing was fitted (`make
+# bench-cost`,
 # 2026-11-26).
 STEP_ERROR = 0.13
 TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
@@ -68,11 +75,13 @@ class CandidateView(TypedDict):
     settings: dict[str, str]
     degradation: str
     step_s: float  # predicted, times `step_factor`
-    step_factor: float  # measured / predicted of the steps of such plans so far, 1 if none was measured
+    # measured / predicted of the steps of such plans so far, 1 if none was measured
+    step_factor: float
     estimate: EstimateView
     correction: float  # of the activations
     needed_bytes: int  # corrected, with margin: compared with the capacity
-    capacity_bytes: int  # minimum free bytes of the devices with the most free bytes, as many as it needs
+    # minimum free bytes of the devices with the most free bytes, as many as it needs
+    capacity_bytes: int
     fit_probability: float | None  # None if its memory is unknown
     rejected: str | None
 
@@ -86,11 +95,14 @@ class JobPlans(TypedDict):
     global_batch_size: int
     profile: str  # source of the model's costs
     chosen: int | None  # index into the frontier; if nothing fits, of the plan that may fit
-    probe: CandidateView | None  # the measuring attempt that runs first if the script's memory is unknown
+    # the measuring attempt that runs first if the script's memory is unknown
+    probe: CandidateView | None
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
-    passed_over: str | None  # why the chosen plan is taken instead of the fastest one; None where it is that
-    unsure: str | None  # that other plans may be as fast, and how to find out; None where none is near
+    # why the chosen plan is taken instead of the fastest one; None where it is that
+    passed_over: str | None
+    # that other plans may be as fast, and how to find out; None where none is near
+    unsure: str | None
 
 
 def plan_job(
@@ -133,7 +145,9 @@ def plan_job(
 def _origin(spec: JobSpec, profile: ModelProfile) -> str:
     if profile.source in UNTIMED and spec.training.optimizer is not Optimizer.ADAMW:
         return f"{profile.source}, whatever its optimizer is"
-    return f"{profile.source}, {profile.attention} attention" if profile.attention else profile.source
+    return (
+        f"{profile.source}, {profile.attention} attention" if profile.attention else profile.source
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +161,16 @@ class _KindPlans:
 
     @property
     def fits_empty(self) -> bool:
-        return any(fits(candidate, self.device.memory, self.calibrated) for candidate in self.candidates)
+        return any(
+            fits(candidate, self.device.memory, self.calibrated) for candidate in self.candidates
+        )
 
 
 def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
     """Return the forecast with the plan most likely to fit an empty device, if the free memory allows it."""
-    candidate = likeliest(((candidate, on_kind.device.memory) for candidate in on_kind.candidates), on_kind.calibrated)
+    candidate = likeliest(
+        ((candidate, on_kind.device.memory) for candidate in on_kind.candidates), on_kind.calibrated
+    )
     if candidate is None:
         return on_kind.answer
     chosen = on_kind.candidates.index(candidate)
@@ -161,7 +179,9 @@ def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
     )
     return {
         **on_kind.answer,
-        "chosen": chosen if least_bytes <= on_kind.answer["frontier"][chosen]["capacity_bytes"] else None,
+        "chosen": chosen
+        if least_bytes <= on_kind.answer["frontier"][chosen]["capacity_bytes"]
+        else None,
     }
 
 
@@ -203,7 +223,9 @@ def _plan_on_kind(
         frontier=views,
         nothing_fits=nothing,
         passed_over=passed_over,
-        unsure=None if chosen is None or probe is not None else _rivals_note(candidates, views, chosen),
+        unsure=None
+        if chosen is None or probe is not None
+        else _rivals_note(candidates, views, chosen),
     )
     return _KindPlans(answer, hardware.device, candidates, calibrated)
 
@@ -234,13 +256,20 @@ def _choose(
         fill = view["needed_bytes"] / view["capacity_bytes"]
         return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
 
-    best = [indices[rule.choose([choice(index) for index in indices])] for _, indices in sorted(by_width.items())]
+    best = [
+        indices[rule.choose([choice(index) for index in indices])]
+        for _, indices in sorted(by_width.items())
+    ]
     chosen = best[rule.widths([choice(index) for index in best])[-1]]
-    fastest = min(by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"])
+    fastest = min(
+        by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"]
+    )
     return chosen, why_passed_over(choice(chosen), choice(fastest))
 
 
-def _rivals_note(candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int) -> str | None:
+def _rivals_note(
+    candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int
+) -> str | None:
     """Return a note on plans of another kind, on as many devices, with nearly the same prediction; None without any."""
     best, far_s = candidates[chosen].plan, views[chosen]["step_s"] * (1 + STEP_ERROR)
     near = sum(
@@ -262,10 +291,19 @@ def _rivals_note(candidates: Sequence[Candidate], views: Sequence[CandidateView]
 
 def _kind(plan: Plan) -> tuple[object, ...]:
     """Return the settings that make another strategy: all but micro-batch and recomputation."""
-    return plan.engine, plan.layout, plan.zero_stage, plan.dp_replicate, plan.expert_parallel, plan.offload
+    return (
+        plan.engine,
+        plan.layout,
+        plan.zero_stage,
+        plan.dp_replicate,
+        plan.expert_parallel,
+        plan.offload,
+    )
 
 
-def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration) -> CandidateView:
+def _view(
+    candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration
+) -> CandidateView:
     """Return the view of a candidate. `free_bytes` of all devices, largest first: the smallest of a gang limits it."""
     plan, estimate = candidate.plan, candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
@@ -282,7 +320,9 @@ def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibrati
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,
-        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated)
+        if is_memory_known
+        else None,
         rejected=why_rejected(candidate, capacity_bytes, calibrated),
     )
 
@@ -299,9 +339,11 @@ def _free_bytes(nodes: Iterable[Node]) -> list[int]:
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
-def trace_scope(nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Override] | None = None) -> TraceScope:
+def trace_scope(
+    nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Override] | None = None
+) -> TraceScope:
     """Return the plans for which a model is traced: all on the devices of these nodes, or the one in `settings`."""
-    cuda = {group.hardware.device.kind is DeviceKind.CUDA for group in _groups(nodes)}
+    cuda = {group.hardware.device.kind.traits.traces_as_cuda for group in _groups(nodes)}
     return TraceScope(
         cuda=tuple(sorted(cuda)),
         plan=None if settings is None else parse_plan(spec, settings),
@@ -313,7 +355,10 @@ def trace_scope(nodes: Sequence[Node], spec: JobSpec, settings: Sequence[Overrid
 
 
 def estimate_plan(
-    spec: JobSpec, settings: Sequence[Override], nodes: Sequence[Node], observations: Sequence[Observation] = ()
+    spec: JobSpec,
+    settings: Sequence[Override],
+    nodes: Sequence[Node],
+    observations: Sequence[Observation] = (),
 ) -> CandidateView:
     """Return the costs of one plan on the first kind of device with enough devices, else on the fastest kind.
 
@@ -323,7 +368,9 @@ def estimate_plan(
     _check_stages(spec, plan)
     _check_experts(spec, plan)
     groups = _groups(nodes)
-    group = next((candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0])
+    group = next(
+        (candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0]
+    )
     if plan.world_size > group.devices:
         raise SpecError(
             "the plan wants more devices of one kind than there are",
@@ -356,12 +403,18 @@ def _check_stages(spec: JobSpec, plan: Plan) -> None:
     try:
         layer_ranges(layers_to_cut(spec), stages, plan.first_stage_layers, plan.last_stage_layers)
     except ValueError as error:
-        raise SpecError("every pipeline stage needs a layer", source="--set", path="pp", got=str(error)) from None
+        raise SpecError(
+            "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
+        ) from None
 
 
 def _check_experts(spec: JobSpec, plan: Plan) -> None:
     """Raises SpecError where experts cannot be spread so."""
-    why = why_no_experts(spec, plan.layout.dp, plan.expert_parallel) if plan.expert_parallel > 1 else None
+    why = (
+        why_no_experts(spec, plan.layout.dp, plan.expert_parallel)
+        if plan.expert_parallel > 1
+        else None
+    )
     if why is not None:
         raise SpecError(why, source="--set", path="expert_parallel", got=plan.expert_parallel)
 
@@ -372,13 +425,17 @@ def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
     Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
     """
     texts = {SHORT.get(key, key): text for key, text in pairs}
-    problems = [unknown_setting(key, text, "--set") for key, text in texts.items() if key not in GIVEN]
+    problems = [
+        unknown_setting(key, text, "--set") for key, text in texts.items() if key not in GIVEN
+    ]
     if problems:
         raise join_problems(problems, "--set")
     values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in texts.items()}
     if values.get("optimizer_in_backward"):
         check_in_backward(spec.training.clip_norm, "--set optimizer_in_backward")
-    layout = ParallelLayout(**{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values})
+    layout = ParallelLayout(
+        **{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values}
+    )
     micro_batch_size = values.setdefault("micro_batch_size", 1)
     requested_steps = values.pop("gradient_accumulation_steps", None)
     length = spec.data.sequence_length if spec.model is not None else None
@@ -400,10 +457,13 @@ def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any
     if spec.is_script:
         return Engine.SCRIPT
     zero_stage = values.get("zero_stage", ZeroStage.NONE)
-    torch_only = max(layout.cp, layout.tp, layout.pp, *(values.get(name, 1) for name in TORCH_ONLY)) > 1
+    torch_only = (
+        max(layout.cp, layout.tp, layout.pp, *(values.get(name, 1) for name in TORCH_ONLY)) > 1
+    )
     offload = (values.get("offload"), values.get("offload_target"))
     deepspeed_only = any(
-        value is needed for value, needed in zip(offload, (Offload.OPTIMIZER, OffloadTarget.NVME), strict=True)
+        value is needed
+        for value, needed in zip(offload, (Offload.OPTIMIZER, OffloadTarget.NVME), strict=True)
     )
     either = zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) and not torch_only
     return Engine.DEEPSPEED if deepspeed_only or either else Engine.TORCH
@@ -436,4 +496,6 @@ def _accumulation(spec: JobSpec, requested: int | None, micro_batch_size: int, d
 def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
     """Return the class of the plan's change to the job's settings; a script's sequence length is unknown."""
     requested = requested_settings(spec)
-    return degradation(requested | {"sequence_length": plan.sequence_length} if spec.is_script else requested, plan)
+    return degradation(
+        requested | {"sequence_length": plan.sequence_length} if spec.is_script else requested, plan
+    )

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.server.client import Client, is_up
-from orchestrator.service.server.lifecycle import journal_url
+from orchestrator.service.client.client import Client, is_up
+from orchestrator.service.client.lifecycle import journal_url
 from orchestrator.specs.errors import SpecError
 
 BODY_SHOWN = 200  # characters
@@ -27,7 +27,12 @@ def repair(home: Path, remove: Sequence[str]) -> list[dict[str, Any]]:
     keys = [tuple(key.split("/", 1)) for key in remove]
     for key, parts in zip(remove, keys, strict=True):
         if len(parts) != 2:
-            raise SpecError("not a row", source="--remove", got=key, allowed="TABLE/ROW as `orc doctor --repair` shows")
+            raise SpecError(
+                "not a row",
+                source="--remove",
+                got=key,
+                allowed="TABLE/ROW as `orc doctor --repair` shows",
+            )
     if is_up(home):
         client = Client(home)
         for table, row in keys:
@@ -48,7 +53,11 @@ def rows_table(rows: Sequence[dict[str, Any]]) -> Table | str:
     table = Table.grid(padding=(0, 2))
     for row in rows:
         key = f"{row['table']}/{row['row']}"
-        to_do = f"orc cancel {row['row']}" if row["table"] == "live" else f"orc doctor --repair --remove {key}"
+        to_do = (
+            f"orc cancel {row['row']}"
+            if row["table"] == "live"
+            else f"orc doctor --repair --remove {key}"
+        )
         table.add_row(Text(key, style="bold"), row["reason"], Text(to_do))
         table.add_row("", Text(row["body"][:BODY_SHOWN], style="dim"), "")
     return table

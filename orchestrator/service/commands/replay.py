@@ -12,7 +12,7 @@ from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.trials import to_come
+from orchestrator.service.server.sweeps.trials import to_come
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
 from orchestrator.specs.job.spec import JobSpec
@@ -26,7 +26,8 @@ class Decision(TypedDict):
 
     at_s: float
     event: str
-    then: str | None  # the recorded decision, a line per attempt to start or to end; None: not recorded
+    # the recorded decision, a line per attempt to start or to end; None: not recorded
+    then: str | None
     now: str  # this version's decision
     why: str  # this version's reasons, a line per job
     same: bool
@@ -59,7 +60,9 @@ def read_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobS
     state = read_state(journal)
     with open_journal(journal) as opened_journal:
         return state, to_come(
-            opened_journal.sweeps, lambda job_id: state.jobs.get(job_id) or opened_journal.job(job_id), home
+            opened_journal.sweeps,
+            lambda job_id: state.jobs.get(job_id) or opened_journal.job(job_id),
+            home,
         )
 
 
@@ -90,7 +93,11 @@ def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
     for event, then in history:
         actions = scheduler.step(event)
         now = decisions(actions)
-        if now or then or any(isinstance(action, Record) and action.job.status.ended for action in actions):
+        if (
+            now
+            or then
+            or any(isinstance(action, Record) and action.job.status.ended for action in actions)
+        ):
             yield Decision(
                 at_s=event.at_s,
                 event=event.type,

@@ -38,14 +38,16 @@ FOREVER_S = 1e9
 TURNS_PER_JOB = 1000  # far more than budgets allow; a world that turns more often is our bug
 ROUNDING_S = 1e-3
 AS_FAST = 1 + 1e-9
-SHORTEST_S = 10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
+# below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
+SHORTEST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
     """Probabilities of failures in a simulation."""
 
-    oom_chance: float = 0.0  # of a job whose first attempt runs out of memory, so that it needs a lighter plan
+    # of a job whose first attempt runs out of memory, so that it needs a lighter plan
+    oom_chance: float = 0.0
     node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
 
 
@@ -61,7 +63,8 @@ class Outcome:
     deadline_s: float | None
     attempts: tuple[Process, ...]
     guaranteed: bool = False  # it asks for a promise
-    request_step_s: float | None = None  # true seconds of a step as it would run as requested; None: not told
+    # true seconds of a step as it would run as requested; None: not told
+    request_step_s: float | None = None
     starts_by_s: float | None = None  # as promised; None: it was promised nothing
     trial: tuple[str | None, int] | None = None  # of a sweep: its id, and the trial's number
     job_id: str = ""  # of a job of the live queue
@@ -93,7 +96,11 @@ class Outcome:
 
     @property
     def in_time(self) -> bool:
-        return self.deadline_s is not None and self.ended_at_s is not None and self.ended_at_s <= self.deadline_s
+        return (
+            self.deadline_s is not None
+            and self.ended_at_s is not None
+            and self.ended_at_s <= self.deadline_s
+        )
 
 
 class Report(TypedDict):
@@ -210,7 +217,9 @@ class TimedScheduler(Scheduler):
         return actions
 
 
-def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()) -> Simulated:
+def simulate(
+    trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()
+) -> Simulated:
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
 
     Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows.
@@ -218,7 +227,9 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
     arrivals = list[Arrival]()  # as they are submitted
     backend = backend_for(arrivals, cluster, seed=seed, trouble=trouble)
     taken_s: list[float] = []
-    controller = Controller(NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s))
+    controller = Controller(
+        NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s)
+    )
     controller.turn(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
     turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
@@ -226,7 +237,8 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
 
     def submit(together: Sequence[Arrival]) -> None:
         bursts = [
-            (_with_deadline(arrival), fault if burst.random() < trouble.oom_chance else None) for arrival in together
+            (_with_deadline(arrival), fault if burst.random() < trouble.oom_chance else None)
+            for arrival in together
         ]
         arrivals.extend(together)
         controller.submit_all(bursts)
@@ -246,11 +258,15 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
         turn(FOREVER_S)
         turns -= 1
         assert turns > 0, "events beget events"
-    arrivals += [replace(trial, at_s=backend.now()) for rest in to_come.values() for trial in rest]  # never submitted
+    arrivals += [
+        replace(trial, at_s=backend.now()) for rest in to_come.values() for trial in rest
+    ]  # never submitted
     submitted_trace = replace(trace, arrivals=tuple(arrivals))
     outcomes = outcomes_of(submitted_trace, cluster, backend.processes)
     return Simulated(
-        report=report_on(submitted_trace, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s)
+        report=report_on(submitted_trace, cluster, seed, outcomes),
+        outcomes=outcomes,
+        decisions_s=tuple(taken_s),
     )
 
 
@@ -285,12 +301,21 @@ def _next_trials(
     submit: Callable[[Sequence[Arrival]], None],
 ) -> None:
     """Submit the trials for which their sweeps have room, as a service does; a sweep ends where it may submit none."""
-    trials = [job for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended]
-    live, waits_for = Counter(job.array for job in trials), {job.array: job.waits_for for job in trials}
+    trials = [
+        job for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended
+    ]
+    live, waits_for = (
+        Counter(job.array for job in trials),
+        {job.array: job.waits_for for job in trials},
+    )
     begun_sweeps = {arrival.spec.trial.of for arrival in arrivals if arrival.spec.trial is not None}
     for sweep in [sweep_id for sweep_id in to_come if sweep_id in begun_sweeps]:
         rest = to_come[sweep]
-        while rest and (trial := rest[0].spec.trial) is not None and live[sweep] < trial.max_concurrent:
+        while (
+            rest
+            and (trial := rest[0].spec.trial) is not None
+            and live[sweep] < trial.max_concurrent
+        ):
             spec = rest[0].spec.model_copy(update={"depends_on": waits_for.get(sweep, ())})
             arrival = replace(rest[0], at_s=now_s, spec=spec)
             if arrival.deadline_s is not None and arrival.deadline_s <= now_s:
@@ -309,14 +334,18 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
-def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
+def backend_for(
+    arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble
+) -> SimulatedBackend:
     """Return a simulated backend in which these jobs, in order of submission, have their true durations."""
     hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
     nature = TraceNature(arrivals, cluster.launch_cost)
     return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
 
 
-def outcomes_of(trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]) -> tuple[Outcome, ...]:
+def outcomes_of(
+    trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]
+) -> tuple[Outcome, ...]:
     """Return the outcome of each job, in the order of their arrivals."""
     attempts: dict[int, list[Process]] = {}
     for process in processes.values():
@@ -328,8 +357,12 @@ def outcomes_of(trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Proc
     )
 
 
-def _outcome(arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: float, devices: int) -> Outcome:
-    done = attempts[-1] if attempts and attempts[-1].evidence and attempts[-1].ending is None else None
+def _outcome(
+    arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: float, devices: int
+) -> Outcome:
+    done = (
+        attempts[-1] if attempts and attempts[-1].evidence and attempts[-1].ending is None else None
+    )
     return Outcome(
         name=arrival.spec.name,
         submitted_at_s=arrival.at_s,
@@ -341,7 +374,9 @@ def _outcome(arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: flo
         guaranteed=arrival.spec.guarantee is not None,
         request_step_s=_request_step_s(arrival),
         starts_by_s=attempts[0].job.starts_by_s if attempts else None,
-        trial=None if arrival.spec.trial is None else (arrival.spec.trial.of, arrival.spec.trial.number),
+        trial=None
+        if arrival.spec.trial is None
+        else (arrival.spec.trial.of, arrival.spec.trial.number),
     )
 
 
@@ -355,8 +390,14 @@ def _request_step_s(arrival: Arrival) -> float | None:
 
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
     """Return the training seconds on the best number of `devices`; for a job without speeds, on those it ran on."""
-    speeds = [step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices]
-    steps = arrival.spec.training.max_steps if arrival.spec.optimizer_steps is None else arrival.spec.optimizer_steps
+    speeds = [
+        step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices
+    ]
+    steps = (
+        arrival.spec.training.max_steps
+        if arrival.spec.optimizer_steps is None
+        else arrival.spec.optimizer_steps
+    )
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
@@ -393,7 +434,9 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
         utilisation=held_s / (devices * makespan_s) if makespan_s else 0.0,
         deadlines=sum(outcome.deadline_s is not None for outcome in outcomes),
         deadlines_met=sum(outcome.in_time for outcome in outcomes),
-        mean_lateness_s=fmean([outcome.lateness_s for outcome in finished if outcome.lateness_s] or [0.0]),
+        mean_lateness_s=fmean(
+            [outcome.lateness_s for outcome in finished if outcome.lateness_s] or [0.0]
+        ),
         guaranteed=sum(outcome.guaranteed for outcome in outcomes),
         promised=sum(outcome.starts_by_s is not None for outcome in outcomes),
         promises_kept=sum(outcome.keeps_promise for outcome in outcomes),
@@ -411,8 +454,12 @@ def _commit() -> str:
     root = Path(__file__).resolve().parents[3]
     command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        output = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     top, commit = output.splitlines()
-    return commit if Path(top) == root else ""  # an environment within another repository is not that repository
+    return (
+        commit if Path(top) == root else ""
+    )  # an environment within another repository is not that repository

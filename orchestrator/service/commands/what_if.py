@@ -56,22 +56,33 @@ def what_if(
     Where the other cluster has the nodes of the present one, both simulations have the state's nodes, with their
     drains. Raises SpecError without a job to simulate, and beyond JOBS_MAX and DEVICES_MAX.
     """
-    live = [job for job in sorted(state.jobs.values(), key=lambda job: job.order) if not job.status.ended]
+    live = [
+        job
+        for job in sorted(state.jobs.values(), key=lambda job: job.order)
+        if not job.status.ended
+    ]
     sweeps = sum(spec.trial.sweep.trials - 1 for spec in more if spec.trial is not None)
     count = len(live) + len(more) + sweeps + sum(map(len, to_come.values()))
     if count > JOBS_MAX:
         hint = "play it with `orc simulate --queue now`"
-        raise SpecError("too many jobs for a page", path="queue", got=count, allowed=f"{JOBS_MAX}", hint=hint)
+        raise SpecError(
+            "too many jobs for a page", path="queue", got=count, allowed=f"{JOBS_MAX}", hint=hint
+        )
     devices = sum(node.devices * node.count for node in other.nodes)
     if devices > DEVICES_MAX:
-        raise SpecError("too many devices for a page", path="nodes", got=devices, allowed=f"{DEVICES_MAX}")
+        raise SpecError(
+            "too many devices for a page", path="nodes", got=devices, allowed=f"{DEVICES_MAX}"
+        )
     if not live:
         raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
     is_live = other.model_copy(update={"policy": present.policy}) == present
     now = play_queue(state, present, is_live=True, to_come=to_come, home=home)
     then = play_queue(state, other, is_live=is_live, more=more, to_come=to_come, home=home)
     later = {outcome.trial: outcome for outcome in now.outcomes[len(live) :]}  # trials of sweeps
-    befores = chain(now.outcomes[: len(live)], (later.get(outcome.trial) for outcome in then.outcomes[len(live) :]))
+    befores = chain(
+        now.outcomes[: len(live)],
+        (later.get(outcome.trial) for outcome in then.outcomes[len(live) :]),
+    )
     return WhatIf(
         now=now.report,
         then=then.report,
@@ -84,7 +95,9 @@ def what_if(
                 now=present_outcome,
                 then=other_outcome,
             )
-            for index, (present_outcome, other_outcome) in enumerate(zip(befores, then.outcomes, strict=True))
+            for index, (present_outcome, other_outcome) in enumerate(
+                zip(befores, then.outcomes, strict=True)
+            )
         ),
         unknown=tuple(job.id for job in live if job.spec.optimizer_steps is None),
     )

@@ -13,9 +13,12 @@ FOLDER = Path("orc-demo")
 
 def demo(
     every: Annotated[bool, typer.Option("--all", help="Run all five jobs, not two.")] = False,
-    folder: Annotated[Path, typer.Option("--folder", help="Where its job files and its home go.")] = FOLDER,
+    folder: Annotated[
+        Path, typer.Option("--folder", help="Where its job files and its home go.")
+    ] = FOLDER,
     home: Annotated[
-        Path | None, typer.Option("--home", help="Home folder of its service; default: below the folder.")
+        Path | None,
+        typer.Option("--home", help="Home folder of its service; default: below the folder."),
     ] = None,
 ) -> None:
     """Run jobs on two virtual devices of 256 MiB: one runs out of memory and recovers. Needs no GPU."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-MODULES = ("argparse", "ast", "dataclasses", "difflib", "inspect", "pathlib", "statistics", "typing")
+MODULES = (
+    "argparse",
+    "ast",
+    "dataclasses",
+    "difflib",
+    "inspect",
+    "pathlib",
+    "statistics",
+    "typing",
+)
 
 
 def write_corpus(folder: Path) -> None:

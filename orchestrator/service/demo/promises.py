@@ -40,7 +40,11 @@ def stopped_with_traceback(job: JobView) -> bool:
     """Return whether the script's own error ended the job, and is shown."""
     failure = job["attempts"][-1]["failure"] if job["attempts"] else None
     shown = failure["excerpt"] if failure else ""
-    return job["status"] == "failed" and outcomes(job) == ["unknown", "user_error"] and "KeyError: 'labels'" in shown
+    return (
+        job["status"] == "failed"
+        and outcomes(job) == ["unknown", "user_error"]
+        and "KeyError: 'labels'" in shown
+    )
 
 
 def refused(job: JobView) -> bool:
@@ -50,9 +54,18 @@ def refused(job: JobView) -> bool:
 
 PROMISES: dict[str, Promise] = {
     "fits.yaml": ("is planned to fit, and does", fitted),
-    "wrong_profile.yaml": ("runs out of memory once, resumes from its checkpoint with a cheaper plan, ends", resumed),
-    "foreign.yaml": ("runs out of memory once, finishes degraded through its knobs, unmodified", recovered_at_once),
-    "bug.yaml": ("ends twice at the same step, then stops with its own traceback", stopped_with_traceback),
+    "wrong_profile.yaml": (
+        "runs out of memory once, resumes from its checkpoint with a cheaper plan, ends",
+        resumed,
+    ),
+    "foreign.yaml": (
+        "runs out of memory once, finishes degraded through its knobs, unmodified",
+        recovered_at_once,
+    ),
+    "bug.yaml": (
+        "ends twice at the same step, then stops with its own traceback",
+        stopped_with_traceback,
+    ),
     "never_fits.yaml": ("is refused before anything starts", refused),
 }
 SHORT = ("fits.yaml", "wrong_profile.yaml")  # what `orc demo` runs without --all

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import start
 from orchestrator.service.demo.corpus import write_corpus
 from orchestrator.service.demo.promises import PROMISES, SHORT, Promise, outcomes, recovered
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
-from orchestrator.service.server.lifecycle import start
+from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
 from orchestrator.service.terminal.follow import ENDS, story
 from orchestrator.service.terminal.tables import attempts_table
 from orchestrator.service.views.records import JobView
@@ -35,13 +35,18 @@ def write_files(folder: Path) -> None:
 
 def run(folder: Path, home: Path, console: Console, *, every: bool) -> int:
     """Run two jobs, or with `every` all five; return 0 only if each ends as expected."""
-    console.print(f"Writing job files to {folder}; starting the service, Ray and MLflow. No GPU is used.")
+    console.print(
+        f"Writing job files to {folder}; starting the service, Ray and MLflow. No GPU is used."
+    )
     write_files(folder)
     promises = {folder / name: PROMISES[name] for name in (PROMISES if every else SHORT)}
     _, broken = play(promises, home, folder / CLUSTER, console, () if every else BRIEF)
     console.print(f"\nThe service is still up. Go on with:\n\n  export ORC_HOME={home}")
     for command, meaning in (
-        ("orc explain wrong-profile-2", "predicted bytes beside the measured ones, and what recovery changed"),
+        (
+            "orc explain wrong-profile-2",
+            "predicted bytes beside the measured ones, and what recovery changed",
+        ),
         (f"orc plan {folder / 'fits.yaml'}", "every plan of a job, before anything starts"),
         ("orc open", "the pages in a browser, signed in"),
     ):
@@ -51,7 +56,11 @@ def run(folder: Path, home: Path, console: Console, *, every: bool) -> int:
 
 
 def play(
-    promises: Mapping[Path, Promise], home: Path, cluster: Path, console: Console, settings: Sequence[str] = ()
+    promises: Mapping[Path, Promise],
+    home: Path,
+    cluster: Path,
+    console: Console,
+    settings: Sequence[str] = (),
 ) -> tuple[list[JobView], list[Path]]:
     """Run the jobs of these files with `--set` settings. Returns (ended jobs, files whose result was unexpected).
 
@@ -62,7 +71,9 @@ def play(
     with closing(Client(home)) as client:
         specs = []
         for path in promises:
-            (spec,) = read_jobs(path, read_overrides([f"family={path.stem}-{time.time_ns()}", *settings]), home)
+            (spec,) = read_jobs(
+                path, read_overrides([f"family={path.stem}-{time.time_ns()}", *settings]), home
+            )
             specs.append(spec.model_dump(mode="json"))
         job_ids = client.submit_all(specs)["ids"]
         jobs = _follow(client, job_ids, console)
@@ -72,7 +83,11 @@ def play(
     broken = []
     for (path, (promise, holds)), job in zip(promises.items(), jobs, strict=True):
         is_kept = job["status"] in ENDS and holds(job)
-        console.print(f"  [green]✓[/] {job['id']} {promise}" if is_kept else f"  [red]✗[/] {job['id']} {promise}")
+        console.print(
+            f"  [green]✓[/] {job['id']} {promise}"
+            if is_kept
+            else f"  [red]✗[/] {job['id']} {promise}"
+        )
         broken += [] if is_kept else [path]
     failures = sum(outcomes(job).count("device_oom") for job in jobs)
     console.print(

@@ -19,7 +19,10 @@ from orchestrator.specs.run import JobFolder
 LOOK_BACK_S = 3600.0
 FRESH_S = 60.0  # so old a sample counts as the use of now: one comes every 10 s
 ATTEMPTS_MAX = 64  # the newest ones, whose samples are read
-SAMPLES_BYTES, SAMPLES_MAX = 2**20, 90  # of the end of a file of samples; of more, every second or third is drawn
+SAMPLES_BYTES, SAMPLES_MAX = (
+    2**20,
+    90,
+)  # of the end of a file of samples; of more, every second or third is drawn
 MEASURES = {  # name of a sample, its word, its unit, and the colour of its curve
     "memory_usage_percentage": ("memory", " %", "series-0"),
     "utilization_percentage": ("busy", " %", "series-1"),
@@ -31,7 +34,9 @@ Device = tuple[str, int]  # node and index
 def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Mapping[str, Any]]:
     """Return, per device used in the last hour, a chart and the newest numbers."""
     from_s = now_s - LOOK_BACK_S
-    attempts = [attempt for job in jobs for attempt in job.attempts if attempt.end_or(now_s) >= from_s]
+    attempts = [
+        attempt for job in jobs for attempt in job.attempts if attempt.end_or(now_s) >= from_s
+    ]
     curves: dict[Device, list[Line]] = {}
     newest: dict[Device, dict[str, str]] = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt.launched_at_s)[-ATTEMPTS_MAX:]:
@@ -44,14 +49,18 @@ def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Mappi
                 newest.setdefault(device, {})[word] = f"{value:.0f}{unit}"
     return {
         device: {
-            "chart": spark(f"Use of {device[0]} {device[1]} in the last hour", lines, from_s, now_s),
+            "chart": spark(
+                f"Use of {device[0]} {device[1]} in the last hour", lines, from_s, now_s
+            ),
             "now": newest.get(device, {}),
         }
         for device, lines in curves.items()
     }
 
 
-def _curves(attempt: Attempt, home: Path, from_s: float) -> Iterator[tuple[Device, str, list[tuple[float, float]]]]:
+def _curves(
+    attempt: Attempt, home: Path, from_s: float
+) -> Iterator[tuple[Device, str, list[tuple[float, float]]]]:
     """Yield each measure of each device of the attempt, with its (seconds, value) since `from_s`."""
     folder = JobFolder(home, attempt.job_id).attempt(attempt.number)
     for part in attempt.placement:
@@ -61,7 +70,9 @@ def _curves(attempt: Attempt, home: Path, from_s: float) -> Iterator[tuple[Devic
             for name in MEASURES:
                 key = f"{prefix}gpu_{index}_{name}"
                 points = [
-                    (float(row["at_s"]), float(row[key])) for row in rows if math.isfinite(row.get(key, math.inf))
+                    (float(row["at_s"]), float(row[key]))
+                    for row in rows
+                    if math.isfinite(row.get(key, math.inf))
                 ]
                 if points:
                     yield (part.node, index), name, points
@@ -76,6 +87,8 @@ def _samples(path: Path) -> Iterator[Mapping[str, float]]:
         return
     lines = lines[-int(LOOK_BACK_S / 10) :]
     for line in lines[:: -(1 + len(lines) // SAMPLES_MAX)][::-1]:  # the last one is among them
-        row = parse_row(line.decode(errors="replace"))  # the first one may be cut off, the last one half written
+        row = parse_row(
+            line.decode(errors="replace")
+        )  # the first one may be cut off, the last one half written
         if "at_s" in row:
             yield row

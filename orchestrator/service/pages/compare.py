@@ -13,7 +13,18 @@ from orchestrator.service.views.comparison import ComparisonView, reasons, table
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
 
-MAIN = ("Micro", "Step", "95 % of step", "Tokens/s", "Samples/s", "MFU", "End", "Peak", "Predicted", "Loss")
+MAIN = (
+    "Micro",
+    "Step",
+    "95 % of step",
+    "Tokens/s",
+    "Samples/s",
+    "MFU",
+    "End",
+    "Peak",
+    "Predicted",
+    "Loss",
+)
 TONES = {"Peak": "measured", "Predicted": "predicted"}
 
 
@@ -43,7 +54,10 @@ def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]
     columns = {name: cells for table in tables_of(rows) for name, cells in table.items()}
     drawn: list[tuple[int, str, Curves]] = []
     for number, row in enumerate(rows, 1):
-        attempts = (last_curves(home, row["job_id"], attempt) for attempt in range(1 + row["restarts"], 0, -1))
+        attempts = (
+            last_curves(home, row["job_id"], attempt)
+            for attempt in range(1 + row["restarts"], 0, -1)
+        )
         curves = next((curves for curves in attempts if curves.loss), None)
         if curves is not None and len(drawn) < CURVE_TONES:
             drawn.append((number, row["strategy"], curves))
@@ -58,11 +72,15 @@ def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]
         "main": {name: cells for name, cells in columns.items() if name in MAIN},
         "more": {name: cells for name, cells in columns.items() if name not in MAIN},
         "meters": {
-            name: [meter(name, row[key] / most_bytes, TONES[name]) if row[key] else "" for row in rows]
+            name: [
+                meter(name, row[key] / most_bytes, TONES[name]) if row[key] else "" for row in rows
+            ]
             for name, key in peaks.items()
         },
         "reasons": reasons(rows),
-        "picture": frontier(picture_from_view(picture), "Memory against step time", "") if picture else "",
+        "picture": frontier(picture_from_view(picture), "Memory against step time", "")
+        if picture
+        else "",
         "curves": drawn,
         "repeats": max((len(row["seeds"]) for row in rows), default=1),
         "losses": lines("Losses", named),

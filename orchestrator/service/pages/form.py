@@ -78,7 +78,9 @@ def _sections(path: Path, place: Schema, nouns: Mapping[str, Schema]) -> Iterato
         else:
             inner.append(((*path, name), section | {"description": schema_of_key["description"]}))
     if keys:
-        yield Section(title=dotted(path), description=place.get("description", ""), keys=tuple(keys))
+        yield Section(
+            title=dotted(path), description=place.get("description", ""), keys=tuple(keys)
+        )
     for below, section in inner:
         yield from _sections(below, section, nouns)
 
@@ -100,17 +102,29 @@ def _kinds(schema: Schema) -> list[Schema]:
 
 
 def _key(path: Path, schema: Schema, nouns: Mapping[str, Schema], *, is_required: bool) -> Key:
-    kinds = [nouns[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind for kind in _kinds(schema)]
+    kinds = [
+        nouns[kind["$ref"].removeprefix("#/$defs/")] if "$ref" in kind else kind
+        for kind in _kinds(schema)
+    ]
     is_flag = [kind.get("type") for kind in kinds] == ["boolean"]
-    has_numbers = any(kind.get("type") == "integer" for kind in kinds)  # `4` of `gpus` is a number, and `1-4` a text
+    has_numbers = any(
+        kind.get("type") == "integer" for kind in kinds
+    )  # `4` of `gpus` is a number, and `1-4` a text
     default = schema.get("default")
     return Key(
         path=path,
         description=schema["description"],
         is_required=is_required,
-        is_words=any(kind.get("type") == "string" and not (has_numbers and "pattern" in kind) for kind in kinds),
+        is_words=any(
+            kind.get("type") == "string" and not (has_numbers and "pattern" in kind)
+            for kind in kinds
+        ),
         is_yaml=any(kind.get("type") != "string" for kind in kinds),
-        choices=("true", "false") if is_flag else tuple(kinds[0].get("enum", ())) if len(kinds) == 1 else (),
+        choices=("true", "false")
+        if is_flag
+        else tuple(kinds[0].get("enum", ()))
+        if len(kinds) == 1
+        else (),
         default="" if default in (None, [], {}) else as_yaml_line(default),
         example=as_yaml_line(schema["examples"][0]),
     )
@@ -147,7 +161,9 @@ def write_job_file(form: Mapping[str, str]) -> str:
     The text is unchanged where no field changed; otherwise it is rewritten, without comments.
     """
     text, before = form.get("text", ""), field_values(form.get(WRITTEN, ""))
-    changed = [key for key in _keys() if form.get(key.name, "").strip() != before.get(key.name, "").strip()]
+    changed = [
+        key for key in _keys() if form.get(key.name, "").strip() != before.get(key.name, "").strip()
+    ]
     if WRITTEN not in form or not changed:
         return text
     data = read_document(text, SOURCE).data if text.strip() else {}
@@ -176,4 +192,8 @@ def _with(data: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
             what = "there is nothing to set inside a value"
             raise SpecError(what, source=SOURCE, path=str(name), got=str(inner))
         value = _with(inner, tuple(rest), value) or None
-    return {key: entry for key, entry in {**data, str(name): value}.items() if key != name or value is not None}
+    return {
+        key: entry
+        for key, entry in {**data, str(name): value}.items()
+        if key != name or value is not None
+    }

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from orchestrator.scheduling.options.asks import answer_of
-from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC
+from orchestrator.service.server.access.gate import PAGES, SIGN_IN, STATIC
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds, parse_bytes
 
@@ -27,7 +27,13 @@ HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-TITLES = {401: "Sign in", 403: "Not allowed", 404: "Not found", 409: "Refused", 422: "Not understood"}
+TITLES = {
+    401: "Sign in",
+    403: "Not allowed",
+    404: "Not found",
+    409: "Refused",
+    422: "Not understood",
+}
 NAVIGATION = (  # path, words, and the role that it needs
     ("overview", "Overview", Role.VIEWER),
     ("queue", "Queue", Role.VIEWER),
@@ -62,7 +68,9 @@ def page(request: Request, template: str, *, status: int = 200, **data: Any) -> 
         path=request.url.path,
         address=str(request.url.path) + (f"?{request.url.query}" if request.url.query else ""),
         principal=principal,
-        navigation=[(f"{PAGES}/{name}", title) for name, title, role in NAVIGATION if _may(principal, role)],
+        navigation=[
+            (f"{PAGES}/{name}", title) for name, title, role in NAVIGATION if _may(principal, role)
+        ],
         is_partial="hx-request" in request.headers,
         zone=time.strftime("%Z"),
         **data,
@@ -74,7 +82,14 @@ def refused(request: Request, status: int, message: str) -> Response:
     """Return an error page for a refused request; it links to sign-in where that is missing."""
     if status == 401:
         return _to_sign_in(request)
-    return page(request, "error", status=status, title=TITLES.get(status, "Error"), message=message, code=status)
+    return page(
+        request,
+        "error",
+        status=status,
+        title=TITLES.get(status, "Error"),
+        message=message,
+        code=status,
+    )
 
 
 def _to_sign_in(request: Request) -> Response:
@@ -99,7 +114,9 @@ def clock(at_s: float | None) -> Markup:
         return Markup("–")
     there, now = time.localtime(at_s), time.localtime()
     text = time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
-    return Markup('<time datetime="{}">{}</time>').format(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s)), text)
+    return Markup('<time datetime="{}">{}</time>').format(
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s)), text
+    )
 
 
 def band(range_s: tuple[float, float] | None) -> str:
@@ -127,7 +144,10 @@ def web_address(address: str | None) -> str | None:
 def commands(text: str) -> Markup:
     """Return the text as HTML, with parts in backticks as code."""
     parts = text.split("`")
-    marked = (Markup("<code>{}</code>").format(part) if index % 2 else escape(part) for index, part in enumerate(parts))
+    marked = (
+        Markup("<code>{}</code>").format(part) if index % 2 else escape(part)
+        for index, part in enumerate(parts)
+    )
     return Markup("").join(marked) if len(parts) % 2 else escape(text)
 
 

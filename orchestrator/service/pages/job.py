@@ -16,7 +16,12 @@ from markupsafe import Markup
 
 from orchestrator.backends.attempts.durable import open_left
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, meter, waterfall
-from orchestrator.service.views.records import AttemptView, ExplanationView, JobView, picture_from_view
+from orchestrator.service.views.records import (
+    AttemptView,
+    ExplanationView,
+    JobView,
+    picture_from_view,
+)
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.metric_row import parse_row
@@ -47,16 +52,23 @@ def attempt_rows(job: JobView) -> Sequence[Mapping[str, Any]]:
     """Return the settings in which any two attempts differ, with each attempt's value."""
     attempts = job["attempts"]
     names = dict.fromkeys(name for attempt in attempts for name in attempt["settings"])
-    rows = [{"name": name, "values": [attempt["settings"].get(name, "–") for attempt in attempts]} for name in names]
+    rows = [
+        {"name": name, "values": [attempt["settings"].get(name, "–") for attempt in attempts]}
+        for name in names
+    ]
     return [
-        row | {"changed": [i > 0 and v != row["values"][i - 1] for i, v in enumerate(row["values"])]} for row in rows
+        row
+        | {"changed": [i > 0 and v != row["values"][i - 1] for i, v in enumerate(row["values"])]}
+        for row in rows
     ]
 
 
 def curves_of(home: Path, job: JobView) -> list[Curves]:
     """Return the curves of the newest attempts that have any."""
     numbers = [attempt["number"] for attempt in job["attempts"]][-ATTEMPTS_DRAWN:]
-    read = [_curves(JobFolder(home, job["id"]).attempt(number).metrics, number) for number in numbers]
+    read = [
+        _curves(JobFolder(home, job["id"]).attempt(number).metrics, number) for number in numbers
+    ]
     return [curves for curves in read if curves.loss or curves.step_s]
 
 
@@ -85,7 +97,9 @@ def _rows(path: Path) -> Iterator[Mapping[str, float]]:
             text = file.read(CURVE_BYTES_MAX).decode(errors="replace")
     except OSError:  # not begun yet, or a script that keeps none
         return
-    yield from map(parse_row, text.splitlines())  # the first one may be cut off, the last one half written
+    yield from map(
+        parse_row, text.splitlines()
+    )  # the first one may be cut off, the last one half written
 
 
 def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
@@ -93,10 +107,18 @@ def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
     used = {
         attempt["number"]: attempt["peak_bytes"]
         for attempt in job["attempts"]
-        if attempt["peak_bytes"] and attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
+        if attempt["peak_bytes"]
+        and attempt["failure"] is not None
+        and attempt["failure"]["kind"] in MEMORY
     }
     return [
-        replace(curve, peak_bytes=[*curve.peak_bytes, (curve.peak_bytes[-1][0] + 1, float(used[curve.number]))])
+        replace(
+            curve,
+            peak_bytes=[
+                *curve.peak_bytes,
+                (curve.peak_bytes[-1][0] + 1, float(used[curve.number])),
+            ],
+        )
         if curve.number in used and curve.peak_bytes
         else curve
         for curve in curves
@@ -111,7 +133,9 @@ def facts_of(job: Job) -> Mapping[str, str]:
         "Command": shlex.join(spec.command or ()),
         "Folder": str(spec.workdir or ""),
         "Commit": commit,
-        "Variables": ", ".join((*(name for name, _ in spec.env), *spec.secrets)),  # their values may be secrets
+        "Variables": ", ".join(
+            (*(name for name, _ in spec.env), *spec.secrets)
+        ),  # their values may be secrets
         "PyTorch": job.last.torch_version if job.last else "",
     }
     return {name: text for name, text in facts.items() if text}
@@ -121,12 +145,18 @@ def artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
     """Return (name, bytes) of the output folder's newest entries, at most FILES_MAX; bytes are None for folders."""
     try:
         with os.scandir(JobFolder(home, job_id).output) as entries:
-            stats = [(entry, entry.stat(follow_symlinks=False)) for entry in islice(entries, FILES_READ_MAX)]
+            stats = [
+                (entry, entry.stat(follow_symlinks=False))
+                for entry in islice(entries, FILES_READ_MAX)
+            ]
     except OSError:  # nothing was written, or a file was removed just now
         return []
     newest = sorted(stats, key=lambda row: -row[1].st_mtime)[:FILES_MAX]
     return [
-        (os.fsencode(entry.name).decode(errors="replace"), None if S_ISDIR(stat.st_mode) else stat.st_size)
+        (
+            os.fsencode(entry.name).decode(errors="replace"),
+            None if S_ISDIR(stat.st_mode) else stat.st_size,
+        )
         for entry, stat in newest
     ]
 
@@ -134,25 +164,35 @@ def artifacts(home: Path, job_id: str) -> Sequence[tuple[str, int | None]]:
 def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str, Markup]:
     """Return charts of loss, step time and memory by name; `capacity_bytes` is the limit line of memory."""
     tones = [f"series-{index % 6}" for index in range(len(curves))]
-    named = [(f"attempt {curve.number}", tone, curve) for curve, tone in zip(curves, tones, strict=True)]
+    named = [
+        (f"attempt {curve.number}", tone, curve) for curve, tone in zip(curves, tones, strict=True)
+    ]
     most_bytes = max((count for curve in curves for _, count in curve.peak_bytes), default=0.0)
     unit, scale = _binary_unit(most_bytes)
     limit = None if capacity_bytes is None else capacity_bytes / scale
     scaled = [[(step, count / scale) for step, count in curve.peak_bytes] for curve in curves]
-    memory = [Line(name, tone, points) for (name, tone, _), points in zip(named, scaled, strict=True)]
+    memory = [
+        Line(name, tone, points) for (name, tone, _), points in zip(named, scaled, strict=True)
+    ]
     loss, step_s = (
-        [Line(name, tone, getattr(curve, metric)) for name, tone, curve in named] for metric in ("loss", "step_s")
+        [Line(name, tone, getattr(curve, metric)) for name, tone, curve in named]
+        for metric in ("loss", "step_s")
     )
     return {
         "loss": lines("Loss", loss),
         "step_s": lines("Step time", step_s, unit=" s", zero=True, clips_outliers=True),
-        "peak_bytes": lines("Peak memory of rank 0", memory, unit=f" {unit}", zero=True, limit=limit),
+        "peak_bytes": lines(
+            "Peak memory of rank 0", memory, unit=f" {unit}", zero=True, limit=limit
+        ),
     }
 
 
 def _binary_unit(most_bytes: float) -> tuple[str, int]:
     """The largest unit that so many bytes fill, and its bytes."""
-    return max((unit for unit in BINARY_UNITS.items() if unit[1] <= max(1, most_bytes)), key=lambda unit: unit[1])
+    return max(
+        (unit for unit in BINARY_UNITS.items() if unit[1] <= max(1, most_bytes)),
+        key=lambda unit: unit[1],
+    )
 
 
 def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping[str, Any]]:
@@ -164,16 +204,25 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
         peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
         capacity = capacities.get(attempt["device"])
         most = max(
-            [count_bytes for count_bytes in (attempt["predicted_bytes"], peak, capacity) if count_bytes], default=1
+            [
+                count_bytes
+                for count_bytes in (attempt["predicted_bytes"], peak, capacity)
+                if count_bytes
+            ],
+            default=1,
         )
         is_over = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
         rows.append(
             {
                 "number": attempt["number"],
                 "predicted": attempt["predicted_bytes"],
-                "predicted_meter": _meter("predicted", attempt["predicted_bytes"], most, "predicted", capacity),
+                "predicted_meter": _meter(
+                    "predicted", attempt["predicted_bytes"], most, "predicted", capacity
+                ),
                 "peak": peak,
-                "peak_meter": _meter("measured", peak, most, "over" if is_over else "measured", capacity),
+                "peak_meter": _meter(
+                    "measured", peak, most, "over" if is_over else "measured", capacity
+                ),
                 "capacity": capacity,
                 "outcome": attempt["outcome"],
             }
@@ -181,7 +230,9 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
     return rows
 
 
-def _meter(name: str, count_bytes: int | None, most_bytes: int, tone: str, capacity: int | None) -> Markup:
+def _meter(
+    name: str, count_bytes: int | None, most_bytes: int, tone: str, capacity: int | None
+) -> Markup:
     limit = capacity / most_bytes if capacity else None
     return meter(name, count_bytes / most_bytes, tone, limit) if count_bytes else Markup("")
 

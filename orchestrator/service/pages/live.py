@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from orchestrator.service.server.waits import Waits
+from orchestrator.service.server.routes.waits import Waits
 
 WAIT_S = 5.0  # at most so long a page that was closed, or whose session ended, keeps its stream
 

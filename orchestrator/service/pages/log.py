@@ -28,7 +28,9 @@ def window(read: Read, offset: int) -> str:
     """Return the text of a log from the first line that begins at or after `offset`."""
     if offset == 0:
         return read(0)[:WINDOW_BYTES].decode(errors="replace")
-    text = read(offset - 1)[: WINDOW_BYTES + 1].decode(errors="replace")  # whether a line begins there, says this byte
+    text = read(offset - 1)[: WINDOW_BYTES + 1].decode(
+        errors="replace"
+    )  # whether a line begins there, says this byte
     return text.partition("\n")[2] if "\n" in text else text
 
 

@@ -38,7 +38,11 @@ def night_data(
     from_s = now_s - hours * 3600
     all_jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     report = morning_report(state, all_jobs.values(), since_s, now_s, sweeps)
-    jobs = [job for job in all_jobs.values() if any(attempt.end_or(now_s) >= from_s for attempt in job.attempts)]
+    jobs = [
+        job
+        for job in all_jobs.values()
+        if any(attempt.end_or(now_s) >= from_s for attempt in job.attempts)
+    ]
     ended = [job for job in all_jobs.values() if job.status.ended and ended_at_s(job) >= from_s]
     return {
         "hours": hours,
@@ -47,7 +51,8 @@ def night_data(
         "chart": past_chart(state, jobs, from_s, now_s),
         "coming": _coming(expected, now_s),
         "expected": sorted(
-            (row for row in expected.values() if row["start_s"] is not None), key=lambda row: row["start_s"] or 0.0
+            (row for row in expected.values() if row["start_s"] is not None),
+            key=lambda row: row["start_s"] or 0.0,
         )[:COMING_MAX],
         "spans": sorted(
             ((job, attempt_view(job.spec, attempt)) for job in jobs for attempt in job.attempts),
@@ -66,9 +71,14 @@ def _ending(job: Job) -> Mapping[str, Any]:
         "job": job,
         "ended_at_s": ended_at_s(job),
         "why": (
-            last.failure.reason if last and last.failure and job.status is JobStatus.FAILED else job.reason
+            last.failure.reason
+            if last and last.failure and job.status is JobStatus.FAILED
+            else job.reason
         ).partition("\n")[0],
-        "ran_s": sum(attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s for attempt in job.attempts),
+        "ran_s": sum(
+            attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s
+            for attempt in job.attempts
+        ),
     }
 
 
@@ -82,7 +92,10 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
         for part in attempt.placement
         for index in part.devices
     }
-    lanes = {device: lane for lane, device in enumerate([*devices, *sorted(gone - {*devices})][:LANES_MAX])}
+    lanes = {
+        device: lane
+        for lane, device in enumerate([*devices, *sorted(gone - {*devices})][:LANES_MAX])
+    }
     bars = [
         Bar(
             lane=lanes[part.node, index],
@@ -101,7 +114,9 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
     if not bars:
         return Markup("")
     names = [f"{node}[{index}]" for node, index in lanes]
-    return gantt("What ran on each device", names, bars, from_s, now_s, now_s, _hours(from_s, now_s))
+    return gantt(
+        "What ran on each device", names, bars, from_s, now_s, now_s, _hours(from_s, now_s)
+    )
 
 
 def _coming(expected: Expectations, now_s: float) -> Markup:
@@ -129,15 +144,39 @@ def _coming(expected: Expectations, now_s: float) -> Markup:
                 late_s=ends[1] if ends else None,
             )
         )
-    names = [row["id"] if len(row["id"]) <= 18 else f"{row['id'][:8]}…{row['id'][-8:]}" for _, _, row in coming]
+    names = [
+        row["id"] if len(row["id"]) <= 18 else f"{row['id'][:8]}…{row['id'][-8:]}"
+        for _, _, row in coming
+    ]
     return gantt(
-        "What is expected to come", names, bars, now_s, max(until_s, now_s + 60), now_s, _hours(now_s, until_s)
+        "What is expected to come",
+        names,
+        bars,
+        now_s,
+        max(until_s, now_s + 60),
+        now_s,
+        _hours(now_s, until_s),
     )
 
 
 def _hours(from_s: float, until_s: float) -> list[tuple[float, str]]:
     """Round times, at most nine."""
-    steps_s = (10, 30, 60, 300, 600, 1800, 3600, 2 * 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 7 * 86400, 30 * 86400)
+    steps_s = (
+        10,
+        30,
+        60,
+        300,
+        600,
+        1800,
+        3600,
+        2 * 3600,
+        3 * 3600,
+        6 * 3600,
+        12 * 3600,
+        86400,
+        7 * 86400,
+        30 * 86400,
+    )
     step_s = next((step for step in steps_s if (until_s - from_s) / step <= 9), 365 * 86400)
     shift_s = time.localtime(from_s).tm_gmtoff
     first = -(-(from_s + shift_s) // step_s) * step_s - shift_s

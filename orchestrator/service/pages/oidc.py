@@ -16,8 +16,8 @@ from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
 from orchestrator.service.pages.frame import page
-from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, Gate
-from orchestrator.service.server.sessions import keep
+from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, Gate
+from orchestrator.service.server.access.sessions import keep
 from orchestrator.specs.access import Role
 from orchestrator.specs.oidc import SignInError
 
@@ -47,7 +47,12 @@ class SignIn:
             begun = self._provider.begin(_back(request))
         except SignInError as error:
             return self._refused(request, str(error), 502)
-        sign_in = {"state": begun.state, "nonce": begun.nonce, "verifier": begun.verifier, "next": came_from}
+        sign_in = {
+            "state": begun.state,
+            "nonce": begun.nonce,
+            "verifier": begun.verifier,
+            "next": came_from,
+        }
         text = json.dumps({**sign_in, "until_s": time.time() + BEGUN_S}).encode()
         answer = RedirectResponse(begun.url, 303)
         answer.set_cookie(
@@ -72,7 +77,9 @@ class SignIn:
                 raise SignInError("another issuer answered")
             if "error" in query or not query.get("code"):
                 raise SignInError("the provider sent no code")
-            claims = self._provider.claims(_back(request), query["code"], begun["nonce"], begun["verifier"])
+            claims = self._provider.claims(
+                _back(request), query["code"], begun["nonce"], begun["verifier"]
+            )
             user = self._provider.spec.user(claims)
             role = self._role(user, claims)
         except SignInError as error:
@@ -80,7 +87,8 @@ class SignIn:
             return self._refused(request, str(error), 403)
         cookie = self._gate.sessions.opened(user, role, self._provider.spec.session)
         log.info("signed in user=%s role=%s by=%s", user, role, self._provider.spec.issuer)
-        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours leads on
+        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
+        # leads on
         answer = page(request, "signed_in", came_from=begun["next"])
         answer.delete_cookie(_cookie(request), path=OIDC)
         keep(request, answer, cookie)
@@ -91,29 +99,45 @@ class SignIn:
         if text is None:
             raise SignInError("the browser has begun no sign in")
         begun: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
-        if not hmac.compare_digest(begun["state"].encode(), request.query_params.get("state", "").encode()):
+        if not hmac.compare_digest(
+            begun["state"].encode(), request.query_params.get("state", "").encode()
+        ):
             raise SignInError("the state is not the one of this browser")
         now_s = time.time()
         with self._lock:
             while self._used and next(iter(self._used.values())) < now_s:
                 self._used.popitem(last=False)
-            if now_s >= begun["until_s"] or begun["state"] in self._used or len(self._used) >= USED_MAX:
+            if (
+                now_s >= begun["until_s"]
+                or begun["state"] in self._used
+                or len(self._used) >= USED_MAX
+            ):
                 raise SignInError("the state was used before, or is too old")
             self._used[begun["state"]] = now_s + BEGUN_S
         return begun
 
     def _role(self, user: str, claims: Mapping[str, Any]) -> Role:
         role_by_claims = self._provider.spec.role(claims)
-        role_by_account = next((account.role for account in self._accounts.users() if account.name == user), None)
+        role_by_account = next(
+            (account.role for account in self._accounts.users() if account.name == user), None
+        )
         role = role_by_claims or role_by_account
         if role is None:
-            raise SignInError(f"{user} has no role: `orc user set` gives one, or `roles` of the cluster file")
+            raise SignInError(
+                f"{user} has no role: `orc user set` gives one, or `roles` of the cluster file"
+            )
         return role
 
     def _refused(self, request: Request, why: str, status: int) -> Response:
         log.warning("sign in refused: %s", why)
         return page(
-            request, "login", status=status, message=REFUSED, came_from=PAGES, is_from_elsewhere=False, oidc=OIDC
+            request,
+            "login",
+            status=status,
+            message=REFUSED,
+            came_from=PAGES,
+            is_from_elsewhere=False,
+            oidc=OIDC,
         )
 
 

@@ -30,17 +30,27 @@ def overview_data(
     jobs = {job.id: job for job in (*archived, *state.jobs.values())}
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
-    bad = [job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S]
+    bad = [
+        job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S
+    ]
     retried = {job.retry_of for job in jobs.values()}
-    groups = fold(sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True), _kind)
-    rows, live_groups = Rows(state, view, expected, waiting), fold(job for job in live if not job.asks)
+    groups = fold(
+        sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True), _kind
+    )
+    rows, live_groups = (
+        Rows(state, view, expected, waiting),
+        fold(job for job in live if not job.asks),
+    )
     running_groups, waiting_groups = list[list[Job]](), list[list[Job]]()
     for group in live_groups:
         (running_groups if is_running(group) else waiting_groups).append(group)
     strip = [
         job
         for job in jobs.values()
-        if any(attempt.ended_at_s is None or attempt.ended_at_s >= now_s - STRIP_S for attempt in job.attempts)
+        if any(
+            attempt.ended_at_s is None or attempt.ended_at_s >= now_s - STRIP_S
+            for attempt in job.attempts
+        )
     ]
     return {
         "failures": [_failure(group, view) for group in groups[:FAILURES_MAX]],
@@ -56,7 +66,8 @@ def overview_data(
             "waiting": len(waiting),
             "failed": len(bad),
             "succeeded": sum(
-                job.status is JobStatus.SUCCEEDED and ended_at_s(job) >= now_s - FAILURES_S for job in jobs.values()
+                job.status is JobStatus.SUCCEEDED and ended_at_s(job) >= now_s - FAILURES_S
+                for job in jobs.values()
             ),
         },
     }
@@ -77,7 +88,9 @@ def telling_line(excerpt: str) -> str:
 def _failure(group: Sequence[Job], view: Views) -> Mapping[str, Any]:
     job = group[0]
     failure = job.last.failure if job.last else None
-    reason = (failure.reason if failure and job.status is JobStatus.FAILED else job.reason).partition("\n")[0]
+    reason = (
+        failure.reason if failure and job.status is JobStatus.FAILED else job.reason
+    ).partition("\n")[0]
     line = telling_line(failure.excerpt) if failure else ""
     return {
         "job": view(job),

@@ -45,19 +45,31 @@ class Filter:
             and (not self.team or (policy.is_shared and policy.team_of(job.user).name == self.team))
             and (not self.name or self.name in job.id)
             and (not self.array or job.array == self.array)
-            and (not self.why or (job.status is JobStatus.QUEUED and pending(job, state.at_s).value == self.why))
+            and (
+                not self.why
+                or (job.status is JobStatus.QUEUED and pending(job, state.at_s).value == self.why)
+            )
         )
 
 
 def queue_data(
-    state: State, archived: Sequence[Job], view: Views, expected: Expectations, criteria: Filter, number: int
+    state: State,
+    archived: Sequence[Job],
+    view: Views,
+    expected: Expectations,
+    criteria: Filter,
+    number: int,
 ) -> Mapping[str, Any]:
     """Return the data of page `number`: ROWS live rows, and on the last page the most recently ended jobs."""
     live = in_order(job for job in state.jobs.values() if not job.status.ended)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     archived_ids = {job.id for job in archived}
-    just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in archived_ids]
-    matches = [job for job in (*live, *reversed(just_ended), *archived) if criteria.admits(job, state)]
+    just_ended = [
+        job for job in state.jobs.values() if job.status.ended and job.id not in archived_ids
+    ]
+    matches = [
+        job for job in (*live, *reversed(just_ended), *archived) if criteria.admits(job, state)
+    ]
     groups = [[job] for job in matches] if criteria.array else fold(matches)
     live_groups = [group for group in groups if not group[0].status.ended]
     pages = max(1, -(-len(live_groups) // ROWS))
@@ -67,7 +79,9 @@ def queue_data(
     return {
         "running": rows.of([group for group in shown if is_running(group)]),
         "waiting": rows.of([group for group in shown if not is_running(group)]),
-        "ended": rows.of([group for group in groups if group[0].status.ended][:ROWS]) if number == pages else [],
+        "ended": rows.of([group for group in groups if group[0].status.ended][:ROWS])
+        if number == pages
+        else [],
         "counts": {
             "running": len(live) - len(waiting),
             "waiting": len(waiting),
@@ -102,7 +116,9 @@ def is_running(group: Sequence[Job]) -> bool:
 class Rows:
     """Builds table rows of jobs from one state."""
 
-    def __init__(self, state: State, view: Views, expected: Expectations, waiting: Sequence[Job]) -> None:
+    def __init__(
+        self, state: State, view: Views, expected: Expectations, waiting: Sequence[Job]
+    ) -> None:
         """`waiting` are all queued jobs in the order of the queue."""
         self._state, self._view, self._expected = state, view, expected
         self._positions = {job.id: position for position, job in enumerate(waiting, 1)}

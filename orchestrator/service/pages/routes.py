@@ -22,6 +22,8 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.commands.what_if import WhatIf, what_if
+from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.intake import read_jobs
 from orchestrator.service.pages.archive import Archive
 from orchestrator.service.pages.cluster import uses
 from orchestrator.service.pages.compare import comparison_data, comparisons
@@ -44,16 +46,28 @@ from orchestrator.service.pages.night import night_data
 from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.overview import overview_data
 from orchestrator.service.pages.queue import Filter, queue_data
-from orchestrator.service.server.answers import PlainRoute
-from orchestrator.service.server.attempt_files import view_of
-from orchestrator.service.server.cluster_file import kept_cluster
-from orchestrator.service.server.dependencies import NEVER_SEEN, Pages, Service, job_of, seen_from
-from orchestrator.service.server.gate import LINK, OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
-from orchestrator.service.server.intake import read_jobs
-from orchestrator.service.server.links import Links
-from orchestrator.service.server.ownership import may_change
-from orchestrator.service.server.sessions import drop, keep
-from orchestrator.service.server.waits import Waits
+from orchestrator.service.server.access.gate import (
+    LINK,
+    OIDC,
+    OIDC_BACK,
+    PAGES,
+    SIGN_IN,
+    STATIC,
+    Gate,
+)
+from orchestrator.service.server.access.ownership import may_change
+from orchestrator.service.server.access.sessions import drop, keep
+from orchestrator.service.server.routes.answers import PlainRoute
+from orchestrator.service.server.routes.attempt_files import view_of
+from orchestrator.service.server.routes.dependencies import (
+    NEVER_SEEN,
+    Pages,
+    Service,
+    job_of,
+    seen_from,
+)
+from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
@@ -155,7 +169,10 @@ class _Pages:
         self._playing = threading.Lock()
         self._archive = Archive(controller.ended)
         self._waits = Waits(controller.wait_for_change)
-        self._mlflow, self._links = service.trackers.get("mlflow"), Links(partial(job_url, service.home))
+        self._mlflow, self._links = (
+            service.trackers.get("mlflow"),
+            Links(partial(job_url, service.home)),
+        )
 
     def _get(self, path: str, **parameters: Any) -> Any:
         """Return the answer of the API's GET route."""
@@ -184,8 +201,14 @@ class _Pages:
             return may("POST", "/jobs/cancel") and is_own
 
         problems = self._controller.health.problems()
-        shared: dict[str, Any] = {"may": may, "may_change_job": may_change_job, "problems": problems}
-        return page(request, template, version=self._controller.version, now_s=time.time(), **shared | data)
+        shared: dict[str, Any] = {
+            "may": may,
+            "may_change_job": may_change_job,
+            "problems": problems,
+        }
+        return page(
+            request, template, version=self._controller.version, now_s=time.time(), **shared | data
+        )
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
@@ -198,10 +221,21 @@ class _Pages:
         return self._sign_in_page(request, came_from, is_from_elsewhere=is_from_elsewhere)
 
     def _sign_in_page(
-        self, request: Request, came_from: str, message: str = "", status: int = 200, *, is_from_elsewhere: bool = False
+        self,
+        request: Request,
+        came_from: str,
+        message: str = "",
+        status: int = 200,
+        *,
+        is_from_elsewhere: bool = False,
     ) -> Response:
         oidc = None if self.oidc is None else f"{OIDC}?next={quote(came_from, safe='')}"
-        data = {"message": message, "came_from": came_from, "is_from_elsewhere": is_from_elsewhere, "oidc": oidc}
+        data = {
+            "message": message,
+            "came_from": came_from,
+            "is_from_elsewhere": is_from_elsewhere,
+            "oidc": oidc,
+        }
         return page(request, "login", status=status, **data)
 
     def to_provider(self, request: Request) -> Response:
@@ -223,7 +257,9 @@ class _Pages:
             keep(request, answer, cookie)
             return answer
         is_guessing = self._gate.is_guessing(request)
-        message = "Too many wrong tokens: wait a minute." if is_guessing else "This token admits nobody."
+        message = (
+            "Too many wrong tokens: wait a minute." if is_guessing else "This token admits nobody."
+        )
         status = 429 if is_guessing else 401
         return self._sign_in_page(request, came_from, message, status)
 
@@ -237,7 +273,8 @@ class _Pages:
             self._gate.is_guessing(request)
             message = "This link was used before, or is older than five minutes: `orc open` makes another."
             return self._sign_in_page(request, came_from, message, 403)
-        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours leads on
+        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours
+        # leads on
         answer = page(request, "signed_in", came_from=came_from)
         keep(request, answer, cookie)
         return answer
@@ -251,19 +288,28 @@ class _Pages:
             self._waits,
             lambda: self._gate.principal(request) is not None,
         )
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(
+            stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
 
     # ---------------------------------------------------------------------------------------------------------- pages
 
     def overview(self, request: Request) -> Response:
         state, expected = self._controller.state, self._forecasts.newest()
         return self._page(
-            request, "overview", **overview_data(state, self._archive.newest(), self._view, expected, time.time())
+            request,
+            "overview",
+            **overview_data(state, self._archive.newest(), self._view, expected, time.time()),
         )
 
     def queue(self, request: Request) -> Response:
         query = request.query_params
-        criteria = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name", "array")})
+        criteria = Filter(
+            **{
+                name: query.get(name, "")
+                for name in ("status", "user", "team", "why", "name", "array")
+            }
+        )
         data = queue_data(
             self._controller.state,
             self._archive.newest(),
@@ -284,13 +330,18 @@ class _Pages:
             tab="overview",
             job=job,
             rows=attempt_rows(job),
-            charts=charts(curves, self._capacities().get(job["attempts"][-1]["device"] if job["attempts"] else "")),
+            charts=charts(
+                curves,
+                self._capacities().get(job["attempts"][-1]["device"] if job["attempts"] else ""),
+            ),
             curves=curves,
             facts=facts_of(last) if last else {},
             memory=memory_rows(job, self._capacities()),
             expected=self._forecasts.newest().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
-            comparison=last.array if last and last.spec.member and last.spec.member.compared else None,
+            comparison=last.array
+            if last and last.spec.member and last.spec.member.compared
+            else None,
             sweep=last.array if last and last.spec.trial else None,
             artifacts=artifacts(self._home, job["id"]),
             mlflow=self._mlflow_page(request, last),
@@ -324,12 +375,17 @@ class _Pages:
         job = self._job(request.path_params["job_id"])
         query, attempts = request.query_params, job["attempts"]
         number, rank = _number(query, "attempt", len(attempts)), _number(query, "rank", 0)
-        text, data = query.get("find", "")[:TEXT_MAX], {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": []}
+        text, data = (
+            query.get("find", "")[:TEXT_MAX],
+            {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": []},
+        )
         if attempts:
             path = "/jobs/{job_id}/attempts/{number}/logs"
 
             def read(offset: int) -> bytes:
-                return bytes(self._get(path, job_id=job["id"], number=number, rank=rank, offset=offset).body)
+                return bytes(
+                    self._get(path, job_id=job["id"], number=number, rank=rank, offset=offset).body
+                )
 
             size = log_bytes(self._home, job["id"], number, rank)
             start = min(size, _number(query, "from", max(0, size - WINDOW_BYTES)))
@@ -365,7 +421,9 @@ class _Pages:
         return self._page(request, "comparisons", comparisons=comparisons(jobs))
 
     def comparison(self, request: Request) -> Response:
-        answer = self._get("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request)
+        answer = self._get(
+            "/jobs/{job_id}/comparison", job_id=request.path_params["job_id"], request=request
+        )
         return self._page(request, "comparison", **comparison_data(answer, self._home))
 
     def sweeps(self, request: Request) -> Response:
@@ -381,9 +439,13 @@ class _Pages:
     def submit(self, request: Request) -> Response:
         return self._submit_page(request, EXAMPLE, field_values(EXAMPLE))
 
-    def _submit_page(self, request: Request, text: str, fields: Mapping[str, str], **results: Any) -> Response:
+    def _submit_page(
+        self, request: Request, text: str, fields: Mapping[str, str], **results: Any
+    ) -> Response:
         nothing = {"error": "", "specs": [], "forecasts": [], "trials": 0}
-        return self._page(request, "submit", text=text, fields=fields, sections=sections(), **nothing | results)
+        return self._page(
+            request, "submit", text=text, fields=fields, sections=sections(), **nothing | results
+        )
 
     async def dry_run(self, request: Request) -> Response:
         return await run_in_threadpool(self._dry_run, request, await _form(request))
@@ -392,7 +454,11 @@ class _Pages:
         """The plans that the jobs of a form would get; nothing is submitted."""
         cluster = self._get("/cluster", request=request)
         try:
-            text = propose(form["command"], form.get("folder", "")) if "command" in form else write_job_file(form)
+            text = (
+                propose(form["command"], form.get("folder", ""))
+                if "command" in form
+                else write_job_file(form)
+            )
         except OrchestratorError as refused:  # what was typed stays in its field
             return self._submit_page(request, form.get("text", EXAMPLE), form, error=str(refused))
         try:
@@ -404,10 +470,14 @@ class _Pages:
             return self._submit_page(request, text, field_values(text), error=str(refused))
         trials = specs[0].trial.sweep.trials if specs[0].trial is not None else 0
         dumped = [{"spec": spec.model_dump(mode="json")} for spec in specs]
-        return self._submit_page(request, text, field_values(text), specs=dumped, forecasts=forecasts, trials=trials)
+        return self._submit_page(
+            request, text, field_values(text), specs=dumped, forecasts=forecasts, trials=trials
+        )
 
     def what_if(self, request: Request) -> Response:
-        return self._page(request, "what_if", form=EMPTY_FORM, error="", result=None, orders=list(Order))
+        return self._page(
+            request, "what_if", form=EMPTY_FORM, error="", result=None, orders=list(Order)
+        )
 
     async def play(self, request: Request) -> Response:
         form = await _form(request)
@@ -425,7 +495,9 @@ class _Pages:
                 error = str(refused)
             finally:
                 self._playing.release()
-        return self._page(request, "what_if", form=form, error=error, result=result, orders=list(Order))
+        return self._page(
+            request, "what_if", form=form, error=error, result=result, orders=list(Order)
+        )
 
     def _what_if(self, form: Mapping[str, str]) -> WhatIf:
         state = self._controller.state
@@ -440,7 +512,12 @@ class _Pages:
 
     def audit(self, request: Request) -> Response:
         number = _number(request.query_params, "before", 0) or None
-        return self._page(request, "audit", **self._get("/audit", limit=AUDIT_ROWS, before=number), limit=AUDIT_ROWS)
+        return self._page(
+            request,
+            "audit",
+            **self._get("/audit", limit=AUDIT_ROWS, before=number),
+            limit=AUDIT_ROWS,
+        )
 
     def _capacities(self) -> dict[str, int]:
         """Memory of each kind of device."""
@@ -462,7 +539,12 @@ async def _form(request: Request) -> dict[str, str]:
 def _own_path(path: str) -> str:
     """The path of a page of this service; the overview for anything else."""
     parts = urlsplit(path)
-    is_own = path.startswith((f"{PAGES}/", f"{MLFLOW}/")) and not parts.netloc and not parts.scheme and "\\" not in path
+    is_own = (
+        path.startswith((f"{PAGES}/", f"{MLFLOW}/"))
+        and not parts.netloc
+        and not parts.scheme
+        and "\\" not in path
+    )
     return path if is_own and not path.startswith(SIGN_IN) else START
 
 
@@ -471,16 +553,24 @@ def _file(request: Request) -> Response:
     if name not in FILES:
         return Response(status_code=404)
     content = files("orchestrator.service.pages").joinpath("static", name).read_bytes()
-    return Response(content, media_type=FILES[name], headers={"Cache-Control": "public, max-age=300"})
+    return Response(
+        content, media_type=FILES[name], headers={"Cache-Control": "public, max-age=300"}
+    )
 
 
 def _read(text: str) -> list[Any]:
     """The jobs of a text. Its paths are those of the service's machine, so each must be absolute."""
     for spec in parse_jobs(text, SOURCE):
-        wrong = next(((key, path) for key, path in paths_of(spec) if not path.startswith("/")), None)
+        wrong = next(
+            ((key, path) for key, path in paths_of(spec) if not path.startswith("/")), None
+        )
         if wrong is not None:
             hint = "a page has no folder to start from: write the path on the service's machine, or use `orc submit`"
-            raise SpecError("not an absolute path", source=SOURCE, path=wrong[0], got=wrong[1], hint=hint)
+            raise SpecError(
+                "not an absolute path", source=SOURCE, path=wrong[0], got=wrong[1], hint=hint
+            )
         if spec.is_script and spec.workdir is None:
-            raise SpecError("the script has no folder", source=SOURCE, path="workdir", hint="name one, absolute")
+            raise SpecError(
+                "the script has no folder", source=SOURCE, path="workdir", hint="name one, absolute"
+            )
     return list(read_jobs(read_document(text, SOURCE).data))

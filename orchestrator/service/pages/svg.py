@@ -67,7 +67,9 @@ class _Scale:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        low, high = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
+        low, high = (
+            (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
+        )
         value = math.log(max(value, 1e-12)) if self.is_log else value
         share = (value - low) / (high - low) if high > low else 0.5
         return round(self.start + share * (self.end - self.start), 1)
@@ -99,13 +101,17 @@ def lines(
     drawn = [_grid(across, up, step_ticks, _ticks(up.low, up.high), unit, "optimizer step")]
     drawn += [] if limit is None else [_limit_line(up.at(limit), f"device ends: {limit:.4g}{unit}")]
     for curve in curves:
-        path = " ".join(f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points)
+        path = " ".join(
+            f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points
+        )
         drawn.append(Markup('<polyline class="line {}" points="{}"/>').format(curve.tone, path))
         step, value = curve.points[-1]
         drawn.append(
             Markup(
                 '<circle class="dot {}" cx="{}" cy="{}" r="3"><title>{}: {:.4g}{} at step {:.0f}</title></circle>'
-            ).format(curve.tone, across.at(step), max(TOP, up.at(value)), curve.name, value, unit, step)
+            ).format(
+                curve.tone, across.at(step), max(TOP, up.at(value)), curve.name, value, unit, step
+            )
         )
     description = "; ".join(
         f"{curve.name}: {curve.points[0][1]:.4g}{unit} at step {curve.points[0][0]:.0f} to "
@@ -117,7 +123,9 @@ def lines(
 
 def _limit_line(height: float, text: str) -> Markup:
     right = WIDTH - RIGHT
-    line = Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, right, height, height)
+    line = Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+        LEFT, right, height, height
+    )
     return line + _note(text, height - 6)
 
 
@@ -156,10 +164,14 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
         drawn.append(_mark(point.mark, x, y, tooltip))
         if point.label:
             drawn.append(
-                Markup('<text class="label" x="{}" y="{}">{}{}</text>').format(x + 10, y + 4, label_prefix, point.label)
+                Markup('<text class="label" x="{}" y="{}">{}{}</text>').format(
+                    x + 10, y + 4, label_prefix, point.label
+                )
             )
     counts = ", ".join(
-        f"{count} {mark}" for mark in Mark if (count := sum(point.mark is mark for point in picture.points))
+        f"{count} {mark}"
+        for mark in Mark
+        if (count := sum(point.mark is mark for point in picture.points))
     )
     return _svg(
         title or f"Plans on {picture.device}",
@@ -172,7 +184,9 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
 
 def _mark(mark: Mark, x: float, y: float, tooltip: str) -> Markup:
     if mark is Mark.REFUTED:
-        shape = Markup('<path class="mark refuted" d="M{} {}l8 8m0 -8l-8 8"><title>{}</title></path>')
+        shape = Markup(
+            '<path class="mark refuted" d="M{} {}l8 8m0 -8l-8 8"><title>{}</title></path>'
+        )
         return shape.format(x - 4, y - 4, tooltip)
     tone, radius = DOTS[mark]
     shape = Markup('<circle class="mark {}" cx="{}" cy="{}" r="{}"><title>{}</title></circle>')
@@ -180,7 +194,10 @@ def _mark(mark: Mark, x: float, y: float, tooltip: str) -> Markup:
 
 
 def waterfall(
-    causes: Sequence[Cause], predicted_bytes: int, measured_bytes: int | None, capacity_bytes: int | None
+    causes: Sequence[Cause],
+    predicted_bytes: int,
+    measured_bytes: int | None,
+    capacity_bytes: int | None,
 ) -> Markup:
     """Return a waterfall chart of predicted bytes by cause, and their sum beside the measured peak."""
     rows: list[tuple[str, int, int, str]] = []
@@ -199,21 +216,37 @@ def waterfall(
     for row, (name, start, end, tone) in enumerate(rows):
         y = TOP + row * (LANE + GAP)
         drawn.append(
-            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(label - 8, y + 13, name)
+            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(
+                label - 8, y + 13, name
+            )
         )
         drawn.append(
             Markup('<rect class="bar {}" x="{}" y="{}" width="{}" height="{}" rx="2"/>').format(
-                tone, across.at(start), y, max(1.5, round(across.at(end) - across.at(start), 1)), LANE
+                tone,
+                across.at(start),
+                y,
+                max(1.5, round(across.at(end) - across.at(start), 1)),
+                LANE,
             )
         )
         size = format_bytes(end - start)
-        drawn.append(Markup('<text class="value" x="{}" y="{}">{}</text>').format(across.at(end) + 6, y + 13, size))
+        drawn.append(
+            Markup('<text class="value" x="{}" y="{}">{}</text>').format(
+                across.at(end) + 6, y + 13, size
+            )
+        )
     if capacity_bytes:
         x, bottom = across.at(capacity_bytes), height - BOTTOM + 4
-        drawn.append(Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 6, bottom))
+        drawn.append(
+            Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+                x, x, TOP - 6, bottom
+            )
+        )
         limit_text = f"memory ends: {format_bytes(capacity_bytes)}"
         drawn.append(
-            Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(x, bottom + 16, limit_text)
+            Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(
+                x, bottom + 16, limit_text
+            )
         )
     description = "; ".join(f"{name} {format_bytes(end - start)}" for name, start, end, _ in rows)
     return _svg("Bytes by cause", description, WIDTH, height, drawn)
@@ -235,14 +268,22 @@ def gantt(
     drawn = []
     for at_s, text in ticks:
         x = across.at(at_s)
-        drawn.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 6, bottom))
         drawn.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, bottom + 18, text)
+            Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+                x, x, TOP - 6, bottom
+            )
+        )
+        drawn.append(
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(
+                x, bottom + 18, text
+            )
         )
     for lane, name in enumerate(lanes):
         y = TOP + lane * (LANE + GAP)
         drawn.append(
-            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(LABEL_WIDTH - 8, y + 13, name)
+            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(
+                LABEL_WIDTH - 8, y + 13, name
+            )
         )
         drawn.append(
             Markup('<rect class="lane" x="{}" y="{}" width="{}" height="{}"/>').format(
@@ -253,8 +294,18 @@ def gantt(
         drawn.append(_bar(bar, across, from_s, until_s))
     if from_s <= now_s <= until_s:
         x = across.at(now_s)
-        drawn.append(Markup('<line class="now" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 8, bottom + 4))
-    return _svg(title, f"{len(bars)} spans in {len(lanes)} lanes; the table below has each.", width, height, drawn)
+        drawn.append(
+            Markup('<line class="now" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+                x, x, TOP - 8, bottom + 4
+            )
+        )
+    return _svg(
+        title,
+        f"{len(bars)} spans in {len(lanes)} lanes; the table below has each.",
+        width,
+        height,
+        drawn,
+    )
 
 
 def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
@@ -262,12 +313,16 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
     y = TOP + bar.lane * (LANE + GAP)
     start, end = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s))
     width = max(2.0, round(end - start, 1))
-    shape = f'<rect class="span {bar.tone}" x="{start}" y="{y}" width="{width}" height="{LANE}" rx="2">'
+    shape = (
+        f'<rect class="span {bar.tone}" x="{start}" y="{y}" width="{width}" height="{LANE}" rx="2">'
+    )
     shape += f"<title>{escape(bar.tooltip)}</title></rect>"
     if bar.label and end - start > 7 * len(bar.label) + 8:
         shape += f'<text class="inside" x="{start + 5}" y="{y + 13}">{escape(bar.label)}</text>'
     if bar.early_s is not None and bar.late_s is not None:
-        early, late = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s))
+        early, late = (
+            across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s)
+        )
         top, middle = y + LANE / 2 - 4, y + LANE / 2
         shape += f'<path class="band" d="M{early} {top}v8M{early} {middle}H{late}M{late} {top}v8"/>'
     return Markup(shape)
@@ -278,7 +333,9 @@ def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> 
     across, up = _Scale(from_s, until_s, 0, 100), _Scale(0, 100, 24, 0)
     drawn = [Markup('<rect class="lane" width="100" height="24"/>')]
     for curve in curves:
-        points = " ".join(f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points))
+        points = " ".join(
+            f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points)
+        )
         drawn.append(Markup('<polyline class="line {}" points="{}"/>').format(curve.tone, points))
     text = "; ".join(f"{curve.name}: {curve.points[-1][1]:.0f} %" for curve in curves[-4:])
     shape = Markup(
@@ -309,9 +366,15 @@ def _grid(
     drawn = [Markup("")]
     for value, text in beside:
         y = up.at(value)
-        drawn.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, y, y))
         drawn.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}{}</text>').format(LEFT - 8, y + 4, text, unit)
+            Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
+                LEFT, WIDTH - RIGHT, y, y
+            )
+        )
+        drawn.append(
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}{}</text>').format(
+                LEFT - 8, y + 4, text, unit
+            )
         )
     for value, text in under:
         x = across.at(value)
@@ -327,9 +390,14 @@ def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[flo
     """Return about TICKS round values in a span, all of them integers where `is_whole`."""
     raw = max((high - low) / TICKS, 1.0 if is_whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(digit * power for digit in ((1, 2, 5, 10) if is_whole else (1, 2, 2.5, 5, 10)) if digit * power >= raw)
+    step = next(
+        digit * power
+        for digit in ((1, 2, 5, 10) if is_whole else (1, 2, 2.5, 5, 10))
+        if digit * power >= raw
+    )
     return [
-        (count * step, f"{count * step:.6g}") for count in range(math.ceil(low / step), math.floor(high / step) + 1)
+        (count * step, f"{count * step:.6g}")
+        for count in range(math.ceil(low / step), math.floor(high / step) + 1)
     ]
 
 
@@ -339,12 +407,16 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
     if run <= 1:
         return points
     parts = [points[start : start + run] for start in range(0, len(points), run)]
-    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    means = [
+        (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts
+    ]
     return [*means[:-1], points[-1]]
 
 
 def _svg(title: str, description: str, width: int, height: int, drawn: Sequence[Markup]) -> Markup:
-    name = re.sub(r"[^a-z0-9]+", "-", title.lower())  # the same on every request, and one on its page
+    name = re.sub(
+        r"[^a-z0-9]+", "-", title.lower()
+    )  # the same on every request, and one on its page
     return Markup(
         '<svg class="chart{}" viewBox="0 0 {} {}" role="img" aria-labelledby="t-{} d-{}"><title id="t-{}">{}</title>'
         '<desc id="d-{}">{}</desc>{}</svg>'

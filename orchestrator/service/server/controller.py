@@ -18,7 +18,13 @@ from orchestrator.service.server.health import Health
 from orchestrator.service.server.log_lines import log_fields, log_line
 from orchestrator.service.server.logs import about
 from orchestrator.service.server.retry import Begin
-from orchestrator.service.server.submissions import GROUP, Request, SubmissionQueue, answer, new_jobs
+from orchestrator.service.server.submissions import (
+    GROUP,
+    Request,
+    SubmissionQueue,
+    answer,
+    new_jobs,
+)
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.service.server.verbs import Change
 from orchestrator.specs.actions import Launch, Stop
@@ -53,8 +59,10 @@ from orchestrator.specs.state import State
 POLL_S = 0.1  # longest delay until a submission or a cancellation is processed
 STORAGE_S = 1.0  # pause after the journal could not be written
 DEAF_S = 1.0  # pause after the backend failed to return events
-SNAPSHOT_EVENTS = 500  # fewest events between snapshots; with more live jobs, as many events as jobs
-STANDSTILL_S = 10.0  # without the end of a decision that is under way: one takes milliseconds, beside load a second
+# fewest events between snapshots; with more live jobs, as many events as jobs
+SNAPSHOT_EVENTS = 500
+# without the end of a decision that is under way: one takes milliseconds, beside load a second
+STANDSTILL_S = 10.0
 ERROR_CHARACTERS_MAX = 500
 
 _DIVERGED = """the journal has these decisions on {event}:
@@ -104,9 +112,11 @@ class Controller:
         self.health.watch(journal.unreadable)
         self.health.watch(self.standstill, is_fatal=True)
         self.health.watch(lambda: unreadable_problem(self._state))
-        self._under_way: tuple[str, str, float] | None = None  # kind, log line and monotonic start of a decision
+        # kind, log line and monotonic start of a decision
+        self._under_way: tuple[str, str, float] | None = None
         self._storage_problem: str | None = None
-        self._uncertain: UncertainError | None = None  # the journal may know what this process does not
+        # the journal may know what this process does not
+        self._uncertain: UncertainError | None = None
         self._uncommitted: list[Event] = []  # of the backend, and not in the journal yet
         self._began_at_s = journal.began_at_s()
         self._journal = journal
@@ -151,7 +161,9 @@ class Controller:
             return None
         since = datetime.fromtimestamp(time.time() - taken_s).astimezone()
         what = under_way[1] if names_job else under_way[0]
-        return f"no decision has ended for {taken_s:.0f} s: {what}, since {since:%Y-%m-%d %H:%M:%S %Z}"
+        return (
+            f"no decision has ended for {taken_s:.0f} s: {what}, since {since:%Y-%m-%d %H:%M:%S %Z}"
+        )
 
     def wake_at_s(self) -> float | None:
         """Return when the loop next decides without an event; None: not before the next event."""
@@ -196,11 +208,15 @@ class Controller:
             at_s, tally = self._clock(), deepcopy(self._tally)
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
 
-    def submit(self, spec: JobSpec, fault: Fault | None = None, key: RequestKey | None = None) -> str:
+    def submit(
+        self, spec: JobSpec, fault: Fault | None = None, key: RequestKey | None = None
+    ) -> str:
         """Submit a job; return its id once it is in the journal. Raises ServiceError if it cannot be stored."""
         return self.submit_all([(spec, fault)], key)[0]
 
-    def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]], key: RequestKey | None = None) -> list[str]:
+    def submit_all(
+        self, jobs: Sequence[tuple[JobSpec, Fault | None]], key: RequestKey | None = None
+    ) -> list[str]:
         """Submit jobs atomically; return their ids once they are in the journal. Raises ServiceError if they are not.
 
         Submitted again under the same idempotency key, they are the same jobs. Raises SpecError if a job depends on an
@@ -211,7 +227,9 @@ class Controller:
         """
         return self._commit(Request(jobs, key))
 
-    def submit_retry(self, job: Job, spec: JobSpec, begin: Begin, key: RequestKey | None = None) -> str:
+    def submit_retry(
+        self, job: Job, spec: JobSpec, begin: Begin, key: RequestKey | None = None
+    ) -> str:
         """Submit an ended job again, as `submit` does, starting as `begin` says."""
         request = Request([(spec, None)], key, job.id, begin.continues_from, begin.step)
         return self._commit(request)[0]
@@ -230,11 +248,21 @@ class Controller:
         ended.
         """
         with self._changed:
-            live_ids = [job_id for job_id in job_ids if (job := self.job(job_id)) is None or not job.status.ended]
+            live_ids = [
+                job_id
+                for job_id in job_ids
+                if (job := self.job(job_id)) is None or not job.status.ended
+            ]
             named_ids = job_ids if whole_arrays or not live_ids else live_ids
-            ids = [live_id for job_id in named_ids for live_id in self._to_cancel(job_id, whole_array=whole_arrays)]
+            ids = [
+                live_id
+                for job_id in named_ids
+                for live_id in self._to_cancel(job_id, whole_array=whole_arrays)
+            ]
             at_s = self._clock()
-            self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(ids)])
+            self._apply(
+                [CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(ids)]
+            )
             return [*dict.fromkeys(ids)]
 
     def retry(self, job_id: str, spec: JobSpec) -> None:
@@ -242,7 +270,9 @@ class Controller:
         with self._changed:
             job = self._state.jobs.get(job_id)
             if job is None or not job.asks:
-                raise ServiceError(f"job {job_id} asks nothing: `orc show {job_id}` tells how it stands")
+                raise ServiceError(
+                    f"job {job_id} asks nothing: `orc show {job_id}` tells how it stands"
+                )
             self._apply([RetryRequested(job_id=job_id, spec=spec, at_s=self._clock())])
 
     def change(self, job_ids: Sequence[str], change: Change) -> list[str]:
@@ -252,10 +282,16 @@ class Controller:
         """
         with self._changed:
             live_ids = [
-                live for job_id in dict.fromkeys(job_ids) for live in self._to_cancel(job_id, whole_array=False)
+                live
+                for job_id in dict.fromkeys(job_ids)
+                for live in self._to_cancel(job_id, whole_array=False)
             ]
             at_s = self._clock()
-            events = [event for job_id in live_ids if (event := change(self._state.jobs[job_id], at_s)) is not None]
+            events = [
+                event
+                for job_id in live_ids
+                if (event := change(self._state.jobs[job_id], at_s)) is not None
+            ]
             if events:
                 self._apply(events)
             return [event.job_id for event in events]
@@ -271,12 +307,16 @@ class Controller:
             raise UnknownError(f"there is no job {job_id!r}: `orc queue` lists them")
         if not whole_array:
             if job.status.ended:
-                raise ServiceError(f"job {job_id} has ended already: {job.status}. `orc retry {job_id}` runs it again")
+                raise ServiceError(
+                    f"job {job_id} has ended already: {job.status}. `orc retry {job_id}` runs it again"
+                )
             return [job_id]
         if job.array is None:
             raise ServiceError(f"job {job_id} is of no array: cancel it without --array")
         members = [
-            member.id for member in self._state.jobs.values() if member.array == job.array and not member.status.ended
+            member.id
+            for member in self._state.jobs.values()
+            if member.array == job.array and not member.status.ended
         ]
         if not members:
             raise ServiceError(f"all jobs of the array {job.array} have ended already")
@@ -316,7 +356,8 @@ class Controller:
             except StorageError:  # a full disk: what runs goes on, and what it tells waits
                 stop.wait(STORAGE_S)
         with self._changed:
-            self._save()  # a snapshot: another version may decide differently, and then has no events to fold
+            # a snapshot: another version may decide differently, and then has no events to fold
+            self._save()
 
     def turn(self, wait_s: float) -> None:
         """Run one loop iteration: perform pending actions, wait up to `wait_s` for events, decide, perform again."""
@@ -352,7 +393,9 @@ class Controller:
     def _note_storage(self, problem: str | None) -> None:
         """Note, and log once, whether the journal can be written."""
         if (problem is None) != (self._storage_problem is None):
-            log.error("%s", problem) if problem is not None else log.info("the journal is written again")
+            log.error("%s", problem) if problem is not None else log.info(
+                "the journal is written again"
+            )
         self._storage_problem = problem
 
     def _listen(self, wait_s: float) -> Sequence[Event]:
@@ -372,7 +415,12 @@ class Controller:
             log.error("%s is left out: %s", log_line(event), error)
             if not isinstance(event, Finished):
                 return None
-            return replace(event, evidence=Evidence(collect_error=f"it cannot be kept: {error}"[:ERROR_CHARACTERS_MAX]))
+            return replace(
+                event,
+                evidence=Evidence(
+                    collect_error=f"it cannot be kept: {error}"[:ERROR_CHARACTERS_MAX]
+                ),
+            )
 
     def _admit(self) -> None:
         """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
@@ -381,7 +429,9 @@ class Controller:
             requests = self._submissions.take()
             try:
                 self._apply(new_jobs(requests, self._state, self._journal, self._clock(), self.job))
-            except BaseException as failure:  # re-raised in the thread of every submitter of this group
+            except (
+                BaseException
+            ) as failure:  # re-raised in the thread of every submitter of this group
                 error = failure
         answer(requests, error)
 
@@ -414,7 +464,9 @@ class Controller:
                 self._tally.add(event, actions, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
                     log.info("event %s", log_line(event), extra=log_fields(event))
-                self._pending.extend(action for action in actions if isinstance(action, Launch | Stop))
+                self._pending.extend(
+                    action for action in actions if isinstance(action, Launch | Stop)
+                )
             self._changed.notify_all()
             self._unsaved_events += len(decisions_made)
             # a snapshot writes one row per changed job, so at most one per event
@@ -442,7 +494,8 @@ class Controller:
         except StorageError as error:
             self._note_storage(str(error))
         except UncertainError as error:
-            self._uncertain = error  # what was appended is kept: whoever waits for that has an answer
+            # what was appended is kept: whoever waits for that has an answer
+            self._uncertain = error
         else:
             self._unsaved_events = 0
             self._note_storage(None)
@@ -474,12 +527,16 @@ class Controller:
                 self._backend.adopt(job, job.attempts[action.number - 1])
             self._backend.stop(action)
         except Exception:  # a backend's fault: the queue goes on
-            log.exception("backend failed to stop attempt=%s", action.name, extra=log_fields(action))
+            log.exception(
+                "backend failed to stop attempt=%s", action.name, extra=log_fields(action)
+            )
 
     def _adopt(self, job: Job, attempt: Attempt) -> None:
         """After a restart: watch the attempts that hold devices, and repeat stops that were in progress."""
         extra = about(job.id, attempt.number)
-        log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status, extra=extra)
+        log.info(
+            "adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status, extra=extra
+        )
         try:
             self._backend.adopt(job, attempt)
         except Exception as error:  # a backend's fault ends the attempt, not the queue
@@ -497,7 +554,16 @@ class Controller:
             return
         reason = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
         evidence = Evidence(launch_error=reason)
-        self._apply([Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock())])
+        self._apply(
+            [
+                Finished(
+                    job_id=attempt.job_id,
+                    number=attempt.number,
+                    evidence=evidence,
+                    at_s=self._clock(),
+                )
+            ]
+        )
         job = self._state.jobs[attempt.job_id]
         self._adopt(job, job.attempts[attempt.number - 1])
 
@@ -507,7 +573,9 @@ def _decide_again(scheduler: Scheduler, tail: Sequence[tuple[Event, str | None]]
     for event, recorded_text in tail:
         actions = scheduler.step(event)
         if recorded_text not in (None, decisions(actions)):
-            raise ServiceError(_DIVERGED.format(event=log_line(event), then=recorded_text, now=decisions(actions)))
+            raise ServiceError(
+                _DIVERGED.format(event=log_line(event), then=recorded_text, now=decisions(actions))
+            )
 
 
 def unreadable_problem(state: State) -> str | None:
@@ -517,4 +585,8 @@ def unreadable_problem(state: State) -> str | None:
 
 
 def _is_unchanged(state: State, event: NodesSeen) -> bool:
-    return (event.nodes, event.declared, event.policy) == (state.nodes, state.declared, state.policy)
+    return (event.nodes, event.declared, event.policy) == (
+        state.nodes,
+        state.declared,
+        state.policy,
+    )

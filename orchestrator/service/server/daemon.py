@@ -18,7 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,32 +46,32 @@ from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.threads import FAULTS, start_loop
 from orchestrator.backends.trackers import TRACKERS
-from orchestrator.service.server.api import create_app
-from orchestrator.service.server.client import user_name
-from orchestrator.service.server.cluster_file import (
+from orchestrator.service.client.client import user_name
+from orchestrator.service.client.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
+from orchestrator.service.client.lifecycle import journal_url, prepare, write_service_file
+from orchestrator.service.intake.cluster_file import (
     joined_nodes,
     kept_cluster,
     load_cluster_file,
     nodes_here,
     with_joined,
 )
+from orchestrator.service.intake.detection import node_name
+from orchestrator.service.intake.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.dependencies import Pages, Service
-from orchestrator.service.server.detection import node_name
-from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
 from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.service.server.forecasts import Forecasts
 from orchestrator.service.server.health import Health
 from orchestrator.service.server.home_watch import HomeWatch
-from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.purger import Purger
-from orchestrator.service.server.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.reasons import Reasons
-from orchestrator.service.server.sweeper import Sweeper
-from orchestrator.service.server.waiting import waiting_app
+from orchestrator.service.server.routes.api import create_app
+from orchestrator.service.server.routes.dependencies import Pages, Service
+from orchestrator.service.server.routes.waiting import waiting_app
+from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -74,7 +81,8 @@ HOME_CHECK_S = 5.0
 HEALTH_S = 1.0
 STOP_TIMEOUT_S = 5.0
 GRACE_S = 8.0  # from SIGTERM to the end, whatever the service does
-STREAMS_S = 2  # that a page's stream of events, which has no end, may hold up the end of the service
+# that a page's stream of events, which has no end, may hold up the end of the service
+STREAMS_S = 2
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +91,12 @@ def main(pages: Pages) -> None:
     """Serve the home folder of the command line until SIGTERM (training continues) or `orc down` (training stops)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
-    parser.add_argument("--standby", action="store_true", help="wait for a lease that another service holds")
-    parser.add_argument("--endpoint", default="", help="where it listens, as JSON; default: what the home keeps")
+    parser.add_argument(
+        "--standby", action="store_true", help="wait for a lease that another service holds"
+    )
+    parser.add_argument(
+        "--endpoint", default="", help="where it listens, as JSON; default: what the home keeps"
+    )
     arguments = parser.parse_args()
     home: Path = arguments.home.resolve()
     try:
@@ -95,14 +107,18 @@ def main(pages: Pages) -> None:
 
     def end(*_: object) -> None:
         stop.set()
-        if not ending.is_set():  # the kernel's thread: where a decision hangs, this is as kill -9, with a traceback
+        if (
+            not ending.is_set()
+        ):  # the kernel's thread: where a decision hangs, this is as kill -9, with a traceback
             ending.set()
             faulthandler.dump_traceback_later(GRACE_S, exit=True)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     try:
-        serve(home, pages, stop, down, parse_endpoint(arguments.endpoint), standby=arguments.standby)
+        serve(
+            home, pages, stop, down, parse_endpoint(arguments.endpoint), standby=arguments.standby
+        )
     except OrchestratorError as error:
         log.critical("%s", error)
         sys.exit(1)
@@ -110,7 +126,13 @@ def main(pages: Pages) -> None:
 
 
 def serve(
-    home: Path, pages: Pages, stop: threading.Event, down: threading.Event, endpoint: Endpoint | None, *, standby: bool
+    home: Path,
+    pages: Pages,
+    stop: threading.Event,
+    down: threading.Event,
+    endpoint: Endpoint | None,
+    *,
+    standby: bool,
 ) -> None:
     """Run the service until `stop` is set, at `endpoint` or the home's default. Raises OrchestratorError.
 
@@ -121,7 +143,9 @@ def serve(
     endpoint, is_serving = endpoint or load_endpoint(home), threading.Event()
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
-        background.submit(measure_cluster, kept_cluster(home))  # kept by then: a standby takes over in seconds
+        background.submit(
+            measure_cluster, kept_cluster(home)
+        )  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
             waiting.enter_context(_served_to_others(waiting_app(), endpoint))
@@ -139,7 +163,9 @@ def serve(
             return down.is_set() or (earlier_ray is None and not is_serving.is_set())
 
         rates = background.submit(measure_cluster, cluster)
-        targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
+        targets = targets_of(
+            cluster.notify, cluster.name, os.environ
+        )  # before anything inherits their secrets
         provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
@@ -154,7 +180,9 @@ def serve(
         if own_ray is not None:
             stack.callback(_end, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named_ray
-        backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving)))
+        backend = stack.enter_context(
+            closing(RayBackend(home, rates.result(), locate, journal, serving=is_serving))
+        )
         controller = _make_controller(home, journal, backend, stack, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
@@ -196,7 +224,11 @@ def serve(
 
 
 def _start_trackers(
-    home: Path, cluster: ClusterSpec, lookups: Lookups, stack: ExitStack, must_end: Callable[[], bool]
+    home: Path,
+    cluster: ClusterSpec,
+    lookups: Lookups,
+    stack: ExitStack,
+    must_end: Callable[[], bool],
 ) -> dict[str, Tracker]:
     """Return the cluster's trackers by name. Those whose processes must end are shut down with the stack."""
     trackers: dict[str, Tracker] = {}
@@ -216,21 +248,33 @@ def _make_controller(
     controller.health.watch(lambda: backend.problem)
     controller.health.watch(FAULTS.problem)
     _watch_disk(home, controller.health, stop)
-    _start_thread(_log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop)
+    _start_thread(
+        _log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop
+    )
     return controller
 
 
 def _make_notifier(
-    cluster: ClusterSpec, targets: Mapping[str, Target], journal: Journal, controller: Controller, sweeper: Sweeper
+    cluster: ClusterSpec,
+    targets: Mapping[str, Target],
+    journal: Journal,
+    controller: Controller,
+    sweeper: Sweeper,
 ) -> Notifier | None:
     """Return the notifier of the cluster's targets; None without targets."""
     if not targets:
         return None
-    return Notifier(cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports)
+    return Notifier(
+        cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports
+    )
 
 
 def _serve_requests(
-    service: Service, endpoint: Endpoint | None, waiting: ExitStack, is_serving: threading.Event, stop: threading.Event
+    service: Service,
+    endpoint: Endpoint | None,
+    waiting: ExitStack,
+    is_serving: threading.Event,
+    stop: threading.Event,
 ) -> None:
     """Answer requests in place of the waiting application, and run the controller until `stop` is set."""
     application = create_app(service)
@@ -240,7 +284,8 @@ def _serve_requests(
         is_serving.set()
         _start_followers(stop, service.notifier, service.sweeper, service.purger)
         gc.collect()
-        gc.freeze()  # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
+        # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
+        gc.freeze()
         log.info("serving home=%s port=%d cluster=%s", service.home, port, service.cluster)
         service.controller.run(stop)
         if _is_ours(service.home, service.token):
@@ -294,7 +339,9 @@ def _separate_users(
     """
     if declared.users:
         if os.geteuid() != 0:
-            raise ServiceError("`users` of the cluster file has user ids, and only root may run jobs as others")
+            raise ServiceError(
+                "`users` of the cluster file has user ids, and only root may run jobs as others"
+            )
         open_home(home)
 
     def refuse(name: str) -> None:
@@ -365,11 +412,16 @@ def _is_ours(home: Path, token: str) -> bool:
         return False
 
 
-def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event) -> None:
+def _watch_home(
+    home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event
+) -> None:
     """Shut down once the folder is removed or replaced: clients can no longer find this service."""
     while not stop.wait(HOME_CHECK_S):
         if not _is_ours(home, token):
-            log.error("the home folder %s was removed or replaced: stopping everything started for it", home)
+            log.error(
+                "the home folder %s was removed or replaced: stopping everything started for it",
+                home,
+            )
             shut_down()
 
 
@@ -385,7 +437,9 @@ def _log_problem(source: Callable[[], str | None], cured: str, stop: threading.E
         before = now
 
 
-def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event) -> None:
+def _notify(
+    controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event
+) -> None:
     """Wake the relays after each change of the state."""
     version = -1
     while not stop.is_set():
@@ -396,7 +450,9 @@ def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: th
                 relay.notify()
 
 
-def _served_to_others(app: FastAPI, endpoint: Endpoint | None) -> AbstractContextManager[int | None]:
+def _served_to_others(
+    app: FastAPI, endpoint: Endpoint | None
+) -> AbstractContextManager[int | None]:
     return nullcontext() if endpoint is None else serve_http(app, endpoint)
 
 
@@ -408,7 +464,8 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     """
     host, port = (endpoint.host, endpoint.port) if endpoint else ("127.0.0.1", 0)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY where the protocol is said: without it each answer waits 40 ms for the client's ACK
+    # asyncio sets TCP_NODELAY where the protocol is said: without it each answer waits 40 ms for
+    # the client's ACK
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -416,7 +473,8 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     except OSError as error:
         listener.close()
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    listener.listen()  # before its port is told: a client that connects then waits, and is not refused
+    # before its port is told: a client that connects then waits, and is not refused
+    listener.listen()
     tls = {"ssl_certfile": endpoint.certificate, "ssl_keyfile": endpoint.key} if endpoint else {}
     config = uvicorn.Config(
         app,
@@ -428,7 +486,9 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
         **tls,  # type: ignore[arg-type]
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True
+    )
     thread.start()
     try:
         yield listener.getsockname()[1]

@@ -14,7 +14,10 @@ from orchestrator.service.views.morning import ReportView, report_view
 from orchestrator.specs.job_record import Job
 
 PAGE = 1000  # jobs read at a time
-REPORT_S, REPORTS_MAX = 10, 16  # how long a report is as good as a new one, and how many are remembered
+REPORT_S, REPORTS_MAX = (
+    10,
+    16,
+)  # how long a report is as good as a new one, and how many are remembered
 REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 
 
@@ -36,13 +39,19 @@ class Reports:
             return self._reports[key]
 
 
-def make_report(controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]) -> ReportView:
+def make_report(
+    controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]
+) -> ReportView:
     """Return the report between two times (seconds since 1970), with sweeps that had trials then.
 
     It begins with the journal at the earliest, so that earlier device time does not count as idle.
     """
     since_s = controller.since_s(since_s)
-    return report_view(morning_report(controller.state, _ended_since(controller, since_s), since_s, until_s, sweeps))
+    return report_view(
+        morning_report(
+            controller.state, _ended_since(controller, since_s), since_s, until_s, sweeps
+        )
+    )
 
 
 def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:

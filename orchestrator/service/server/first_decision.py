@@ -44,7 +44,9 @@ log = logging.getLogger(__name__)
 class FirstDecisions:
     """Tries jobs of new shapes, one at a time. Every method is thread-safe."""
 
-    def __init__(self, cpu_s: float = CPU_S, program: str = PROGRAM, answer_s: float = ANSWER_S) -> None:
+    def __init__(
+        self, cpu_s: float = CPU_S, program: str = PROGRAM, answer_s: float = ANSWER_S
+    ) -> None:
         """Limit each decision to so many seconds of a processor, and of the clock."""
         self._cpu_s, self._program, self._answer_s = cpu_s, program, answer_s
         self._lock = threading.Lock()
@@ -78,8 +80,12 @@ class FirstDecisions:
         The child knows no other jobs: the decision is the one that comes once all dependencies are over.
         """
         spec = spec.model_copy(update={"depends_on": ()})
-        event = Submitted(job_id=f"{spec.name}-1", order=state.submitted + 1, spec=spec, at_s=state.at_s)
-        request = json.dumps({"state": self._state.write(state, exclude={"jobs"}), "event": self._event.write(event)})
+        event = Submitted(
+            job_id=f"{spec.name}-1", order=state.submitted + 1, spec=spec, at_s=state.at_s
+        )
+        request = json.dumps(
+            {"state": self._state.write(state, exclude={"jobs"}), "event": self._event.write(event)}
+        )
         for child in (self._child, None):  # one that was idle may just have ended
             child = child or self._start()
             try:
@@ -110,7 +116,9 @@ class FirstDecisions:
                 text=True,
             )
         except OSError as error:
-            raise ServiceError(f"no process can be started to plan the job: {error.strerror}. Submit again") from None
+            raise ServiceError(
+                f"no process can be started to plan the job: {error.strerror}. Submit again"
+            ) from None
         return self._child
 
     def _end(self) -> None:
@@ -147,7 +155,9 @@ def main() -> None:
     cpu_s = float(sys.argv[1])
     state_codec, event_codec = Codec(State), Codec(Submitted)
     while line := _line_of(sys.stdin, IDLE_S):
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process; a limit is whole seconds
+        signal.setitimer(
+            signal.ITIMER_PROF, cpu_s
+        )  # its signal ends the process; a limit is whole seconds
         request = json.loads(line)
         try:
             reply = decide(state_codec.read(request["state"]), event_codec.read(request["event"]))
@@ -155,7 +165,11 @@ def main() -> None:
             raise
         except Exception as error:  # the same decision would stop the service
             what = f"planning this job failed: {type(error).__name__}: {error}"
-            reply = {"what": what[:WHAT_MAX], "path": "plan", "hint": "report this: it is a fault of the service"}
+            reply = {
+                "what": what[:WHAT_MAX],
+                "path": "plan",
+                "hint": "report this: it is a fault of the service",
+            }
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         print(json.dumps(reply), flush=True)
 

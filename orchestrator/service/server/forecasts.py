@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
-from typing_extensions import TypedDict
-
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast
 from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -20,23 +19,9 @@ from orchestrator.specs.state import State
 FRESH_S = 10.0  # so long a forecast counts while the state stays the same
 REST = 9.0  # pause after a forecast, in times of its duration: a tenth of a core at most
 PATIENCE_S = 0.05  # how long the first page waits for the first forecast
-FORECAST_S = 20.0  # how long a request waits for the forecast of the newest state; then it gets an older one
+# how long a request waits for the forecast of the newest state; then it gets an older one
+FORECAST_S = 20.0
 SOON_MAX = 200  # jobs whose forecast can be ready by then; a forecast of 5,000 takes seconds
-
-
-class ExpectedJob(TypedDict):
-    """Expected start and end of a job."""
-
-    id: str
-    status: str
-    devices: int | None
-    start_s: float | None  # None: no expectation yet
-    end_s: float | None
-    start_range_s: tuple[float, float] | None  # it starts within this range with a probability of 80 %; None: unknown
-    end_range_s: tuple[float, float] | None
-    deadline_s: float | None
-    says_length: bool  # False: a day was assumed
-    why: str
 
 
 Expectations = Mapping[str, ExpectedJob]
@@ -73,7 +58,11 @@ class Forecasts:
     def wait_for_newest(self) -> Expectations:
         """Return a forecast of the current state or a later one; after FORECAST_S seconds, the newest available."""
         request_s = time.monotonic()
-        while not self._is_fresh() and self._began_s < request_s and time.monotonic() < request_s + FORECAST_S:
+        while (
+            not self._is_fresh()
+            and self._began_s < request_s
+            and time.monotonic() < request_s + FORECAST_S
+        ):
             self.newest()
             with self._is_computed:
                 self._is_computed.wait(PATIENCE_S)
@@ -104,7 +93,9 @@ def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[Ex
 
     Without ranges it takes a hundredth of the time.
     """
-    expectations = (forecast if ranged else quick_forecast)(replace(state, at_s=max(state.at_s, now_s)))
+    expectations = (forecast if ranged else quick_forecast)(
+        replace(state, at_s=max(state.at_s, now_s))
+    )
     jobs = [job for job in state.jobs.values() if not job.status.ended]
     waits = Waits(state)
     rows = [_expected_job(job, expectations.get(job.id), waits) for job in jobs]

@@ -24,4 +24,8 @@ class Health:
 
     def failures(self) -> list[str]:
         """Return the problems that prevent accepting jobs; [] while the service is ready."""
-        return [problem for source, is_fatal in self._sources if is_fatal and (problem := source()) is not None]
+        return [
+            problem
+            for source, is_fatal in self._sources
+            if is_fatal and (problem := source()) is not None
+        ]

@@ -40,4 +40,8 @@ class HomeWatch:
         began_s = self._began_s
         if began_s is not None and time.monotonic() - began_s > SLOW_S:
             return f"the home folder {self._home} has taken no write for {time.monotonic() - began_s:.0f} s"
-        return None if self._error is None else f"the home folder {self._home} cannot be written: {self._error}"
+        return (
+            None
+            if self._error is None
+            else f"the home folder {self._home} cannot be written: {self._error}"
+        )

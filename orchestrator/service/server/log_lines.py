@@ -36,7 +36,10 @@ def log_line(subject: Event | Launch | Stop) -> str:
         case Observed():
             return f"observed outcomes={len(subject.observations)}"
         case Launch():
-            devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in subject.attempt.placement)
+            devices = " ".join(
+                f"{part.node}:{','.join(map(str, part.devices))}"
+                for part in subject.attempt.placement
+            )
             return f"launch job={subject.job.id} attempt={subject.attempt.number} on={devices}"
         case Stop():
             return f"stop job={subject.job_id} attempt={subject.number}"

@@ -19,9 +19,13 @@ VARIABLE = "ORC_LOG_FORMAT"
 FIELDS = ("job", "attempt", "request")  # of a record, where known
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 CONTINUED = "  | "  # begins every further line of a record
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # all but the tab and the end of a line
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]"
+)  # all but the tab and the end of a line
 
-REQUEST: ContextVar[str | None] = ContextVar("REQUEST", default=None)  # id of the HTTP request that is answered
+REQUEST: ContextVar[str | None] = ContextVar(
+    "REQUEST", default=None
+)  # id of the HTTP request that is answered
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,9 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record, of one line or more."""
-        text = CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), super().format(record))
+        text = CONTROL.sub(
+            lambda match: match[0].encode("unicode_escape").decode(), super().format(record)
+        )
         return text.replace("\n", f"\n{CONTINUED}")
 
 
@@ -51,9 +57,14 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return time (RFC 3339, UTC), level, logger, message, the known FIELDS, and an exception's traceback."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line: dict[str, object] = {"time": time.replace("+00:00", "Z"), "level": record.levelname.lower()}
+        line: dict[str, object] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+        }
         line |= {"logger": record.name, "message": record.getMessage()}
-        line |= {name: value for name in FIELDS if (value := getattr(record, name, None)) is not None}
+        line |= {
+            name: value for name in FIELDS if (value := getattr(record, name, None)) is not None
+        }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
@@ -67,7 +78,9 @@ def about(job: str | None = None, attempt: int | None = None) -> dict[str, objec
 def configure(name: str) -> None:
     """Log to stderr in this format, warnings and uncaught exceptions too. Raises SpecError for an unknown format."""
     if name not in list(LogFormat):
-        raise SpecError("no format of a log", source=VARIABLE, got=name, allowed=", ".join(LogFormat))
+        raise SpecError(
+            "no format of a log", source=VARIABLE, got=name, allowed=", ".join(LogFormat)
+        )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if name == LogFormat.JSON else TextFormatter())
     handler.addFilter(_with_request)
@@ -90,6 +103,8 @@ def _note_thread(ended: threading.ExceptHookArgs) -> None:
     _uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 
-def _uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _uncaught(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
     if error is not None and not issubclass(kind, SystemExit):
         log.critical("uncaught %s", kind.__name__, exc_info=(kind, error, trace))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.service.server.cluster_file import joined_nodes, store_joined, with_joined
+from orchestrator.service.intake.cluster_file import joined_nodes, store_joined, with_joined
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
 from orchestrator.specs.parse import join_problems
@@ -54,14 +54,26 @@ def check_alike(service: Machine, here: Machine) -> None:
         "home": "mount the service's home here at the same path, and name it: `--home`, ORC_HOME",
     }
     problems = [
-        SpecError("this machine differs from the service's", path=name, got=actual, allowed=expected, hint=hint)
+        SpecError(
+            "this machine differs from the service's",
+            path=name,
+            got=actual,
+            allowed=expected,
+            hint=hint,
+        )
         for name, hint in differences.items()
         if (actual := getattr(here, name)) != (expected := getattr(service, name))
     ]
     if here.home == service.home and here.home_mark != service.home_mark:
-        what = "this folder is not the service's home" if here.home_mark else "the service's home is not here"
+        what = (
+            "this folder is not the service's home"
+            if here.home_mark
+            else "the service's home is not here"
+        )
         hint = "mount the storage that the service's machine has there"
-        problems.append(SpecError(what, path="home", got=here.home, allowed="one shared folder", hint=hint))
+        problems.append(
+            SpecError(what, path="home", got=here.home, allowed="one shared folder", hint=hint)
+        )
     if problems:
         raise join_problems(problems, "orc join")
 
@@ -96,7 +108,10 @@ class Members:
         """Add a machine, or add it again. Raises ServiceError where its name is another's, or its devices changed."""
         self.ray_address()
         with self._lock:
-            joined, live = {member.name: member for member in joined_nodes(self._home)}, self._addresses()
+            joined, live = (
+                {member.name: member for member in joined_nodes(self._home)},
+                self._addresses(),
+            )
             if live.get(node.name, address) != address:
                 raise ServiceError(
                     f"node {node.name} is in the cluster already, at {live[node.name]}: "
@@ -106,7 +121,9 @@ class Members:
             if joined.get(node.name) == node:
                 return
             if node.name in live:
-                raise ServiceError(f"the devices of node {node.name} have changed: `orc leave` there, then join again")
+                raise ServiceError(
+                    f"the devices of node {node.name} have changed: `orc leave` there, then join again"
+                )
             self._store({**joined, node.name: node})
 
     def remove(self, name: str) -> None:
@@ -122,7 +139,10 @@ class Members:
 
     def _as_declared(self, node: NodeSpec) -> NodeSpec:
         """Return the node as the cluster file declares it, if it does. Raises ServiceError if the machine has less."""
-        declared = next((declaration for declaration in self._cluster.nodes if node.name in declaration.names), None)
+        declared = next(
+            (declaration for declaration in self._cluster.nodes if node.name in declaration.names),
+            None,
+        )
         if declared is None:
             return node
         if declared.device.kind is not node.device.kind or declared.devices > node.devices:

@@ -14,7 +14,12 @@ from math import isfinite
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
@@ -57,7 +62,9 @@ class Metrics(Collector):
     `figures` reads one consistent view; `beats` a running job's newest heartbeats.
     """
 
-    def __init__(self, figures: Callable[[], Figures], confirm: Callable[[], None], beats: Beats) -> None:
+    def __init__(
+        self, figures: Callable[[], Figures], confirm: Callable[[], None], beats: Beats
+    ) -> None:
         self._figures, self._confirm, self._beats = figures, confirm, beats
         self._version = version("orchestrator")
         self._registry = CollectorRegistry()
@@ -74,12 +81,16 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric; without the journal, only that it is not owned."""
-        yield _gauge("orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version")
+        yield _gauge(
+            "orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version"
+        )
         try:
             self._confirm()
             figures = self._figures()
         except ServiceError:
-            yield _gauge("orc_journal_lease_held", "1 while this service owns its journal.", {(): 0.0})
+            yield _gauge(
+                "orc_journal_lease_held", "1 while this service owns its journal.", {(): 0.0}
+            )
             return
         yield _gauge("orc_journal_lease_held", "1 while this service owns its journal.", {(): 1.0})
         live = [
@@ -91,36 +102,74 @@ class Metrics(Collector):
         yield from _running_job_metrics(figures, live)
         yield from _device_metrics(figures.state)
         yield from _metrics_since_start(figures, live)
-        records: Values = {(name,): float(rows) for name, rows in figures.totals.undelivered.items()}
-        yield _gauge("orc_tracker_pending_records", "Records that a tracker has yet to get.", records, "tracker")
+        records: Values = {
+            (name,): float(rows) for name, rows in figures.totals.undelivered.items()
+        }
+        yield _gauge(
+            "orc_tracker_pending_records",
+            "Records that a tracker has yet to get.",
+            records,
+            "tracker",
+        )
         notices: Values = {(name,): float(rows) for name, rows in figures.totals.notices.items()}
-        yield _gauge("orc_notify_pending_notices", "Notices that a target has yet to get.", notices, "target")
+        yield _gauge(
+            "orc_notify_pending_notices", "Notices that a target has yet to get.", notices, "target"
+        )
         made_s: Values = {(name,): at_s for name, at_s in figures.totals.oldest_notices_s.items()}
-        yield _gauge("orc_notify_oldest_timestamp_seconds", "When the oldest of them was made.", made_s, "target")
+        yield _gauge(
+            "orc_notify_oldest_timestamp_seconds",
+            "When the oldest of them was made.",
+            made_s,
+            "target",
+        )
 
 
 def _job_metrics(figures: Figures) -> Iterator[Metric]:
     counts = Counter(job.status.value for job in figures.state.jobs.values())
     counts.update(figures.totals.ended)
     by_status: Values = {(status.value,): float(counts[status.value]) for status in JobStatus}
-    yield _gauge("orc_jobs", "Jobs by status, the ended ones of the whole journal included.", by_status, "status")
+    yield _gauge(
+        "orc_jobs",
+        "Jobs by status, the ended ones of the whole journal included.",
+        by_status,
+        "status",
+    )
     queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
     reasons = Counter(pending(job, figures.at_s) for job in queued)
     by_reason: Values = {(reason.value,): float(reasons[reason]) for reason in Pending}
     yield _gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
     oldest_s: Values = {(): min(job.submitted_at_s for job in queued)} if queued else {}
-    yield _gauge("orc_pending_oldest_timestamp_seconds", "When the oldest queued job was submitted.", oldest_s)
+    yield _gauge(
+        "orc_pending_oldest_timestamp_seconds",
+        "When the oldest queued job was submitted.",
+        oldest_s,
+    )
 
 
 def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
     values: dict[str, tuple[str, Values]] = {
-        "orc_memory_predicted_bytes": ("Predicted allocated peak of the worst rank of a running job.", {}),
-        "orc_memory_peak_bytes": ("Measured allocated peak of the worst rank of a running job.", {}),
-        "orc_step_predicted_seconds": ("Predicted seconds of an optimizer step of a running job.", {}),
-        "orc_step_seconds": ("Measured seconds of an optimizer step of a running job's slowest rank.", {}),
+        "orc_memory_predicted_bytes": (
+            "Predicted allocated peak of the worst rank of a running job.",
+            {},
+        ),
+        "orc_memory_peak_bytes": (
+            "Measured allocated peak of the worst rank of a running job.",
+            {},
+        ),
+        "orc_step_predicted_seconds": (
+            "Predicted seconds of an optimizer step of a running job.",
+            {},
+        ),
+        "orc_step_seconds": (
+            "Measured seconds of an optimizer step of a running job's slowest rank.",
+            {},
+        ),
         "orc_job_expected_end_timestamp_seconds": ("When a running job is expected to end.", {}),
         "orc_job_deadline_timestamp_seconds": ("Deadline of a running job.", {}),
-        "orc_job_heartbeat_timestamp_seconds": ("When the quietest rank of a running job last reported.", {}),
+        "orc_job_heartbeat_timestamp_seconds": (
+            "When the quietest rank of a running job last reported.",
+            {},
+        ),
     }
     for running in live:
         row = (
@@ -143,7 +192,10 @@ def _device_metrics(state: State) -> Iterator[Metric]:
     job_ids = holders(state)
     held_devices = Counter(node for node, _ in job_ids)
     unreadable_devices = Counter(
-        node.name for node in state.nodes for index in node.unreadable if (node.name, index) not in job_ids
+        node.name
+        for node in state.nodes
+        for index in node.unreadable
+        if (node.name, index) not in job_ids
     )
     alive = {node.name: len(node.free_bytes) for node in state.nodes}
     devices_by_node = {node.name: len(node.free_bytes) for node in state.declared} | alive
@@ -160,20 +212,37 @@ def _device_metrics(state: State) -> Iterator[Metric]:
 def _metrics_since_start(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
     tally, policy = figures.tally, figures.state.policy
     ended: Values = {(outcome,): float(tally.outcomes[outcome]) for outcome in OUTCOMES}
-    yield _counter("orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome")
+    yield _counter(
+        "orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome"
+    )
     preempted: Values = {
         ("scheduler",): float(tally.outcomes[FailureKind.MOVED.value]),
         ("outside",): float(tally.outcomes[FailureKind.PREEMPTED.value]),
     }
-    yield _counter("orc_preemptions", "Attempts since the start that were ended so that others run.", preempted, "by")
+    yield _counter(
+        "orc_preemptions",
+        "Attempts since the start that were ended so that others run.",
+        preempted,
+        "by",
+    )
     names = {team.name for team in policy.teams} | {policy.team_of("").name} | set(tally.device_s)
     used: Values = {(name,): tally.device_s.get(name, 0.0) for name in sorted(names)}
     for running in live:
-        used[(policy.team_of(running.job.user).name,)] += device_seconds(running.attempt, figures.at_s)
-    yield _counter("orc_team_usage_device_seconds", "Device-seconds since the start, by team.", used, "team")
-    yield _histogram("orc_job_wait_seconds", "Seconds from submission to first launch.", tally.wait_s)
-    yield _histogram("orc_decision_seconds", "Seconds to decide what follows from an event.", tally.decision_s)
-    yield _histogram("orc_memory_peak_ratio", "Measured over predicted peak of ended attempts.", tally.peak_ratio)
+        used[(policy.team_of(running.job.user).name,)] += device_seconds(
+            running.attempt, figures.at_s
+        )
+    yield _counter(
+        "orc_team_usage_device_seconds", "Device-seconds since the start, by team.", used, "team"
+    )
+    yield _histogram(
+        "orc_job_wait_seconds", "Seconds from submission to first launch.", tally.wait_s
+    )
+    yield _histogram(
+        "orc_decision_seconds", "Seconds to decide what follows from an event.", tally.decision_s
+    )
+    yield _histogram(
+        "orc_memory_peak_ratio", "Measured over predicted peak of ended attempts.", tally.peak_ratio
+    )
 
 
 def _gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
@@ -192,7 +261,9 @@ def _counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
 
 def _histogram(name: str, help_text: str, distribution: Distribution) -> Metric:
     buckets, below = [], 0
-    for bound, count in zip((*map(str, distribution.bounds), "+Inf"), distribution.counts, strict=True):
+    for bound, count in zip(
+        (*map(str, distribution.bounds), "+Inf"), distribution.counts, strict=True
+    ):
         below += count
         buckets.append((bound, float(below)))
     family = HistogramMetricFamily(name, help_text)

@@ -56,7 +56,14 @@ class Notifier:
     def look(self) -> None:
         """Send notices of jobs expected to be late, of a due report, of unreadable rows and devices, each once."""
         now_s = self._clock()
-        self._notices.tell([*self._late(now_s), *self._report(now_s), *self._unreadable(now_s), *self._driver(now_s)])
+        self._notices.tell(
+            [
+                *self._late(now_s),
+                *self._report(now_s),
+                *self._unreadable(now_s),
+                *self._driver(now_s),
+            ]
+        )
 
     def test(self, names: Sequence[str]) -> dict[str, str | None]:
         """Send a test notice to these targets, or to all, at once. Returns {name: error or None}.
@@ -66,10 +73,16 @@ class Notifier:
         for name in names:
             if name not in self.targets:
                 near = closest(name, self.targets)
-                hint = f"did you mean {near!r}?" if near else "`notify.targets` of the cluster file names them"
+                hint = (
+                    f"did you mean {near!r}?"
+                    if near
+                    else "`notify.targets` of the cluster file names them"
+                )
                 raise SpecError("no such target", source="TARGET", got=name, hint=hint)
         now_s = self._clock()
-        trial = notice("test", secrets.token_hex(8), now_s, "A test", "`orc notify test` sent this.", {})
+        trial = notice(
+            "test", secrets.token_hex(8), now_s, "A test", "`orc notify test` sent this.", {}
+        )
         problems: dict[str, str | None] = {}
         for name in names or self.targets:
             try:
@@ -82,11 +95,17 @@ class Notifier:
 
     def _late(self, now_s: float) -> list[Notice]:
         state = self._controller.state
-        due = [job.id for job in state.jobs.values() if job.deadline_s is not None and not job.status.ended]
+        due = [
+            job.id
+            for job in state.jobs.values()
+            if job.deadline_s is not None and not job.status.ended
+        ]
         ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
         sent_ids = self._notices.find_told([*ids.values()]) if ids else set()
         reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])
-        return [_late_notice(state.jobs[job_id], now_s, reason) for job_id, reason in reasons.items()]
+        return [
+            _late_notice(state.jobs[job_id], now_s, reason) for job_id, reason in reasons.items()
+        ]
 
     def _report(self, now_s: float) -> list[Notice]:
         if self._spec.report_at is None:
@@ -95,7 +114,11 @@ class Notifier:
         if self._notices.find_told([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
             return []
         view = make_report(self._controller, due_s - DAY_S, now_s, self._sweeps())
-        data = {"summary": view["summary"], "since_s": repr(view["since_s"]), "until_s": repr(view["until_s"])}
+        data = {
+            "summary": view["summary"],
+            "since_s": repr(view["since_s"]),
+            "until_s": repr(view["until_s"]),
+        }
         heading = f"Report, {title(view)}"
         return [notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(view), data)]
 
@@ -103,7 +126,16 @@ class Notifier:
         problem = self._controller.unreadable()
         if problem is None:
             return []
-        return [notice(NoticeKind.UNREADABLE, problem, now_s, "The journal has unreadable rows", problem, {})]
+        return [
+            notice(
+                NoticeKind.UNREADABLE,
+                problem,
+                now_s,
+                "The journal has unreadable rows",
+                problem,
+                {},
+            )
+        ]
 
     def _driver(self, now_s: float) -> list[Notice]:
         """Return a notice for each node and moment at which devices became unreadable, if they still are."""

@@ -9,7 +9,8 @@ import sys
 
 from orchestrator.backends.environment import inherited
 
-HANDED = "ORC_ENVIRONMENT"  # descriptor of the whole environment, for the process that is executed again
+# descriptor of the whole environment, for the process that is executed again
+HANDED = "ORC_ENVIRONMENT"
 PR_SET_DUMPABLE = 4
 
 

@@ -10,7 +10,11 @@ from orchestrator.specs.errors import ServiceError
 
 
 def poll_until(
-    stop: threading.Event, look: Callable[[], None], every_s: float, log: logging.Logger, failure: str
+    stop: threading.Event,
+    look: Callable[[], None],
+    every_s: float,
+    log: logging.Logger,
+    failure: str,
 ) -> None:
     """Call `look` every `every_s` seconds until `stop` is set; `failure` describes an unexpected error in the log."""
     while not stop.wait(every_s):

@@ -14,7 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.backends.attempts.ended_files import TRASH, Part, Removal, empty_trash, parts_of, remove, size_bytes
+from orchestrator.backends.attempts.ended_files import (
+    TRASH,
+    Part,
+    Removal,
+    empty_trash,
+    parts_of,
+    remove,
+    size_bytes,
+)
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.reports.comparison import compared_ids
@@ -36,7 +44,9 @@ RECORDS_MAX = 1000  # whose jobs are looked up; where more wait, every job count
 PAUSE_EVERY, PAUSE_S = 500, 0.02  # entries of folders between two pauses of the service's own pass
 OUTPUTS = (PartKind.UNSUCCESSFUL, PartKind.RESULTS)
 WORD = re.compile(r"[A-Za-z0-9._-]+")
-SERVICE = Principal(name="keep", role=Role.ADMIN)  # who removes in the audit log, where nobody asked
+SERVICE = Principal(
+    name="keep", role=Role.ADMIN
+)  # who removes in the audit log, where nobody asked
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +92,9 @@ class Purger:
         """Empty the trash every LOOK_S, and purge every PASS_S if `keep` sets anything, until `stop` is set."""
         with suppress(OSError):  # now, since a full disk may have no room for a folder
             (self._home / TRASH).mkdir(mode=0o700, exist_ok=True)
-        poll_until(stop, lambda: self._look(stop), LOOK_S, log, "files of ended jobs cannot be removed")
+        poll_until(
+            stop, lambda: self._look(stop), LOOK_S, log, "files of ended jobs cannot be removed"
+        )
 
     @property
     def problem(self) -> str | None:
@@ -90,7 +102,12 @@ class Purger:
         return "; ".join(filter(None, (self._problem, *self._left[:SHOWN_MAX]))) or None
 
     def purge(
-        self, by: Principal, request_id: str, *, is_dry: bool, pause: Callable[[], object] = lambda: None
+        self,
+        by: Principal,
+        request_id: str,
+        *,
+        is_dry: bool,
+        pause: Callable[[], object] = lambda: None,
     ) -> Purge:
         """Remove at most PARTS_MAX parts that `keep` no longer protects; with `is_dry`, only list them.
 
@@ -98,7 +115,9 @@ class Purger:
         cannot be read, and where another purge is running.
         """
         if not self._lock.acquire(blocking=False):
-            raise ServiceError("files of ended jobs are being removed already: try again in a minute")
+            raise ServiceError(
+                "files of ended jobs are being removed already: try again in a minute"
+            )
         try:
             planned_for = {*self._controller.state.jobs}
             purge = self._plan(pause)
@@ -120,7 +139,8 @@ class Purger:
 
     def _plan(self, pause: Callable[[], object]) -> Purge:
         self._check()
-        ends = self._journal.ends()  # before the live jobs: what has ended by then has ended for good
+        # before the live jobs: what has ended by then has ended for good
+        ends = self._journal.ends()
         needed, purge, spare, count = self._needed(ends.keys()), Purge(), list[Part](), 0
 
         def tick() -> None:
@@ -159,14 +179,20 @@ class Purger:
         for part in sorted(spare, key=lambda part: (part.ended_at_s, part.job, part.path)):
             if is_due(part):
                 purge.goes.append((part, keep.words(part.kind)))
-            elif part.kind is PartKind.SUPERSEDED and part.job in newest:  # older ones stay no longer than the newest
+            elif (
+                part.kind is PartKind.SUPERSEDED and part.job in newest
+            ):  # older ones stay no longer than the newest
                 purge.goes.append((part, keep.words(newest[part.job])))
             else:
                 young.append(part)
         left_bytes = purge.home_bytes - sum(part.size_bytes for part, _ in purge.goes)
         order = [*PartKind]
         for part in sorted(young, key=lambda part: order.index(part.kind)):
-            if keep.budget is not None and left_bytes > keep.budget and part.kind is not PartKind.RESULTS:
+            if (
+                keep.budget is not None
+                and left_bytes > keep.budget
+                and part.kind is not PartKind.RESULTS
+            ):
                 purge.goes.append((part, keep.words("budget")))
                 left_bytes -= part.size_bytes
             elif getattr(keep, part.kind) is None:
@@ -178,7 +204,12 @@ class Purger:
         del purge.goes[PARTS_MAX:]
 
     def _remove(
-        self, purge: Purge, planned_for: set[str], by: Principal, request_id: str, pause: Callable[[], object]
+        self,
+        purge: Purge,
+        planned_for: set[str],
+        by: Principal,
+        request_id: str,
+        pause: Callable[[], object],
     ) -> None:
         """Move the parts to the trash; those stay that cannot be moved, or that a job beyond `planned_for` names."""
         planned, purge.goes = purge.goes, []
@@ -192,7 +223,9 @@ class Purger:
             if part.job in needed:
                 purge.stay(needed[part.job], part.size_bytes)
                 continue
-            removal = Removal(at_s=self._controller.now_s(), why=why, by=by.name, size_bytes=part.size_bytes)
+            removal = Removal(
+                at_s=self._controller.now_s(), why=why, by=by.name, size_bytes=part.size_bytes
+            )
             try:
                 remove(self._home, part, removal)
             except OSError as error:
@@ -217,20 +250,30 @@ class Purger:
             needed |= dict.fromkeys(named & ended, f"{sweep_id} has not ended")
         for name in self._trackers:
             pending = self._journal.outbox.pending(name, RECORDS_MAX)
-            waiting = ended if len(pending) == RECORDS_MAX else {record.job.id for _, record in pending} & ended
+            waiting = (
+                ended
+                if len(pending) == RECORDS_MAX
+                else {record.job.id for _, record in pending} & ended
+            )
             needed |= dict.fromkeys(waiting, f"records wait for {name}")
         return needed
 
     def _check(self) -> None:
         self._controller.confirm()
         if (problem := self._controller.unreadable()) is not None:
-            raise ServiceError(f"nothing is removed while it is not known which files jobs need: {problem}")
+            raise ServiceError(
+                f"nothing is removed while it is not known which files jobs need: {problem}"
+            )
 
     def _problem_of(self, purge: Purge) -> str | None:
-        parts = [f"{part} cannot be removed: {why}" for part, why in [*purge.failed.items()][:SHOWN_MAX]]
+        parts = [
+            f"{part} cannot be removed: {why}" for part, why in [*purge.failed.items()][:SHOWN_MAX]
+        ]
         if purge.beyond_bytes and not purge.more:
             beyond = format_bytes(purge.beyond_bytes)
-            parts.append(f"the home holds {beyond} more than {self._keep.words('budget')}, and nothing more may go")
+            parts.append(
+                f"the home holds {beyond} more than {self._keep.words('budget')}, and nothing more may go"
+            )
         return "; ".join(parts) or None
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from orchestrator.scheduling.reports.waiting import Waits
-from orchestrator.service.server.intake import local_zone
+from orchestrator.service.intake.intake import local_zone
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State

@@ -6,24 +6,55 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.service.server.git import code_source
+from orchestrator.service.intake.git import code_source
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import Override, with_overrides
 
-# Keys that leave the mathematics of a training as it is. With any other key, a retry starts over: a checkpoint of
+# Keys that leave the mathematics of a training as it is. With any other key, a retry starts over: a
+# checkpoint of
 # another training would be continued unseen.
 UNTRAINED = frozenset(
     (
-        *("name", "family", "priority", "user", "depends_on", "deadline", "start_window", "gpus", "guarantee"),
-        *("objective", "speeds", "profile", "probe", "retries", "on_caught_oom", "hang_timeout", "startup_timeout"),
+        *(
+            "name",
+            "family",
+            "priority",
+            "user",
+            "depends_on",
+            "deadline",
+            "start_window",
+            "gpus",
+            "guarantee",
+        ),
+        *(
+            "objective",
+            "speeds",
+            "profile",
+            "probe",
+            "retries",
+            "on_caught_oom",
+            "hang_timeout",
+            "startup_timeout",
+        ),
         *("time_limit", "secrets", "phases", "progress"),
     )
 )
-TRACED_BY = ("model", "trains", "data", "training", "precision")  # keys on which a trace of the model depends
-OF_THE_OLD = {"member": None, "trial": None, "measured": None, "relative_to": None}  # of its array, sweep and probes
+TRACED_BY = (
+    "model",
+    "trains",
+    "data",
+    "training",
+    "precision",
+)  # keys on which a trace of the model depends
+OF_THE_OLD = {
+    "member": None,
+    "trial": None,
+    "measured": None,
+    "relative_to": None,
+}  # of its array, sweep and probes
 
 
 class Begin(NamedTuple):
@@ -52,19 +83,29 @@ def retry_spec(job: Job, settings: Sequence[Override], source: str) -> JobSpec:
     traced = [key for key, _ in settings if key.split(".")[0] in TRACED_BY]
     if job.spec.traced and traced:
         hint = "`orc submit` its job file with this `--set`"
-        raise SpecError("the model would have to be traced anew", source=source, path=traced[0], hint=hint)
+        raise SpecError(
+            "the model would have to be traced anew", source=source, path=traced[0], hint=hint
+        )
     spec = with_overrides(job.spec.model_copy(update=OF_THE_OLD), settings, source)
     is_here = spec.workdir is not None and Path(spec.workdir).is_dir()
-    return spec.model_copy(update={"source": code_source(Path(spec.workdir or "."))}) if is_here else spec
+    return (
+        spec.model_copy(update={"source": code_source(Path(spec.workdir or "."))})
+        if is_here
+        else spec
+    )
 
 
 def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
     """Return the start of a retry with changed `keys`: from a checkpoint, or from scratch, and why."""
     changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
     saved_steps = [
-        attempt.evidence.checkpoint_step or 0 for attempt in job.attempts if attempt.evidence and not attempt.probe
+        attempt.evidence.checkpoint_step or 0
+        for attempt in job.attempts
+        if attempt.evidence and not attempt.probe
     ]
-    source, step = (job.id, max(saved_steps)) if any(saved_steps) else (job.continues_from, job.continues_step)
+    source, step = (
+        (job.id, max(saved_steps)) if any(saved_steps) else (job.continues_from, job.continues_step)
+    )
     if job.status is JobStatus.SUCCEEDED:
         why = "it had succeeded"
     elif changed:
@@ -88,4 +129,6 @@ def changed_files(job: Job, spec: JobSpec) -> list[str]:
     began_s = job.attempts[0].launched_at_s if job.attempts else job.submitted_at_s
     paths = (Path(path) for key, path in paths_of(spec) if key.startswith("data."))
     statuses = {str(path): path.stat() for path in paths if path.exists()}
-    return [path for path, status in statuses.items() if status.st_size and status.st_mtime > began_s]
+    return [
+        path for path, status in statuses.items() if status.st_size and status.st_mtime > began_s
+    ]

@@ -38,7 +38,9 @@ class Request:
     error: BaseException | None = None
     is_answered: bool = False
     is_repeated: bool = False  # its key was committed before
-    woken: threading.Event = field(default_factory=threading.Event)  # answered, or chosen to commit the next group
+    woken: threading.Event = field(
+        default_factory=threading.Event
+    )  # answered, or chosen to commit the next group
 
 
 class SubmissionQueue:
@@ -72,7 +74,12 @@ class SubmissionQueue:
         if request.error is not None:
             raise request.error
         if request.ids and not request.is_repeated:
-            log.info("submitted jobs=%d first=%s last=%s", len(request.ids), request.ids[0], request.ids[-1])
+            log.info(
+                "submitted jobs=%d first=%s last=%s",
+                len(request.ids),
+                request.ids[0],
+                request.ids[-1],
+            )
         return request.ids
 
     def take(self) -> list[Request]:
@@ -107,7 +114,11 @@ def answer(requests: Iterable[Request], error: BaseException | None) -> None:
 
 
 def new_jobs(
-    requests: Sequence[Request], state: State, journal: EventLog, at_s: float, find_job: Callable[[str], Job | None]
+    requests: Sequence[Request],
+    state: State,
+    journal: EventLog,
+    at_s: float,
+    find_job: Callable[[str], Job | None],
 ) -> list[Submitted]:
     """Return the new jobs of the requests; one that came before under its key, or in this group, asks for none.
 
@@ -128,14 +139,20 @@ def new_jobs(
             for event in jobs:
                 if journal.as_kept(event) != event:
                     hint = "report this: it is a fault of the service"
-                    raise SpecError("the journal would not give back the same job", source=event.spec.name, hint=hint)
+                    raise SpecError(
+                        "the journal would not give back the same job",
+                        source=event.spec.name,
+                        hint=hint,
+                    )
         except SpecError as refusal:
             request.error = refusal
             continue
         events += jobs
         request.ids = [event.job_id for event in jobs]
         if request.key is not None:
-            submissions[request.key.name] = Submission(digest=request.key.digest, ids=tuple(request.ids))
+            submissions[request.key.name] = Submission(
+                digest=request.key.digest, ids=tuple(request.ids)
+            )
     return events
 
 
@@ -145,11 +162,17 @@ def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -
     live_ids |= {event.retry_of: event.job_id for event in events}
     if (live_id := live_ids.get(job_id)) is not None:
         hint = f"`orc show {live_id}` tells how it stands, `orc cancel {live_id}` ends it"
-        raise SpecError("a live job retries it already", source=f"the retry of {job_id}", got=live_id, hint=hint)
+        raise SpecError(
+            "a live job retries it already", source=f"the retry of {job_id}", got=live_id, hint=hint
+        )
 
 
 def _jobs_of(
-    request: Request, state: State, submitted: int, at_s: float, find_job: Callable[[str], Job | None]
+    request: Request,
+    state: State,
+    submitted: int,
+    at_s: float,
+    find_job: Callable[[str], Job | None],
 ) -> list[Submitted]:
     """Return the request's jobs with new ids. Raises SpecError if one depends on an unknown job."""
     events = list[Submitted]()
@@ -157,9 +180,13 @@ def _jobs_of(
     array: str | None = None
     for order, (draft, fault) in enumerate(request.jobs, start=submitted + 1):
         if draft.deadline is not None and draft.deadline.due_s(at_s) <= at_s:
-            raise SpecError("the deadline is over", source=draft.name, path="deadline", got=str(draft.deadline))
+            raise SpecError(
+                "the deadline is over", source=draft.name, path="deadline", got=str(draft.deadline)
+            )
         limited = with_team_limit(draft, state.policy.team_of(draft.user or ""))
-        spec, satisfied = resolve_dependencies(limited, together, find_job) if draft.depends_on else (limited, ())
+        spec, satisfied = (
+            resolve_dependencies(limited, together, find_job) if draft.depends_on else (limited, ())
+        )
         job_id = f"{spec.name}-{order}"
         together.setdefault(spec.name, []).append(job_id)
         if spec.trial is not None:
@@ -190,5 +217,7 @@ def _repeat(request: Request, earlier: Submission) -> None:
     assert request.key is not None
     if request.key.digest != earlier.digest:
         hint = "a key names one submission: send another one under a key of its own"
-        raise SpecError("another submission came under this key", source="Idempotency-Key", hint=hint)
+        raise SpecError(
+            "another submission came under this key", source="Idempotency-Key", hint=hint
+        )
     request.ids, request.is_repeated = [*earlier.ids], True

@@ -28,7 +28,9 @@ class Distribution:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)  # of each bucket alone; the last has what is above all bounds
+        self.counts = [0] * (
+            len(bounds) + 1
+        )  # of each bucket alone; the last has what is above all bounds
         self.sum = 0.0
 
     def add(self, value: float) -> None:
@@ -41,20 +43,32 @@ class Distribution:
 class Tally:
     """Counters over committed events. Calls must not overlap."""
 
-    wait_s: Distribution = field(default_factory=lambda: Distribution(WAIT_S))  # submission to first launch
+    wait_s: Distribution = field(
+        default_factory=lambda: Distribution(WAIT_S)
+    )  # submission to first launch
     decision_s: Distribution = field(default_factory=lambda: Distribution(DECISION_S))
-    peak_ratio: Distribution = field(default_factory=lambda: Distribution(PEAK_RATIO))  # measured / predicted
+    peak_ratio: Distribution = field(
+        default_factory=lambda: Distribution(PEAK_RATIO)
+    )  # measured / predicted
     outcomes: Counter[str] = field(default_factory=Counter)  # ended attempts
-    device_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of ended attempts, by team
+    device_s: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # of ended attempts, by team
 
-    def add(self, event: Event, actions: Sequence[Action], decision_s: float, policy: PolicySpec) -> None:
+    def add(
+        self, event: Event, actions: Sequence[Action], decision_s: float, policy: PolicySpec
+    ) -> None:
         """Count a committed event with its actions, and the seconds of its decision."""
         self.decision_s.add(decision_s)
         ended = (event.job_id, event.number) if isinstance(event, Finished) else None
         for action in actions:
             if isinstance(action, Launch) and action.attempt.number == 1:
                 self.wait_s.add(max(0.0, event.at_s - action.job.submitted_at_s))
-            if isinstance(action, Record) and action.attempt and (action.job.id, action.attempt.number) == ended:
+            if (
+                isinstance(action, Record)
+                and action.attempt
+                and (action.job.id, action.attempt.number) == ended
+            ):
                 self._end(action.job, action.attempt, policy)
 
     def _end(self, job: Job, attempt: Attempt, policy: PolicySpec) -> None:

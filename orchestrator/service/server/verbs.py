@@ -13,7 +13,9 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.units import format_seconds
 
 UPDATABLE = ("priority", "deadline", "time_limit")  # of a submitted job; any other key is refused
-Change = Callable[[Job, float], UpdateRequested | None]  # of a live job, at a time; None: it is so already
+Change = Callable[
+    [Job, float], UpdateRequested | None
+]  # of a live job, at a time; None: it is so already
 
 
 def hold(user: str) -> Change:
@@ -21,7 +23,9 @@ def hold(user: str) -> Change:
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         if job.held_by is None and job.status is JobStatus.RUNNING:
-            raise ServiceError(f"job {job.id} runs: `orc suspend {job.id}` has it save and leave its devices")
+            raise ServiceError(
+                f"job {job.id} runs: `orc suspend {job.id}` has it save and leave its devices"
+            )
         return suspend(user)(job, at_s)
 
     return change
@@ -32,7 +36,11 @@ def suspend(user: str) -> Change:
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         is_held = job.held_by is not None
-        return None if is_held else UpdateRequested(job_id=job.id, spec=job.spec, held_by=user, at_s=at_s)
+        return (
+            None
+            if is_held
+            else UpdateRequested(job_id=job.id, spec=job.spec, held_by=user, at_s=at_s)
+        )
 
     return change
 
@@ -41,7 +49,11 @@ def release(_user: str) -> Change:
     """Return the change that lets a held job wait for devices again."""
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
-        return None if job.held_by is None else UpdateRequested(job_id=job.id, spec=job.spec, at_s=at_s)
+        return (
+            None
+            if job.held_by is None
+            else UpdateRequested(job_id=job.id, spec=job.spec, at_s=at_s)
+        )
 
     return change
 
@@ -61,19 +73,33 @@ def update(settings: Sequence[Override], policy: PolicySpec) -> Change:
     """
     allowed = ", ".join(UPDATABLE)
     if not settings:
-        raise SpecError("nothing is to change", source="orc update", allowed=f"KEY=VALUE of {allowed}")
+        raise SpecError(
+            "nothing is to change", source="orc update", allowed=f"KEY=VALUE of {allowed}"
+        )
     for key, value in settings:
         if key not in UPDATABLE:
             hint = "`orc cancel` the job, then `orc retry JOB --set` changes any key"
             what = "this key of a submitted job cannot change"
-            raise SpecError(what, source="orc update", path=key, got=value, allowed=allowed, hint=hint)
+            raise SpecError(
+                what, source="orc update", path=key, got=value, allowed=allowed, hint=hint
+            )
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
         spec = with_team_limit(with_overrides(job.spec, settings, job.id), policy.team_of(job.user))
-        if spec.deadline is not None and spec.deadline != job.spec.deadline and spec.deadline.due_s(at_s) <= at_s:
-            raise SpecError("the deadline is over", source=job.id, path="deadline", got=str(spec.deadline))
+        if (
+            spec.deadline is not None
+            and spec.deadline != job.spec.deadline
+            and spec.deadline.due_s(at_s) <= at_s
+        ):
+            raise SpecError(
+                "the deadline is over", source=job.id, path="deadline", got=str(spec.deadline)
+            )
         ran_s = spent_s(job, at_s)
-        if spec.time_limit is not None and spec.time_limit != job.spec.time_limit and spec.time_limit <= ran_s:
+        if (
+            spec.time_limit is not None
+            and spec.time_limit != job.spec.time_limit
+            and spec.time_limit <= ran_s
+        ):
             raise SpecError(
                 "the job has run for longer",
                 source=job.id,
@@ -83,6 +109,10 @@ def update(settings: Sequence[Override], policy: PolicySpec) -> Change:
                 hint=f"`orc cancel {job.id}` ends it",
             )
         is_same = spec == job.spec
-        return None if is_same else UpdateRequested(job_id=job.id, spec=spec, held_by=job.held_by, at_s=at_s)
+        return (
+            None
+            if is_same
+            else UpdateRequested(job_id=job.id, spec=spec, held_by=job.held_by, at_s=at_s)
+        )
 
     return change

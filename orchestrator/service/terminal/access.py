@@ -12,27 +12,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import parse_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 users = typer.Typer(no_args_is_help=True, help="Users of the service and their roles.")
-tokens = typer.Typer(no_args_is_help=True, help="Tokens by which users of other machines reach the service.")
+tokens = typer.Typer(
+    no_args_is_help=True, help="Tokens by which users of other machines reach the service."
+)
 
 Name = Annotated[str, typer.Argument(metavar="USER", help="Name of the user.")]
-Url = Annotated[str, typer.Argument(metavar="URL", help="Address of the service, as https://HOST:PORT.")]
+Url = Annotated[
+    str, typer.Argument(metavar="URL", help="Address of the service, as https://HOST:PORT.")
+]
 
 
 def login(
     url: Url,
     fingerprint: Annotated[
-        str | None, typer.Option("--fingerprint", help="Of the service's own certificate, as `orc up` prints it.")
+        str | None,
+        typer.Option(
+            "--fingerprint", help="Of the service's own certificate, as `orc up` prints it."
+        ),
     ] = None,
     authority: Annotated[
         Path | None, typer.Option("--ca", help="PEM file of the authority; default: the system's.")
@@ -40,8 +47,14 @@ def login(
     as_json: AsJson = False,
 ) -> None:
     """Keep a login for a service of another machine. The token is read from ORC_TOKEN, a prompt, or a pipe."""
-    from orchestrator.service.server.client import Client
-    from orchestrator.service.server.logins import Login, keep, logins_file, normalise_url, pinned_certificate
+    from orchestrator.service.client.client import Client
+    from orchestrator.service.client.logins import (
+        Login,
+        keep,
+        logins_file,
+        normalise_url,
+        pinned_certificate,
+    )
 
     url = normalise_url(url)
     if fingerprint is not None and authority is not None:
@@ -59,10 +72,14 @@ def login(
 
 def logout(url: Url, as_json: AsJson = False) -> None:
     """Forget the login for a service."""
-    from orchestrator.service.server.logins import forget
+    from orchestrator.service.client.logins import forget
 
     forgotten = forget(url)
-    tell({"forgotten": forgotten}, as_json, "The login is forgotten." if forgotten else "No login was kept for it.")
+    tell(
+        {"forgotten": forgotten},
+        as_json,
+        "The login is forgotten." if forgotten else "No login was kept for it.",
+    )
 
 
 def whoami(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
@@ -72,7 +89,9 @@ def whoami(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
 
 def audit(
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Rows to show, newest first.")] = 100,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=1000, help="Rows to show, newest first.")
+    ] = 100,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -80,10 +99,21 @@ def audit(
     rows = client_of(home).audit(limit)
     columns = ("AT", "USER", "ROLE", "ACTION", "STATUS", "REQUEST")
     lines = [
-        (_local(row["at_s"]), row["user"], row["role"], row["action"], str(row["status"]), row["request_id"])
+        (
+            _local(row["at_s"]),
+            row["user"],
+            row["role"],
+            row["action"],
+            str(row["status"]),
+            row["request_id"],
+        )
         for row in rows
     ]
-    tell({"rows": rows}, as_json, _table(columns, lines) if rows else "Nothing was changed over HTTP yet.")
+    tell(
+        {"rows": rows},
+        as_json,
+        _table(columns, lines) if rows else "Nothing was changed over HTTP yet.",
+    )
 
 
 @users.command("set")
@@ -95,7 +125,11 @@ def set_user(
 ) -> None:
     """Add a user, or give one another role."""
     client_of(home).set_user(name, role)
-    tell({"user": name, "role": role}, as_json, f"{name} is {role}. `orc token create {name}` makes a token.")
+    tell(
+        {"user": name, "role": role},
+        as_json,
+        f"{name} is {role}. `orc token create {name}` makes a token.",
+    )
 
 
 @users.command("remove")
@@ -110,14 +144,20 @@ def list_users(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the users and their roles."""
     rows = client_of(home).users()
     lines = [(user["name"], user["role"], _local(user["created_at_s"])) for user in rows]
-    table = _table(("USER", "ROLE", "SINCE"), lines) if rows else "There are no users. `orc user set NAME` adds one."
+    table = (
+        _table(("USER", "ROLE", "SINCE"), lines)
+        if rows
+        else "There are no users. `orc user set NAME` adds one."
+    )
     tell({"users": rows}, as_json, table)
 
 
 @tokens.command("create")
 def create_token(
     name: Name,
-    expires: Annotated[str, typer.Option("--expires", help="Lifetime, such as 12h or 90d; or `never`.")] = "90d",
+    expires: Annotated[
+        str, typer.Option("--expires", help="Lifetime, such as 12h or 90d; or `never`.")
+    ] = "90d",
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -125,7 +165,9 @@ def create_token(
     try:
         lifetime_s = None if expires == "never" else parse_seconds(expires)
     except ValueError as error:
-        raise SpecError(str(error), source="--expires", got=expires, allowed="a duration, or never") from None
+        raise SpecError(
+            str(error), source="--expires", got=expires, allowed="a duration, or never"
+        ) from None
     secret, token = client_of(home).create_token(name, lifetime_s)
     tell({"secret": secret, "token": token}, as_json, secret)
 
@@ -140,11 +182,18 @@ def list_tokens(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
             str(row["id"]),
             row["user"],
             f"{row['shown']}...",
-            *(_local(row[f"{moment}_at_s"]) for moment in ("created", "expires", "used", "revoked")),
+            *(
+                _local(row[f"{moment}_at_s"])
+                for moment in ("created", "expires", "used", "revoked")
+            ),
         )
         for row in rows
     ]
-    table = _table(columns, lines) if rows else "There are no tokens. `orc token create USER` makes one."
+    table = (
+        _table(columns, lines)
+        if rows
+        else "There are no tokens. `orc token create USER` makes one."
+    )
     tell({"tokens": rows}, as_json, table)
 
 
@@ -163,7 +212,9 @@ def _token() -> str:
     """Return the token from ORC_TOKEN, a hidden prompt, or a pipe; others can read a command line."""
     token = os.environ.get("ORC_TOKEN")
     if token is None:
-        token = typer.prompt("Token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+        token = (
+            typer.prompt("Token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+        )
     return str(token).strip()
 
 
@@ -175,7 +226,11 @@ def _read(path: Path) -> str:
 
 
 def _local(at_s: float | None) -> str:
-    return "-" if at_s is None else datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return (
+        "-"
+        if at_s is None
+        else datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    )
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> Table:

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.run import DEFAULT_HOME
 
 NO_DISPLAY = (
     "No display here: open the link in a browser of this machine, or forward its port with"
@@ -21,7 +21,9 @@ NO_DISPLAY = (
 
 
 def open_pages(
-    job_id: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job whose page opens.")] = None,
+    job_id: Annotated[
+        str | None, typer.Argument(metavar="[JOB]", help="Job whose page opens.")
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -31,7 +33,9 @@ def open_pages(
     tell({"link": link}, as_json, link)
     if as_json:
         return
-    has_display = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    has_display = (
+        sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
     if has_display:
         webbrowser.open(link)
     else:

@@ -14,9 +14,13 @@ class CleanConsole(Console):
     """Console whose colours and cursor movements are its own: texts and links bring none."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        return super()._render_buffer(segment if segment.control else _clean(segment) for segment in buffer)
+        return super()._render_buffer(
+            segment if segment.control else _clean(segment) for segment in buffer
+        )
 
 
 def _clean(segment: Segment) -> Segment:
     style = segment.style
-    return Segment(visible(segment.text), style.update_link(None) if style and style.link else style)
+    return Segment(
+        visible(segment.text), style.update_link(None) if style and style.link else style
+    )

@@ -9,13 +9,34 @@ from typer.core import TyperGroup
 from orchestrator.service.terminal.synonyms import instead_of
 from orchestrator.specs.errors import SpecError
 
-PANELS = {  # in the order in which help shows them; a command of no panel comes last, under "Others"
+# in the order in which help shows them; a command of no panel comes last, under "Others"
+PANELS = {
     "Begin": ("demo", "doctor", "up", "down", "open", "init"),
     "Plan, before anything starts": ("plan", "estimate", "fit", "simulate", "calibrate", "schema"),
-    "Submit and follow": ("submit", "run", "queue", "show", "explain", "logs", "get", "watch", "forecast"),
+    "Submit and follow": (
+        "submit",
+        "run",
+        "queue",
+        "show",
+        "explain",
+        "logs",
+        "get",
+        "watch",
+        "forecast",
+    ),
     "Change jobs": ("cancel", "retry", "hold", "release", "suspend", "resume", "update"),
     "Compare and report": ("compare", "report", "diagnose", "rehearse", "replay"),
-    "Operate": ("drain", "teams", "join", "leave", "cluster", "purge", "backup", "restore", "notify"),
+    "Operate": (
+        "drain",
+        "teams",
+        "join",
+        "leave",
+        "cluster",
+        "purge",
+        "backup",
+        "restore",
+        "notify",
+    ),
     "Access": ("login", "logout", "whoami", "user", "token", "audit"),
 }
 OTHERS = "Others"
@@ -30,7 +51,10 @@ class Commands(TyperGroup):
         panels = {name: panel for panel, names in PANELS.items() for name in names}
         order = [*panels]
         self.commands = dict(
-            sorted(self.commands.items(), key=lambda item: order.index(item[0]) if item[0] in panels else len(order))
+            sorted(
+                self.commands.items(),
+                key=lambda item: order.index(item[0]) if item[0] in panels else len(order),
+            )
         )
         for name, command in self.commands.items():
             command.rich_help_panel = panels.get(name, OTHERS)  # type: ignore[attr-defined]

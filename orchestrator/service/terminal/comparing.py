@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.comparison_files import WRITERS
-from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, check_finite, client_of, service_of
+from orchestrator.service.terminal.options import (
+    AsJson,
+    Home,
+    Pinned,
+    Settings,
+    check_finite,
+    client_of,
+    service_of,
+)
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.choices import Micro
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.client import Client
+    from orchestrator.service.client.client import Client
     from orchestrator.service.views.comparison import ComparisonView
 
 LINK_S = 20.0  # longest wait for MLflow's page: records go there after the jobs have ended
@@ -30,7 +38,10 @@ PICTURES = (".png", ".svg", ".pdf")
 
 def compare(
     job: Annotated[
-        str, typer.Argument(metavar="FILE|JOB", help="Job file (YAML), or a job of a comparison to show again.")
+        str,
+        typer.Argument(
+            metavar="FILE|JOB", help="Job file (YAML), or a job of a comparison to show again."
+        ),
     ],
     choice: Annotated[
         str,
@@ -42,14 +53,22 @@ def compare(
     ] = "all",
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=2, help="Optimizer steps of each strategy; default: 30, or fewer of the file."),
+        typer.Option(
+            "--steps",
+            min=2,
+            help="Optimizer steps of each strategy; default: 30, or fewer of the file.",
+        ),
     ] = None,
     micro: Annotated[
         Micro,
-        typer.Option("--micro", help="Micro-batch of all: the largest with which all fit, or the best of each."),
+        typer.Option(
+            "--micro",
+            help="Micro-batch of all: the largest with which all fit, or the best of each.",
+        ),
     ] = Micro.COMMON,
     repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Times that each is trained: 3 give 95 % intervals.")
+        int,
+        typer.Option("--repeats", min=1, help="Times that each is trained: 3 give 95 % intervals."),
     ] = 1,
     timeout_s: Annotated[
         float,
@@ -64,12 +83,18 @@ def compare(
     ] = 3600.0,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="PNG, SVG or PDF file for a picture of memory and time."),
+        typer.Option(
+            "--picture",
+            metavar="FILE",
+            help="PNG, SVG or PDF file for a picture of memory and time.",
+        ),
     ] = None,
     tables: Annotated[
         list[Path] | None,
         typer.Option(
-            "--table", metavar="FILE", help="CSV, Markdown (.md) or LaTeX (.tex) file of the rows; repeatable."
+            "--table",
+            metavar="FILE",
+            help="CSV, Markdown (.md) or LaTeX (.tex) file of the rows; repeatable.",
         ),
     ] = None,
     settings: Settings = None,
@@ -81,17 +106,29 @@ def compare(
     from orchestrator.service.terminal.comparison_tables import comparison_panel
 
     if picture is not None and picture.suffix not in PICTURES:
-        raise SpecError("no picture of this kind", path="--picture", got=str(picture), allowed=", ".join(PICTURES))
+        raise SpecError(
+            "no picture of this kind",
+            path="--picture",
+            got=str(picture),
+            allowed=", ".join(PICTURES),
+        )
     for table in tables or ():
         if table.suffix not in WRITERS:
-            raise SpecError("no table of this kind", path="--table", got=str(table), allowed=", ".join(WRITERS))
+            raise SpecError(
+                "no table of this kind", path="--table", got=str(table), allowed=", ".join(WRITERS)
+            )
     with closing(client_of(home)) as client:
         job_id = job
         if Path(job).is_file():
-            ids = _submit(client, Path(job), choice, micro, steps, repeats, settings, pins, home, as_json)
+            ids = _submit(
+                client, Path(job), choice, micro, steps, repeats, settings, pins, home, as_json
+            )
             job_id = ids[0]
             if not _wait(client, ids, timeout_s, as_json):
-                print(f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them", file=sys.stderr)
+                print(
+                    f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them",
+                    file=sys.stderr,
+                )
         view = _with_link(client, job_id)
     for table in tables or ():
         table.write_text(WRITERS[table.suffix](view))
@@ -100,7 +137,9 @@ def compare(
     tell(dict(view), as_json, comparison_panel(view))
     if view["mlflow"] and not as_json:
         print(f"MLflow: {view['mlflow']}")  # whole, so that a terminal can open it
-    raise typer.Exit(not (view["complete"] and any(row["outcome"] == "finished" for row in view["rows"])))
+    raise typer.Exit(
+        not (view["complete"] and any(row["outcome"] == "finished" for row in view["rows"]))
+    )
 
 
 def _submit(
@@ -116,10 +155,10 @@ def _submit(
     as_json: bool,
 ) -> list[str]:
     """Return the ids of the jobs of a new comparison."""
+    from orchestrator.service.client.sending import read_jobs_for
     from orchestrator.service.commands.compare import choose_strategies, comparison_jobs
     from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.server.intake import read_overrides, read_pins
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides, read_pins
 
     service = service_of(home)
     overrides = (*read_overrides(settings or []), *read_pins(pins))
@@ -130,7 +169,8 @@ def _submit(
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
     print(
-        f"{ids[0]}: {len(choices)} strategies{length}{times}, one at a time", file=sys.stderr if as_json else sys.stdout
+        f"{ids[0]}: {len(choices)} strategies{length}{times}, one at a time",
+        file=sys.stderr if as_json else sys.stdout,
     )
     return list(ids)
 
@@ -164,7 +204,10 @@ def _with_link(client: Client, job_id: str) -> ComparisonView:
     """Return the comparison, with MLflow's page as soon as it is there."""
     until_s = time.monotonic() + LINK_S
     view = client.comparison(job_id)
-    has_runs = any(row["step_s"] is not None for row in view["rows"]) and "mlflow" in client.cluster()["trackers"]
+    has_runs = (
+        any(row["step_s"] is not None for row in view["rows"])
+        and "mlflow" in client.cluster()["trackers"]
+    )
     while view["complete"] and has_runs and view["mlflow"] is None and time.monotonic() < until_s:
         time.sleep(LINK_POLL_S)
         view = client.comparison(job_id)
@@ -179,5 +222,9 @@ def draw_picture(view: ComparisonView, file: Path) -> None:
     from orchestrator.service.views.records import picture_from_view
 
     if view["picture"] is not None:
-        with matplotlib.rc_context({"pdf.fonttype": 42}):  # TrueType: many publishers refuse matplotlib's Type 3
-            figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(file)
+        with matplotlib.rc_context(
+            {"pdf.fonttype": 42}
+        ):  # TrueType: many publishers refuse matplotlib's Type 3
+            figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(
+                file
+            )

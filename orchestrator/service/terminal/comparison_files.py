@@ -15,9 +15,23 @@ if TYPE_CHECKING:
     from orchestrator.service.views.comparison import ComparisonView
 
 Row = Mapping[str, Any]
-NEAR = 0.2  # half of an interval over its middle: a wider one is not symmetric, and stands as a range
-CSV: Mapping[str, tuple[str | int, ...]] = {  # where a row has the number; units stand last in names
-    **{name: (name,) for name in ("strategy", "plan", "outcome", "device", "devices", "micro_batch", "accumulation")},
+# half of an interval over its middle: a wider one is not symmetric, and stands as a range
+NEAR = 0.2
+CSV: Mapping[
+    str, tuple[str | int, ...]
+] = {  # where a row has the number; units stand last in names
+    **{
+        name: (name,)
+        for name in (
+            "strategy",
+            "plan",
+            "outcome",
+            "device",
+            "devices",
+            "micro_batch",
+            "accumulation",
+        )
+    },
     "global_batch": ("settings", "global_batch_size"),
     "precision": ("settings", "precision"),
     "repeats": ("repeats",),
@@ -30,11 +44,24 @@ CSV: Mapping[str, tuple[str | int, ...]] = {  # where a row has the number; unit
     "times_low": ("times_within", 0),
     "times_high": ("times_within", 1),
     "predicted_step_s": ("predicted_step_s",),
-    **{name: (name,) for name in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes", "tokens_per_s")},
-    **{name: (name,) for name in ("samples_per_s", "mfu", "loss", "loss_distance", "device_s", "money")},
+    **{
+        name: (name,)
+        for name in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes", "tokens_per_s")
+    },
+    **{
+        name: (name,)
+        for name in ("samples_per_s", "mfu", "loss", "loss_distance", "device_s", "money")
+    },
 }
-NAMES = {"torch_version": "torch", "python_version": "Python", "cuda_version": "CUDA", "driver_version": "driver"}
-NOT_MEASURED = dict.fromkeys(("peak_bytes", "tokens_per_s", "samples_per_s", "mfu", "loss"))  # where it did not finish
+NAMES = {
+    "torch_version": "torch",
+    "python_version": "Python",
+    "cuda_version": "CUDA",
+    "driver_version": "driver",
+}
+NOT_MEASURED = dict.fromkeys(
+    ("peak_bytes", "tokens_per_s", "samples_per_s", "mfu", "loss")
+)  # where it did not finish
 LATEX = str.maketrans(
     {char: f"\\{char}" for char in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\textasciitilde{}"}
@@ -64,7 +91,10 @@ def _value(row: Row, path: Sequence[str | int]) -> Any:
 def as_markdown(view: ComparisonView) -> str:
     """Return a table for a page, with its caption, the verdict and its notes below."""
     heads, lines = _table(view)
-    table = [f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in (heads, *lines)]
+    table = [
+        f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |"
+        for line in (heads, *lines)
+    ]
     rule = f"|---|{'---:|' * (len(heads) - 1)}"
     notes = "\n\n".join((*_caption(view, heads), view["verdict"], *view["notes"]))
     return "\n".join([table[0], rule, *table[1:], "", notes, ""])
@@ -73,26 +103,39 @@ def as_markdown(view: ComparisonView) -> str:
 def as_latex(view: ComparisonView) -> str:
     """Return a `tabular` with booktabs' rules; its caption, the verdict and its notes stand above as comments."""
     heads, lines = _table(view)
-    parted = [head.removesuffix(")").split(" (") for head in heads]  # units have a line of their own
+    parted = [
+        head.removesuffix(")").split(" (") for head in heads
+    ]  # units have a line of their own
     units = [f"({head[1]})" if len(head) > 1 else "" for head in parted]
     body = [
-        f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\" for line in ([h[0] for h in parted], units, *lines)
+        f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\"
+        for line in ([h[0] for h in parted], units, *lines)
     ]
     comments = [f"% {note}" for note in (*_caption(view, heads), view["verdict"], *view["notes"])]
-    start = [f"\\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}", "\\toprule", *body[:2], "\\midrule"]
+    start = [
+        f"\\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
+        "\\toprule",
+        *body[:2],
+        "\\midrule",
+    ]
     return "\n".join([*comments, *start, *body[2:], "\\bottomrule", "\\end{tabular}", ""])
 
 
 def _table(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the lines of at most eight columns; one that no strategy has is left out."""
-    rows = [row if row["outcome"] == "finished" else {**row, **NOT_MEASURED} for row in view["rows"]]
+    rows = [
+        row if row["outcome"] == "finished" else {**row, **NOT_MEASURED} for row in view["rows"]
+    ]
     unit, size = _unit([row["peak_bytes"] for row in rows])
     has_tokens = any(row["tokens_per_s"] for row in rows)
     rate = "tokens_per_s" if has_tokens else "samples_per_s"
     precisions = [row["settings"].get("precision", "") for row in rows]
     columns: dict[str, list[str]] = {
         "Strategy": _short_names([row["strategy"] for row in rows]),
-        "Batch": [f"{row['micro_batch']}×{row['accumulation']}" if row["micro_batch"] else "" for row in rows],
+        "Batch": [
+            f"{row['micro_batch']}×{row['accumulation']}" if row["micro_batch"] else ""
+            for row in rows
+        ],
         "Precision": precisions if len({*filter(None, precisions)}) > 1 else [],
         "Step (s)": [_step_text(row) for row in rows],
         f"Peak ({unit})": [_digits(row["peak_bytes"] and row["peak_bytes"] / size) for row in rows],
@@ -104,12 +147,16 @@ def _table(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
     if any(columns["Precision"]):
         del columns["MFU (%)"]  # shares of different peaks
     filled = {head: cells for head, cells in columns.items() if any(cells)}
-    return list(filled), [[cell or "–" for cell in line] for line in zip(*filled.values(), strict=True)]
+    return list(filled), [
+        [cell or "–" for cell in line] for line in zip(*filled.values(), strict=True)
+    ]
 
 
 def _unit(counts: Sequence[int | None]) -> tuple[str, int]:
     """Return the unit for a column of bytes: GiB from one of them on, else MiB."""
-    name = "GiB" if max((count or 0 for count in counts), default=0) >= BINARY_UNITS["GiB"] else "MiB"
+    name = (
+        "GiB" if max((count or 0 for count in counts), default=0) >= BINARY_UNITS["GiB"] else "MiB"
+    )
     return name, BINARY_UNITS[name]
 
 
@@ -188,4 +235,8 @@ def _caption(view: ComparisonView, heads: Sequence[str]) -> list[str]:
     return [f"{setup['model']} on {count}{setup['device']}: {text}. {programs}.", f"{meaning}."]
 
 
-WRITERS: Mapping[str, Callable[[ComparisonView], str]] = {".csv": as_csv, ".md": as_markdown, ".tex": as_latex}
+WRITERS: Mapping[str, Callable[[ComparisonView], str]] = {
+    ".csv": as_csv,
+    ".md": as_markdown,
+    ".tex": as_latex,
+}

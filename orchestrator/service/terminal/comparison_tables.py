@@ -59,5 +59,7 @@ def _table(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]])
     for name in columns:
         table.add_column(name.upper(), justify="left" if name == "End" else "right", no_wrap=True)
     for number, row in enumerate(rows, 1):
-        table.add_row(str(number), row["strategy"], *(cells[number - 1] for cells in columns.values()))
+        table.add_row(
+            str(number), row["strategy"], *(cells[number - 1] for cells in columns.values())
+        )
     return table

@@ -14,8 +14,9 @@ ENDED_OFFERED = 50
 
 def job_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Return the ids of live and recently ended jobs with this prefix; [] where the service does not answer."""
-    from orchestrator.service.server.client import Client
-    from orchestrator.service.server.logins import DEFAULT_HOME, login_of
+    from orchestrator.service.client.client import Client
+    from orchestrator.service.client.logins import login_of
+    from orchestrator.specs.run import DEFAULT_HOME
 
     url = context.find_root().params.get("server") or os.environ.get("ORC_SERVER")
     home = Path(context.params.get("home") or os.environ.get("ORC_HOME") or DEFAULT_HOME)

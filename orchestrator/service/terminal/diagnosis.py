@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,18 +23,28 @@ if TYPE_CHECKING:
 def diagnose(
     logs: Annotated[
         list[str],
-        typer.Argument(metavar="LOG...", help="Log of each rank, rank 0 first; with --should-be, a job's id."),
+        typer.Argument(
+            metavar="LOG...", help="Log of each rank, rank 0 first; with --should-be, a job's id."
+        ),
     ],
     exit_code: Annotated[
-        int | None, typer.Option("--exit-code", min=-64, max=255, help="Exit code, or minus the signal; default: 1.")
+        int | None,
+        typer.Option(
+            "--exit-code", min=-64, max=255, help="Exit code, or minus the signal; default: 1."
+        ),
     ] = None,
     oom_kills: Annotated[
-        int, typer.Option("--oom-kills", min=0, help="How far the kernel's `oom_kill` counter rose meanwhile.")
+        int,
+        typer.Option(
+            "--oom-kills", min=0, help="How far the kernel's `oom_kill` counter rose meanwhile."
+        ),
     ] = 0,
     should_be: Annotated[
         FailureKind | None,
         typer.Option(
-            "--should-be", metavar="KIND", help="Print the job's last failure as a case of this kind, redacted."
+            "--should-be",
+            metavar="KIND",
+            help="Print the job's last failure as a case of this kind, redacted.",
         ),
     ] = None,
     home: Home = DEFAULT_HOME,
@@ -48,7 +58,12 @@ def diagnose(
         tell(dict(work.diagnosis_view(diagnosis)), as_json, _table(diagnosis))
         return
     if len(logs) != 1 or os.path.isfile(logs[0]):
-        raise SpecError("a case is made of one job", path="JOB", got=" ".join(logs), allowed="an id of `orc queue`")
+        raise SpecError(
+            "a case is made of one job",
+            path="JOB",
+            got=" ".join(logs),
+            allowed="an id of `orc queue`",
+        )
     print(work.case_of_job(client_of(home), logs[0], should_be), end="")
 
 

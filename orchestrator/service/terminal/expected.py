@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.forecasts import ExpectedJob
+    from orchestrator.service.views.expected import ExpectedJob
 
 WHOLE_MAX = 28  # characters of an id that every table shows
 MINUTE_WIDTH = len("(15:38 to 15:53)")
@@ -55,13 +55,21 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
     for job in expected:
         end_s, deadline_s = job["end_s"], job["deadline_s"]
         is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
-        due = "" if deadline_s is None else f"{'late, ' if is_late else ''}due {local_minute(deadline_s, None)}"
+        due = (
+            ""
+            if deadline_s is None
+            else f"{'late, ' if is_late else ''}due {local_minute(deadline_s, None)}"
+        )
         is_waiting = job["status"] == "queued"
         table.add_row(
             job["id"],
             "-" if job["devices"] is None else str(job["devices"]),
-            local_minute(job["start_s"], job["start_range_s"]) if is_waiting else coloured(job["status"]),
-            local_minute(end_s, job["end_range_s"]) if job["says_length"] else f"{local_minute(end_s, None)} ?",
+            local_minute(job["start_s"], job["start_range_s"])
+            if is_waiting
+            else coloured(job["status"]),
+            local_minute(end_s, job["end_range_s"])
+            if job["says_length"]
+            else f"{local_minute(end_s, None)} ?",
             Text("; ".join(filter(None, (due, job["why"]))), style="red" if is_late else ""),
         )
     if not all(job["says_length"] for job in expected):

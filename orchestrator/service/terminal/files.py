@@ -24,10 +24,14 @@ class SchemaName(StrEnum):
 
 def init(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="Training command or script; read, never run.")
+        list[str],
+        typer.Argument(metavar="COMMAND...", help="Training command or script; read, never run."),
     ],
     run_help: Annotated[
-        bool, typer.Option("--run-help", help="Run the command with --help, up to 20 s, to read its flags.")
+        bool,
+        typer.Option(
+            "--run-help", help="Run the command with --help, up to 20 s, to read its flags."
+        ),
     ] = False,
 ) -> None:
     """Print a job file for a training command, proposed from its files and options."""
@@ -38,9 +42,13 @@ def init(
     sys.stdout.write(job_file)
 
 
-def schema(name: Annotated[SchemaName, typer.Argument(help="Kind of file.")] = SchemaName.JOB) -> None:
+def schema(
+    name: Annotated[SchemaName, typer.Argument(help="Kind of file.")] = SchemaName.JOB,
+) -> None:
     """Print the JSON Schema of job or cluster files, for editors."""
     from orchestrator.specs.cluster import cluster_json_schema
     from orchestrator.specs.job.spec import job_json_schema
 
-    print(json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2))
+    print(
+        json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2)
+    )

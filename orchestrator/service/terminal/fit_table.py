@@ -25,16 +25,33 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
         by_way = {row["way"]: row for row in rows if row["device"] == device}
         has = format_bytes(by_way[ways[0]]["memory_bytes"])
         table.add_row(device, has, *(_cell(by_way[way], with_step=len(ways) == 1) for way in ways))
-    length = f", {spec.data.sequence_length} tokens a sample" if spec.known_model is not None else ""
+    length = (
+        f", {spec.data.sequence_length} tokens a sample" if spec.known_model is not None else ""
+    )
     settings = f"{spec.precision}, {spec.training.optimizer}, {spec.global_batch_size} samples a step{length}"
-    head = [Text(spec.name if not is_assumed else str(spec.known_model and spec.known_model.hf), style="bold")]
-    head.append(Text(f"assumed: {settings}; `--set` changes them" if is_assumed else settings, style="dim"))
+    head = [
+        Text(
+            spec.name if not is_assumed else str(spec.known_model and spec.known_model.hf),
+            style="bold",
+        )
+    ]
+    head.append(
+        Text(f"assumed: {settings}; `--set` changes them" if is_assumed else settings, style="dim")
+    )
     last = f"Fewest cards of one machine, bytes of each{', predicted time of a step' if len(ways) == 1 else ''}."
     most = spec.gpus.max
     if not is_assumed and any((row["devices"] or 0) > most for row in rows):
         last += f" The job allows {most} (`gpus`); `--set gpus=N` allows more."
     more = "`orc plan FILE --gpu CARD` says more."
-    return Group(*head, Text(), table, Text(), *_reasons(rows), Text(last, style="dim"), Text(more, style="dim"))
+    return Group(
+        *head,
+        Text(),
+        table,
+        Text(),
+        *_reasons(rows),
+        Text(last, style="dim"),
+        Text(more, style="dim"),
+    )
 
 
 def _reasons(rows: Sequence[FitRow]) -> list[Text]:
@@ -43,7 +60,9 @@ def _reasons(rows: Sequence[FitRow]) -> list[Text]:
     for row in rows:
         if row["why"] is not None:
             reasons.setdefault(row["why"], []).append(row["device"])
-    return [Text(f"-  {why}: {', '.join(dict.fromkeys(devices))}") for why, devices in reasons.items()]
+    return [
+        Text(f"-  {why}: {', '.join(dict.fromkeys(devices))}") for why, devices in reasons.items()
+    ]
 
 
 def _cell(row: FitRow, *, with_step: bool) -> Text:

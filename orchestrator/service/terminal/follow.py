@@ -12,9 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from orchestrator.service.server.client import Client
-from orchestrator.service.server.lifecycle import start
-from orchestrator.service.server.logins import Login
+from orchestrator.service.client.client import Client
+from orchestrator.service.client.lifecycle import start
+from orchestrator.service.client.logins import Login
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.service.terminal.tables import attempts_table, progress_line, time_left
 from orchestrator.service.views.records import AttemptView, JobView
@@ -36,12 +36,21 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     fault_body = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
     job_id = client.submit(spec.model_dump(mode="json"), fault_body)
     try:
-        job = follow(client, job_id, console_on(sys.stderr if as_json else sys.stdout), may_ask=fault is None)
+        job = follow(
+            client, job_id, console_on(sys.stderr if as_json else sys.stdout), may_ask=fault is None
+        )
     except KeyboardInterrupt:
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
     tell(dict(job), as_json, attempts_table([job], console_on(sys.stdout).width))
-    excerpt = next((attempt["failure"]["excerpt"] for attempt in reversed(job["attempts"]) if attempt["failure"]), "")
+    excerpt = next(
+        (
+            attempt["failure"]["excerpt"]
+            for attempt in reversed(job["attempts"])
+            if attempt["failure"]
+        ),
+        "",
+    )
     if job["status"] == "failed" and excerpt and not as_json:
         print(excerpt.rstrip(), file=sys.stderr)
     return 0 if job["status"] == "succeeded" else 1
@@ -53,9 +62,13 @@ def follow(client: Client, job_id: str, console: Console, *, may_ask: bool = Tru
     A job with a question waits for its answer, up to a week. Without `may_ask`, as in a rehearsal, it is cancelled
     instead. A terminal shows a progress bar with the remaining time; other output gets a line every few seconds.
     """
-    texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")]
+    texts = [
+        TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")
+    ]
     columns = SpinnerColumn(), texts[0], BarColumn(BAR_WIDTH), texts[1]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(f"{job_id} is queued", total=None, said="")
         printed: list[str] = []
         printed_at_s = 0.0
@@ -79,9 +92,15 @@ def log_lines(
     With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
     job, _ = client.job(job_id)
-    current, offset, decoder = max(1, len(job["attempts"])) if number is None else number, 0, _decoder()
+    current, offset, decoder = (
+        max(1, len(job["attempts"])) if number is None else number,
+        0,
+        _decoder(),
+    )
     while True:
-        job, version = client.job(job_id)  # read before its log, so that the log of an ended attempt is complete
+        job, version = client.job(
+            job_id
+        )  # read before its log, so that the log of an ended attempt is complete
         count, read = len(job["attempts"]), offset
         if current <= count or number is not None:
             for text in _pieces(client, job_id, current, rank, offset, to_the_end):
@@ -99,7 +118,9 @@ def log_lines(
             client.job(job_id, version)  # which waits for the next attempt
 
 
-def _pieces(client: Client, job_id: str, number: int, rank: int, offset: int, to_the_end: bool) -> Iterator[bytes]:
+def _pieces(
+    client: Client, job_id: str, number: int, rank: int, offset: int, to_the_end: bool
+) -> Iterator[bytes]:
     if to_the_end:
         yield from client.follow_log(job_id, number, rank, offset)
     elif text := client.log(job_id, number, rank, offset)[0]:
@@ -136,7 +157,9 @@ def story(job: JobView) -> list[str]:
     """Return the history of the job's attempts, one line per event, in order. Later calls only append."""
     lines, before = [], None
     for attempt in job["attempts"]:
-        lines.append(f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}")
+        lines.append(
+            f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}"
+        )
         if attempt["change"]:
             lines.append(f"{job['id']}:   {_change(attempt, before)}")
         lines += _ending(job, attempt)
@@ -153,7 +176,11 @@ def _change(attempt: AttemptView, before: AttemptView | None) -> str:
     resumed = f"; resumed at step {step}" if step else ""
     failure = before["failure"] if before else None
     is_repeated = failure is not None and failure["reason"] == attempt["change_reason"]
-    return f"-> {changes}{resumed}" if is_repeated else f"-> {changes}{resumed}: {attempt['change_reason']}"
+    return (
+        f"-> {changes}{resumed}"
+        if is_repeated
+        else f"-> {changes}{resumed}: {attempt['change_reason']}"
+    )
 
 
 def _ending(job: JobView, attempt: AttemptView) -> list[str]:
@@ -162,7 +189,9 @@ def _ending(job: JobView, attempt: AttemptView) -> list[str]:
         return []
     if failure is None:
         return [f"{job['id']}: attempt {attempt['number']} succeeded{_peaks(attempt)}"]
-    return [f"{job['id']}: attempt {attempt['number']} ended: {failure['kind']}: {failure['reason']}"]
+    return [
+        f"{job['id']}: attempt {attempt['number']} ended: {failure['kind']}: {failure['reason']}"
+    ]
 
 
 def _peaks(attempt: AttemptView) -> str:
@@ -173,13 +202,17 @@ def _peaks(attempt: AttemptView) -> str:
     return f": peak {format_bytes(attempt['peak_bytes'])}{beside}"
 
 
-def _show_progress(job: JobView, bar: Progress, task: TaskID, console: Console, printed_at_s: float) -> float:
+def _show_progress(
+    job: JobView, bar: Progress, task: TaskID, console: Console, printed_at_s: float
+) -> float:
     """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was."""
     progress, left = job["progress"], time_left(job["progress"])
     line = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
     if console.is_terminal:
         step, total = (progress["step"], progress["max_steps"]) if progress else (0, None)
-        bar.update(task, description=f"{job['id']} {job['status']}", completed=step, total=total, said=line)
+        bar.update(
+            task, description=f"{job['id']} {job['status']}", completed=step, total=total, said=line
+        )
     elif line and time.monotonic() - printed_at_s > PLAIN_EVERY_S:
         console.print(f"{job['id']}: {line}", highlight=False, markup=False, soft_wrap=True)
         return time.monotonic()

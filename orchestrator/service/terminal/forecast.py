@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import show_spinner, tell
+from orchestrator.specs.run import DEFAULT_HOME
 
 
 def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
@@ -13,4 +13,8 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
     with show_spinner("playing the queue"):
         expected = client_of(home).forecast()
-    tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
+    tell(
+        {"jobs": expected},
+        as_json,
+        expected_table(expected) if expected else "No job runs or waits.",
+    )

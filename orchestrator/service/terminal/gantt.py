@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.service.commands.simulate import Outcome
-from orchestrator.service.views.timeline import COLUMNS, NODES_MAX, BusySpan, add_ruler, block, busy_lines, shares
+from orchestrator.service.views.timeline import (
+    COLUMNS,
+    NODES_MAX,
+    BusySpan,
+    add_ruler,
+    block,
+    busy_lines,
+    shares,
+)
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.units import format_seconds
 
@@ -37,7 +45,10 @@ def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     waiting = [0.0] * COLUMNS
     for outcome in outcomes:
         for column, share in shares(
-            outcome.submitted_at_s, end_s if outcome.started_at_s is None else outcome.started_at_s, 0.0, end_s
+            outcome.submitted_at_s,
+            end_s if outcome.started_at_s is None else outcome.started_at_s,
+            0.0,
+            end_s,
         ):
             waiting[column] += share
     most = max(waiting)
@@ -47,7 +58,9 @@ def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
 
 def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Figure:
     """Return a chart with a lane per device; an attempt has its job's colour, and its launch is pale."""
-    from matplotlib.figure import Figure  # mlflow depends on matplotlib; pyplot has global state, which threads share
+    from matplotlib.figure import (
+        Figure,
+    )  # mlflow depends on matplotlib; pyplot has global state, which threads share
 
     lanes: dict[tuple[str, int], int] = {}
     for node in idle_nodes(cluster):
@@ -61,7 +74,9 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
         started_s = until_s if process.started_at_s is None else process.started_at_s
         for device in process.devices:
             lanes.setdefault(device, len(lanes))
-            bars.setdefault((colour, False), []).append((process.launched_at_s, started_s, lanes[device]))
+            bars.setdefault((colour, False), []).append(
+                (process.launched_at_s, started_s, lanes[device])
+            )
             bars.setdefault((colour, True), []).append((started_s, until_s, lanes[device]))
     for (colour, trains), spans in bars.items():
         axes.barh(
@@ -73,7 +88,12 @@ def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Fig
             alpha=1.0 if trains else 0.35,
             linewidth=0,
         )
-    axes.set(xlim=(0, _end_s(outcomes) / 3600), ylim=(len(lanes) - 0.5, -0.5), xlabel="hours", ylabel="device")
+    axes.set(
+        xlim=(0, _end_s(outcomes) / 3600),
+        ylim=(len(lanes) - 0.5, -0.5),
+        xlabel="hours",
+        ylabel="device",
+    )
     firsts = [lane for (_, index), lane in lanes.items() if index == 0]
     axes.set_yticks(firsts[:: -(-len(firsts) // NODES_MAX)])
     axes.set_title(title, loc="left", fontsize=11)

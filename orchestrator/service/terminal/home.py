@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
 from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_of
 from orchestrator.service.terminal.output import show_spinner, tell
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.endpoint import Endpoint
+    from orchestrator.service.client.endpoint import Endpoint
 
 
 def up(
@@ -27,36 +27,51 @@ def up(
     ray: Annotated[
         str | None,
         typer.Option(
-            "--ray", metavar="ADDRESS", help="Address of a running Ray, as host:port; without it, one is started."
+            "--ray",
+            metavar="ADDRESS",
+            help="Address of a running Ray, as host:port; without it, one is started.",
         ),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve other machines here too, under TLS.")
+        str | None,
+        typer.Option(
+            "--listen", metavar="HOST:PORT", help="Serve other machines here too, under TLS."
+        ),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="Certificate (PEM); default: one made for trials.")
+        Path | None,
+        typer.Option("--tls-cert", help="Certificate (PEM); default: one made for trials."),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", help="Its private key (PEM).")
+    ] = None,
     allowed_hosts: Annotated[
-        list[str] | None, typer.Option("--allowed-host", metavar="NAME", help="Host name that clients use; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--allowed-host", metavar="NAME", help="Host name that clients use; repeatable."
+        ),
     ] = None,
     trust_users: Annotated[
         bool, typer.Option("--trust-users", help="Let jobs of all users run as the service's user.")
     ] = False,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Be the service, and log here: for containers and systemd.")
+        bool,
+        typer.Option(
+            "--foreground", help="Be the service, and log here: for containers and systemd."
+        ),
     ] = False,
     log_format: Annotated[
-        LogFormat, typer.Option("--log-format", envvar="ORC_LOG_FORMAT", help="Format of the service's log.")
+        LogFormat,
+        typer.Option("--log-format", envvar="ORC_LOG_FORMAT", help="Format of the service's log."),
     ] = LogFormat.TEXT,
     as_json: AsJson = False,
 ) -> None:
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
-    from orchestrator.service.server.client import service_file
-    from orchestrator.service.server.endpoint import load_endpoint, make_endpoint, parse_listen
-    from orchestrator.service.server.intake import read_cluster
-    from orchestrator.service.server.join_token import make_join_token
-    from orchestrator.service.server.lifecycle import become, start
+    from orchestrator.service.client.client import service_file
+    from orchestrator.service.client.endpoint import load_endpoint, make_endpoint, parse_listen
+    from orchestrator.service.client.join_token import make_join_token
+    from orchestrator.service.client.lifecycle import become, start
+    from orchestrator.service.intake.intake import read_cluster
 
     home = home.expanduser()
     read_cluster(cluster)
@@ -64,17 +79,32 @@ def up(
         parse_listen(ray, "--ray", "head:6379")
     os.environ[LOG_FORMAT] = log_format  # the service inherits it
     if listen is None and (tls_cert or tls_key or allowed_hosts or trust_users):
-        raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")
+        raise SpecError(
+            "say where other machines are served", source="--listen", allowed="HOST:PORT"
+        )
     hosts = tuple(allowed_hosts or ())
-    endpoint = make_endpoint(home, listen, tls_cert, tls_key, hosts, trusts_users=trust_users) if listen else None
+    endpoint = (
+        make_endpoint(home, listen, tls_cert, tls_key, hosts, trusts_users=trust_users)
+        if listen
+        else None
+    )
     if foreground:
         become(home, cluster, ray, endpoint)
     with show_spinner("starting the service"):
         notes = start(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
-        answer = {"started": notes is not None, "notes": notes or (), **service_file(home), **client.cluster()}
+        answer = {
+            "started": notes is not None,
+            "notes": notes or (),
+            **service_file(home),
+            **client.cluster(),
+        }
     if (served := load_endpoint(home)) is not None:
-        answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
+        answer["listen"] = {
+            "host": served.host,
+            "port": served.port,
+            "fingerprint": served.fingerprint(),
+        }
         make_join_token(home, served)
         answer["join"] = {"service": f"{served.address}:{served.port}"}
     state = "is up" if notes is not None else "was up already"
@@ -94,16 +124,21 @@ def up(
 def down(
     home: Home = DEFAULT_HOME,
     force: Annotated[
-        bool, typer.Option("--force", help="Stop while jobs run; they restart at the next `orc up`.")
+        bool,
+        typer.Option("--force", help="Stop while jobs run; they restart at the next `orc up`."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Stop the service, its Ray and its MLflow."""
-    from orchestrator.service.server.lifecycle import stop
+    from orchestrator.service.client.lifecycle import stop
 
     with show_spinner("stopping the service"):
         stop(home.expanduser(), force)
-    tell({"stopped": True}, as_json, "The service is down. Its queue and records stay in the home folder.")
+    tell(
+        {"stopped": True},
+        as_json,
+        "The service is down. Its queue and records stay in the home folder.",
+    )
 
 
 def doctor(
@@ -113,7 +148,11 @@ def doctor(
     ] = False,
     remove: Annotated[
         list[str] | None,
-        typer.Option("--remove", metavar="TABLE/ROW", help="With --repair: drop such a row for good; repeatable."),
+        typer.Option(
+            "--remove",
+            metavar="TABLE/ROW",
+            help="With --repair: drop such a row for good; repeatable.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,7 +182,11 @@ def backup(
     from orchestrator.service.commands.backup import back_up
 
     manifest = back_up(home.expanduser(), file)
-    tell({"file": str(file), **manifest}, as_json, f"{file} has the home {home} as of {manifest['created_at']}.")
+    tell(
+        {"file": str(file), **manifest},
+        as_json,
+        f"{file} has the home {home} as of {manifest['created_at']}.",
+    )
 
 
 def restore(

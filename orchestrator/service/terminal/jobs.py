@@ -10,17 +10,27 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.completion import job_ids
-from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
+from orchestrator.service.terminal.options import (
+    AsJson,
+    Home,
+    Pinned,
+    Settings,
+    client_of,
+    service_of,
+)
 from orchestrator.service.terminal.output import console_on, show_spinner, tell, write_log
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import format_bytes
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
 JobId = Annotated[
-    str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids)
+    str,
+    typer.Argument(
+        metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids
+    ),
 ]
 
 
@@ -32,16 +42,22 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit jobs to the queue, all or none. Exits with 1 where a job or its guarantee is refused."""
-    from orchestrator.service.server.intake import read_overrides, read_pins
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides, read_pins
     from orchestrator.service.terminal.tables import promise_words
     from orchestrator.specs.job.sweep import SWEEP
 
-    specs = read_jobs_for(service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home)
+    specs = read_jobs_for(
+        service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home
+    )
     client = client_of(home)
     batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     ids, promises, refused = batch["ids"], batch["promises"], batch["refused"]
-    sweeps = [f"{SWEEP}{job_id}" for job_id, spec in zip(ids, specs, strict=True) if spec.trial is not None]
+    sweeps = [
+        f"{SWEEP}{job_id}"
+        for job_id, spec in zip(ids, specs, strict=True)
+        if spec.trial is not None
+    ]
     shown_ids = [f"{SWEEP}{job_id}" if f"{SWEEP}{job_id}" in sweeps else job_id for job_id in ids]
     tell({**batch, "sweeps": sweeps}, as_json, "\n".join(shown_ids))
     for job_id, message in batch["late"].items():
@@ -53,40 +69,55 @@ def submit(
     raise typer.Exit(bool(refused) or any(promise["refused"] for promise in promises.values()))
 
 
-def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+def run(
+    file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False
+) -> None:
     """Submit a job, show its progress to the end, and exit with its result. Starts a service that is down."""
-    from orchestrator.service.server.intake import read_overrides
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
-    (spec,) = read_jobs_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
+    (spec,) = read_jobs_for(
+        service_of(home), [file], read_overrides(settings or []), home, only_one=True
+    )
     raise typer.Exit(run_to_end(spec, None, service_of(home), as_json))
 
 
 def rehearse(
     file: JobFile,
-    fail: Annotated[FaultKind, typer.Option("--fail", help="Failure to inject into the first attempt.")],
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank that fails, counted from 0.")] = 0,
+    fail: Annotated[
+        FaultKind, typer.Option("--fail", help="Failure to inject into the first attempt.")
+    ],
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, help="Rank that fails, counted from 0.")
+    ] = 0,
     step: Annotated[
-        int, typer.Option("--step", min=1, help="Optimizer step before whose end it fails, counted from 1.")
+        int,
+        typer.Option(
+            "--step", min=1, help="Optimizer step before whose end it fails, counted from 1."
+        ),
     ] = 1,
     settings: Settings = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Inject a failure into the first attempt of a job, and follow its recovery."""
-    from orchestrator.service.server.intake import read_overrides
-    from orchestrator.service.server.sending import read_jobs_for
+    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
-    (spec,) = read_jobs_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
+    (spec,) = read_jobs_for(
+        service_of(home), [file], read_overrides(settings or []), home, only_one=True
+    )
     if rank >= spec.gpus.max:
         allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
         raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
     if not spec.is_script and step > spec.training.max_steps:
         allowed = f"1 to training.max_steps={spec.training.max_steps}"
         raise SpecError("the job ends before this step", source="--step", got=step, allowed=allowed)
-    raise typer.Exit(run_to_end(spec, Fault(kind=fail, rank=rank, step=step), service_of(home), as_json))
+    raise typer.Exit(
+        run_to_end(spec, Fault(kind=fail, rank=rank, step=step), service_of(home), as_json)
+    )
 
 
 def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
@@ -115,12 +146,20 @@ def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -
 
 def logs(
     job_id: JobId,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the log until the job ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Follow the log until the job ends.")
+    ] = False,
     attempt: Annotated[
         int | None,
-        typer.Option("--attempt", min=1, help="Number of the attempt, counted from 1; without it, the last one."),
+        typer.Option(
+            "--attempt",
+            min=1,
+            help="Number of the attempt, counted from 1; without it, the last one.",
+        ),
     ] = None,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose log is printed, counted from 0.")] = 0,
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, help="Rank whose log is printed, counted from 0.")
+    ] = 0,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -130,7 +169,10 @@ def logs(
     lines = log_lines(client_of(home), job_id, attempt, rank, follow)
     for number, text in lines:
         if as_json:
-            print(json.dumps({"job": job_id, "attempt": number, "rank": rank, "text": text}), flush=True)
+            print(
+                json.dumps({"job": job_id, "attempt": number, "rank": rank, "text": text}),
+                flush=True,
+            )
         else:
             write_log(text)
 
@@ -138,7 +180,10 @@ def logs(
 def get(
     job_id: JobId,
     to: Annotated[
-        Path | None, typer.Option("--to", metavar="FOLDER", help="New folder; without it, one of the job's name.")
+        Path | None,
+        typer.Option(
+            "--to", metavar="FOLDER", help="New folder; without it, one of the job's name."
+        ),
     ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,

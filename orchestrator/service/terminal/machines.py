@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import parse_seconds
 
 clusters = typer.Typer(no_args_is_help=True, help="Hardware of the service.")
@@ -20,8 +20,8 @@ clusters = typer.Typer(no_args_is_help=True, help="Hardware of the service.")
 @clusters.command("show")
 def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Print the cluster file of the home; before the first `orc up`, what is found on this machine."""
-    from orchestrator.service.server.cluster_file import cluster_text
-    from orchestrator.service.server.lifecycle import find_cluster
+    from orchestrator.service.client.lifecycle import find_cluster
+    from orchestrator.service.intake.cluster_file import cluster_text
 
     cluster, notes = find_cluster(home.expanduser())
     if as_json:
@@ -31,18 +31,25 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
 
 def join(
-    service: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address of the service, as `orc up` prints it.")],
+    service: Annotated[
+        str,
+        typer.Argument(metavar="HOST:PORT", help="Address of the service, as `orc up` prints it."),
+    ],
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", help="File with the token; default: ORC_JOIN_TOKEN, else the home's."),
+        typer.Option(
+            "--token-file", help="File with the token; default: ORC_JOIN_TOKEN, else the home's."
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the node; default: the host's.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the node; default: the host's.")
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Add this machine with its devices to the service of another machine. The home folder is shared storage."""
     from orchestrator.service.commands.join import join as join_service
-    from orchestrator.service.server.detection import node_name
+    from orchestrator.service.intake.detection import node_name
 
     answer = join_service(home.expanduser(), service, name or node_name(), token_file)
     text = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
@@ -52,16 +59,23 @@ def join(
 
 def leave(
     node: Annotated[
-        str | None, typer.Argument(metavar="NODE", help="Node to forget, whose machine is gone; default: this machine.")
+        str | None,
+        typer.Argument(
+            metavar="NODE", help="Node to forget, whose machine is gone; default: this machine."
+        ),
     ] = None,
-    timeout: Annotated[str, typer.Option("--timeout", help="Longest wait for running jobs.")] = "10min",
-    force: Annotated[bool, typer.Option("--force", help="Do not wait; jobs on it restart elsewhere.")] = False,
+    timeout: Annotated[
+        str, typer.Option("--timeout", help="Longest wait for running jobs.")
+    ] = "10min",
+    force: Annotated[
+        bool, typer.Option("--force", help="Do not wait; jobs on it restart elsewhere.")
+    ] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Take this machine out of the service: drain it, wait for its jobs, stop its Ray."""
     from orchestrator.service.commands.join import leave as leave_service
-    from orchestrator.service.server.detection import node_name
+    from orchestrator.service.intake.detection import node_name
 
     try:
         timeout_s = parse_seconds(timeout)
@@ -69,17 +83,23 @@ def leave(
         raise SpecError(str(error), source="--timeout", got=timeout) from None
     name = node or node_name()
     was_in = leave_service(home.expanduser(), name, timeout_s, force=force)
-    tell({"node": name, "left": was_in}, as_json, f"{name} has left." if was_in else f"{name} was not in.")
+    tell(
+        {"node": name, "left": was_in},
+        as_json,
+        f"{name} has left." if was_in else f"{name} was not in.",
+    )
 
 
 def join_token(
-    renew: Annotated[bool, typer.Option("--renew", help="Make another one; the old one joins nothing.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Make another one; the old one joins nothing.")
+    ] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Print the token with which machines join. It is in the home folder, too, readable by its owner."""
-    from orchestrator.service.server.endpoint import load_endpoint
-    from orchestrator.service.server.join_token import make_join_token
+    from orchestrator.service.client.endpoint import load_endpoint
+    from orchestrator.service.client.join_token import make_join_token
 
     home = home.expanduser()
     endpoint = load_endpoint(home)
@@ -91,9 +111,14 @@ def join_token(
 
 def drain(
     node: Annotated[
-        str | None, typer.Argument(metavar="NODE", help="Node to drain; without it, the state of every node is shown.")
+        str | None,
+        typer.Argument(
+            metavar="NODE", help="Node to drain; without it, the state of every node is shown."
+        ),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Let the node take new attempts again.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="Let the node take new attempts again.")
+    ] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:

@@ -6,17 +6,22 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.run import DEFAULT_HOME
 
-notify = typer.Typer(no_args_is_help=True, help="Notifications of failed and late jobs, and the morning report.")
+notify = typer.Typer(
+    no_args_is_help=True, help="Notifications of failed and late jobs, and the morning report."
+)
 
 
 @notify.command("test")
 def try_targets(
     targets: Annotated[
-        list[str] | None, typer.Argument(metavar="[TARGET...]", help="Targets of the cluster file; without any, all.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET...]", help="Targets of the cluster file; without any, all."
+        ),
     ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
@@ -24,7 +29,11 @@ def try_targets(
     """Send a notice to targets now, and say what came of it. Exits with 1 where one could not be reached."""
     problems = client_of(home).try_targets(targets or ())
     lines = [f"{name}: {problem or 'delivered'}" for name, problem in problems.items()]
-    tell({"problems": problems}, as_json, "\n".join(lines) or "The cluster file names no target under `notify`.")
+    tell(
+        {"problems": problems},
+        as_json,
+        "\n".join(lines) or "The cluster file names no target under `notify`.",
+    )
     raise typer.Exit(any(problems.values()))
 
 

@@ -10,28 +10,40 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.client import Client
-    from orchestrator.service.server.logins import Login
+    from orchestrator.service.client.client import Client
+    from orchestrator.service.client.logins import Login
 
-SERVER: ContextVar[str | None] = ContextVar("SERVER", default=None)  # of `orc --server URL`, for one command
+SERVER: ContextVar[str | None] = ContextVar(
+    "SERVER", default=None
+)  # of `orc --server URL`, for one command
 
 Home = Annotated[
-    Path, typer.Option("--home", envvar="ORC_HOME", help="Home folder of the service: queue, logs, records.")
+    Path,
+    typer.Option(
+        "--home", envvar="ORC_HOME", help="Home folder of the service: queue, logs, records."
+    ),
 ]
 Cluster = Annotated[
     Path | None,
-    typer.Option("--cluster", help="Cluster file (YAML); without it, the hardware of the service or of this machine."),
+    typer.Option(
+        "--cluster",
+        help="Cluster file (YAML); without it, the hardware of the service or of this machine.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override one key of the job file, by its dotted path; repeatable."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one key of the job file, by its dotted path; repeatable.",
     ),
 ]
 Pinned = Annotated[
     str | None,
     typer.Option(
-        "--plan", metavar="SETTING=VALUE,...", help="Pin settings of the plan, as `plan:` of the job file does."
+        "--plan",
+        metavar="SETTING=VALUE,...",
+        help="Pin settings of the plan, as `plan:` of the job file does.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
@@ -52,13 +64,13 @@ def service_of(home: Path) -> Path | Login:
     url = SERVER.get()
     if url is None:
         return home.expanduser()
-    from orchestrator.service.server.logins import login_of
+    from orchestrator.service.client.logins import login_of
 
     return login_of(url)
 
 
 def client_of(home: Path) -> Client:
     """Return a client of the service selected by `service_of`."""
-    from orchestrator.service.server.client import Client
+    from orchestrator.service.client.client import Client
 
     return Client(service_of(home))

@@ -60,7 +60,10 @@ def clean_streams() -> Iterator[None]:
     They stay so after a bug: the interpreter writes its traceback after the block.
     """
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = cast(TextIO, CleanStream(sys.stdout)), cast(TextIO, CleanStream(sys.stderr))
+    sys.stdout, sys.stderr = (
+        cast(TextIO, CleanStream(sys.stdout)),
+        cast(TextIO, CleanStream(sys.stderr)),
+    )
     try:
         yield
     except SystemExit:

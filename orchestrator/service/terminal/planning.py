@@ -1,6 +1,7 @@
 """`orc plan`, `estimate`, `fit` and `calibrate`: what a job needs and gets, before anything is started."""
 
-# Imports of heavy packages stand in the commands that need them: `orc plan` answers within a second.
+# Imports of heavy packages stand in the commands that need them: `orc plan` answers within a
+# second.
 from __future__ import annotations
 
 import gc
@@ -11,20 +12,31 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
+from orchestrator.service.terminal.options import (
+    SERVER,
+    AsJson,
+    Cluster,
+    Home,
+    Pinned,
+    Settings,
+    client_of,
+    service_of,
+)
 from orchestrator.service.terminal.output import show_spinner, tell
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.profiling import TraceScope
+    from orchestrator.service.intake.profiling import TraceScope
     from orchestrator.specs.job.spec import JobSpec
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
 Cards = Annotated[
     str | None,
     typer.Option(
-        "--gpu", metavar="[NUMBERx]NAME", help="Cards of the catalogue, such as rtx3090 or 2xa100-80gb, and no cluster."
+        "--gpu",
+        metavar="[NUMBERx]NAME",
+        help="Cards of the catalogue, such as rtx3090 or 2xa100-80gb, and no cluster.",
     ),
 ]
 
@@ -41,15 +53,19 @@ def plan(
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import plan_job, trace_scope
-    from orchestrator.service.server.intake import read_job, read_overrides, read_pins
+    from orchestrator.service.intake.intake import read_job, read_overrides, read_pins
     from orchestrator.service.terminal.tables import plan_panel
 
     overrides = (*read_overrides(settings or []), *read_pins(pins))
     nodes, observations = hardware_of(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
-        spec = read_job(file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
-    gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
+        spec = read_job(
+            file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
+        )
+    # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either
+    # way
+    gc.disable()
     with show_spinner("searching plans"):
         answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
     tell(dict(answer), as_json, plan_panel(answer))
@@ -67,28 +83,38 @@ def estimate(
     """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import estimate_plan, trace_scope
-    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.intake.intake import read_job, read_overrides
     from orchestrator.service.terminal.tables import candidate_panel
 
     overrides = read_overrides(settings or [])
     nodes, observations = hardware_of(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes, settings=overrides)
     with show_spinner("reading the model"):
-        spec = read_job(file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans)
+        spec = read_job(
+            file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
+        )
     answer = estimate_plan(spec, overrides, nodes, observations)
     tell(dict(answer), as_json, candidate_panel(answer))
 
 
 def fit(
-    job: Annotated[str, typer.Argument(metavar="FILE|hf:NAME", help="Job file (YAML), or a transformers model.")],
+    job: Annotated[
+        str,
+        typer.Argument(metavar="FILE|hf:NAME", help="Job file (YAML), or a transformers model."),
+    ],
     settings: Settings = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Show on which cards of the catalogue a job or a model has a plan, and on how few of them. Starts nothing."""
-    from orchestrator.service.commands.fit import fit_rows, job_of_model, script_of_model, ways_of_model
-    from orchestrator.service.server.intake import read_job, read_overrides
-    from orchestrator.service.server.profiling import TraceScope
+    from orchestrator.service.commands.fit import (
+        fit_rows,
+        job_of_model,
+        script_of_model,
+        ways_of_model,
+    )
+    from orchestrator.service.intake.intake import read_job, read_overrides
+    from orchestrator.service.intake.profiling import TraceScope
     from orchestrator.service.terminal.fit_table import fit_panel
     from orchestrator.specs.published import PUBLISHED
 
@@ -98,12 +124,16 @@ def fit(
         hint = f"a model of the hub has `hf:` before its name: `orc fit hf:{job}`"
         raise SpecError("the file does not exist", source=job, hint=hint)
     if name == "":
-        raise SpecError("a model has a name", source="orc fit", got=job, allowed=", ".join(PUBLISHED))
+        raise SpecError(
+            "a model has a name", source="orc fit", got=job, allowed=", ".join(PUBLISHED)
+        )
 
     def cards(_: JobSpec) -> TraceScope:
         return TraceScope(cuda=(True,))
 
-    read = partial(read_job, overrides=overrides, home=home, to_run=False, elsewhere=SERVER.get() is not None)
+    read = partial(
+        read_job, overrides=overrides, home=home, to_run=False, elsewhere=SERVER.get() is not None
+    )
     with show_spinner("reading the model"):
         try:
             spec = read(Path(job) if name is None else job_of_model(name), scope=cards)
@@ -113,17 +143,30 @@ def fit(
             spec = read(script_of_model(name), scope=cards)
     trace = _tracer(home, job, cards)
     with show_spinner("planning on each card"):
-        ways = [(way, job_spec if job_spec is spec else trace(job_spec)) for way, job_spec in ways_of_model(spec)]
+        ways = [
+            (way, job_spec if job_spec is spec else trace(job_spec))
+            for way, job_spec in ways_of_model(spec)
+        ]
         rows = list(fit_rows(ways))
-    tell({"job": spec.name, "rows": rows}, as_json, fit_panel(spec, rows, is_assumed=name is not None))
+    tell(
+        {"job": spec.name, "rows": rows},
+        as_json,
+        fit_panel(spec, rows, is_assumed=name is not None),
+    )
 
 
 def calibrate(
     tracking_uri: Annotated[
         str,
-        typer.Option("--from-mlflow", metavar="URI", help="Address of the MLflow server that recorded the attempts."),
+        typer.Option(
+            "--from-mlflow",
+            metavar="URI",
+            help="Address of the MLflow server that recorded the attempts.",
+        ),
     ],
-    experiment: Annotated[str, typer.Option("--experiment", help="Name of the MLflow experiment.")] = "orchestrator",
+    experiment: Annotated[
+        str, typer.Option("--experiment", help="Name of the MLflow experiment.")
+    ] = "orchestrator",
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -133,18 +176,26 @@ def calibrate(
     client = client_of(home)
     outcomes = read_outcomes(tracking_uri, experiment)
     new = client.observe(outcomes)
-    tell({"found": len(outcomes), "new": new}, as_json, f"{len(outcomes)} outcomes found, {new} of them new.")
+    tell(
+        {"found": len(outcomes), "new": new},
+        as_json,
+        f"{len(outcomes)} outcomes found, {new} of them new.",
+    )
 
 
-def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> Callable[[JobSpec], JobSpec]:
+def _tracer(
+    home: Path, source: str, scope: Callable[[JobSpec], TraceScope]
+) -> Callable[[JobSpec], JobSpec]:
     """Return a function that returns a job with the profile of its model, traced where no formula knows it."""
 
     def trace(spec: JobSpec) -> JobSpec:
         from orchestrator.memory.profiles import is_known
-        from orchestrator.service.server.profiling import trace_model
+        from orchestrator.service.intake.profiling import trace_model
 
         if is_known(spec):
             return spec
-        return spec.model_copy(update={"traced": trace_model(spec, home.expanduser(), source, scope(spec))})
+        return spec.model_copy(
+            update={"traced": trace_model(spec, home.expanduser(), source, scope(spec))}
+        )
 
     return trace

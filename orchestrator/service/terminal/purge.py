@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import SECOND_UNITS, format_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ DAY_S = SECOND_UNITS["d"]
 
 
 def purge(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and show what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Remove nothing, and show what would go.")
+    ] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -38,13 +40,23 @@ def _tables(answer: dict[str, Any]) -> Group:
     goes, stays = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for part in answer["goes"]:
         age = f"ended {(time.time() - part['ended_at_s']) / DAY_S:.1f} d ago"
-        goes.add_row(Text(part["job"]), Text(part["part"]), format_bytes(part["bytes"]), age, part["why"])
+        goes.add_row(
+            Text(part["job"]), Text(part["part"]), format_bytes(part["bytes"]), age, part["why"]
+        )
     for part, why in answer["failed"].items():
         goes.add_row(Text(part), "cannot be removed", "", "", Text(why))
     for reason in answer["stays"]:
-        stays.add_row("stays", str(reason["count"]), format_bytes(reason["bytes"]), Text(reason["reason"]))
+        stays.add_row(
+            "stays", str(reason["count"]), format_bytes(reason["bytes"]), Text(reason["reason"])
+        )
     removed_text = format_bytes(sum(part["bytes"] for part in answer["goes"]))
     verb = "would go" if answer["dry_run"] else "go; the service deletes them now"
     more = f", and {answer['more']} parts the next time" if answer["more"] else ""
-    beyond = f" It stays {format_bytes(answer['beyond_bytes'])} above its budget." if answer["beyond_bytes"] else ""
-    return Group(goes, stays, f"{removed_text} of {format_bytes(answer['home_bytes'])} {verb}{more}.{beyond}")
+    beyond = (
+        f" It stays {format_bytes(answer['beyond_bytes'])} above its budget."
+        if answer["beyond_bytes"]
+        else ""
+    )
+    return Group(
+        goes, stays, f"{removed_text} of {format_bytes(answer['home_bytes'])} {verb}{more}.{beyond}"
+    )

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from orchestrator.service.views.morning import ReportView
 
-STYLES = {"Failed": "red", "Refused": "red", "Late": "yellow", "Recovered": "cyan", "Succeeded": "green"}
+STYLES = {
+    "Failed": "red",
+    "Refused": "red",
+    "Late": "yellow",
+    "Recovered": "cyan",
+    "Succeeded": "green",
+}
 
 
 class ReportFormat(StrEnum):
@@ -31,9 +37,12 @@ class ReportFormat(StrEnum):
 def report(
     home: Home = DEFAULT_HOME,
     since: Annotated[
-        str, typer.Option("--since", metavar="WHEN", help="Begin: 18:00, 12h or '2026-11-24 18:00'.")
+        str,
+        typer.Option("--since", metavar="WHEN", help="Begin: 18:00, 12h or '2026-11-24 18:00'."),
     ] = "24h",
-    form: Annotated[ReportFormat, typer.Option("--format", help="Form of the report.")] = ReportFormat.TEXT,
+    form: Annotated[
+        ReportFormat, typer.Option("--format", help="Form of the report.")
+    ] = ReportFormat.TEXT,
     as_json: AsJson = False,
 ) -> None:
     """Report what ended, failed, recovered or is late, what it cost, and what to do now."""
@@ -54,16 +63,28 @@ def _panel(view: ReportView) -> RenderableType:
 
     from orchestrator.service.views.report import cost_words, gantt, limit_rows, sections, title
 
-    parts: list[RenderableType] = [Text(title(view), style="bold"), Text(view["summary"]), Text(cost_words(view))]
+    parts: list[RenderableType] = [
+        Text(title(view), style="bold"),
+        Text(view["summary"]),
+        Text(cost_words(view)),
+    ]
     if chart := gantt(view):
         parts += [Text(), Text(chart, no_wrap=True, overflow="crop")]
     if view["to_do"]:
-        parts += [Text(), Text("To do", style="bold"), *(Padding(sentence, (0, 0, 0, 2)) for sentence in view["to_do"])]
+        parts += [
+            Text(),
+            Text("To do", style="bold"),
+            *(Padding(sentence, (0, 0, 0, 2)) for sentence in view["to_do"]),
+        ]
     for heading, rows in sections(view):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for job, sentence in limit_rows(rows):
             table.add_row(Text(f"  {job}"), Text(sentence))
-        parts += [Text(), Text(f"{heading} ({len(rows)})", style=f"bold {STYLES.get(heading, '')}".strip()), table]
+        parts += [
+            Text(),
+            Text(f"{heading} ({len(rows)})", style=f"bold {STYLES.get(heading, '')}".strip()),
+            table,
+        ]
     return Group(*parts)

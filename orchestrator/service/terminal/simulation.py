@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Cluster, Home, check_finite
 from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.order import Order
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from orchestrator.backends.simulated.traces import Trace
@@ -49,7 +49,8 @@ def simulate(
         ),
     ] = None,
     queue: Annotated[
-        QueueTime | None, typer.Option("--queue", help="Play the live queue from now on, instead of a trace.")
+        QueueTime | None,
+        typer.Option("--queue", help="Play the live queue from now on, instead of a trace."),
     ] = None,
     cluster: Cluster = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
@@ -96,7 +97,10 @@ def simulate(
     ] = None,
     objective: Annotated[
         Aim | None,
-        typer.Option("--objective", help="Objective of the queue, or both compared; without it, the cluster file's."),
+        typer.Option(
+            "--objective",
+            help="Objective of the queue, or both compared; without it, the cluster file's.",
+        ),
     ] = None,
     policy: Annotated[
         list[Order] | None,
@@ -106,7 +110,10 @@ def simulate(
         ),
     ] = None,
     gantt: Annotated[
-        Path | None, typer.Option("--gantt", metavar="FILE", help="PNG file for a chart of the jobs on the nodes.")
+        Path | None,
+        typer.Option(
+            "--gantt", metavar="FILE", help="PNG file for a chart of the jobs on the nodes."
+        ),
     ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
@@ -128,17 +135,29 @@ def simulate(
     hardware = _base_cluster(cluster, queue, home, launch_cost)
     clusters = _variants(hardware, list(dict.fromkeys(policy or ())), objective)
     if gantt is not None and len(clusters) > 1:
-        raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
+        raise SpecError(
+            "a chart shows one run", path="--gantt", allowed="one --policy, one --objective"
+        )
     with show_spinner("simulating"):
         if trace is None:
-            chances = {"--noise": noise, "--oom": oom, "--node-loss": node_loss, "--launch-cost": launch_cost}
+            chances = {
+                "--noise": noise,
+                "--oom": oom,
+                "--node-loss": node_loss,
+                "--launch-cost": launch_cost,
+            }
             runs = _live_runs(clusters, home, chances, is_live=cluster is None)
             title = "queue"
         else:
             played_trace = misjudge(_read_trace(trace, home), noise, seed)
             trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played_trace.name
             runs = {
-                name: play(played_trace, shift_maintenance(spec, played_trace.begins_s), seed=seed, trouble=trouble)
+                name: play(
+                    played_trace,
+                    shift_maintenance(spec, played_trace.begins_s),
+                    seed=seed,
+                    trouble=trouble,
+                )
                 for name, spec in clusters.items()
             }
     if len(runs) > 1:
@@ -187,20 +206,32 @@ def _read_trace(trace: Path, home: Path) -> Trace:
 
 
 def _live_runs(
-    clusters: Mapping[str, ClusterSpec], home: Path, chances: Mapping[str, float | None], *, is_live: bool
+    clusters: Mapping[str, ClusterSpec],
+    home: Path,
+    chances: Mapping[str, float | None],
+    *,
+    is_live: bool,
 ) -> dict[str, Simulated]:
     """Return a play of the live queue for each cluster. Raises SpecError for an option that only a trace has."""
+    from orchestrator.service.client.lifecycle import journal_url
     from orchestrator.service.commands.live_queue import now_of, play_queue
     from orchestrator.service.commands.replay import read_queue
-    from orchestrator.service.server.lifecycle import journal_url
 
     for option, value in chances.items():
         if value and not (option == "--launch-cost" and not is_live):
-            raise SpecError("the live queue is played as it is expected", path=option, allowed="a trace")
+            raise SpecError(
+                "the live queue is played as it is expected", path=option, allowed="a trace"
+            )
     state, to_come = read_queue(journal_url(home), home)
-    unknown = [job.id for job in state.jobs.values() if not job.status.ended and job.spec.optimizer_steps is None]
+    unknown = [
+        job.id
+        for job in state.jobs.values()
+        if not job.status.ended and job.spec.optimizer_steps is None
+    ]
     if unknown:
-        console_on(sys.stderr).print(f"Taken as a day long, since their length is unknown: {', '.join(unknown)}")
+        console_on(sys.stderr).print(
+            f"Taken as a day long, since their length is unknown: {', '.join(unknown)}"
+        )
     held_ids = [job.id for job in state.jobs.values() if not job.status.ended and job.held_by]
     if held_ids:
         console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
@@ -210,21 +241,29 @@ def _live_runs(
     }
 
 
-def _base_cluster(cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None) -> ClusterSpec:
+def _base_cluster(
+    cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None
+) -> ClusterSpec:
     """Return the cluster to play on: the named file, else for the live queue that of its home."""
-    from orchestrator.service.server.cluster_file import kept_cluster
-    from orchestrator.service.server.intake import read_cluster
+    from orchestrator.service.intake.cluster_file import kept_cluster
+    from orchestrator.service.intake.intake import read_cluster
 
     spec = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
     return spec if launch_cost is None else spec.model_copy(update={"launch_cost": launch_cost})
 
 
-def _variants(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | None) -> dict[str, ClusterSpec]:
+def _variants(
+    hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | None
+) -> dict[str, ClusterSpec]:
     """Return a cluster for each named policy or objective, by its name; without any, the cluster of the file."""
     from orchestrator.specs.policy import Objective
 
     if objective is not None and any(order is not Order.ADAPTIVE for order in orders):
-        raise SpecError("only the order adaptive has an objective", path="--objective", allowed="--policy adaptive")
+        raise SpecError(
+            "only the order adaptive has an objective",
+            path="--objective",
+            allowed="--policy adaptive",
+        )
     if objective is None:
         return {order.value: hardware.with_order(order) for order in orders} or {"": hardware}
     if orders:
@@ -245,9 +284,9 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
+    from orchestrator.service.client.lifecycle import journal_url
     from orchestrator.service.commands.replay import read_events
     from orchestrator.service.commands.replay import replay as decide_again
-    from orchestrator.service.server.lifecycle import journal_url
     from orchestrator.service.terminal.simulation_tables import replay_table
 
     with show_spinner("deciding again"):

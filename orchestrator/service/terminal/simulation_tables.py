@@ -75,13 +75,16 @@ def replay_table(decisions: Sequence[Decision]) -> RenderableType:
         table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
     for row in decisions:
         moment = time.strftime("%m-%d %H:%M:%S", time.localtime(row["at_s"]))
-        text = Text(row["now"]) if row["same"] else Text(f"then: {row['then']}\nnow: {row['now']}", "red")
+        text = (
+            Text(row["now"])
+            if row["same"]
+            else Text(f"then: {row['then']}\nnow: {row['now']}", "red")
+        )
         table.add_row(moment, row["event"], text, Text(row["why"]))
     differing = [row for row in decisions if not row["same"]]
     recorded_count = sum(row["then"] is not None for row in decisions)
-    verdict = (
-        f"{len(decisions)} decisions, {recorded_count} of them kept: this version decides {len(differing)} otherwise."
-    )
+    verdict = f"{len(decisions)} decisions, {recorded_count} of them kept: "
+    verdict += f"this version decides {len(differing)} otherwise."
     if differing:
         verdict += " Later ones may differ as a consequence of the first."
     return Group(table, Text(verdict))

@@ -21,7 +21,7 @@ def sweeps_table(sweeps: Sequence[SweepView]) -> Table:
     table.add_column("TRIALS", overflow="fold")
     table.add_column("BEST", overflow="fold")
     for sweep in sweeps:
-        table.add_row(sweep["id"], sweep["state"], Text(sweep["best_said"] or "-"))
+        table.add_row(sweep["id"], sweep["state"], Text(sweep["best_text"] or "-"))
     return table
 
 
@@ -31,8 +31,8 @@ def sweep_panel(sweep: SweepView) -> RenderableType:
     head.add_row("sweep", Text(sweep["id"], style="bold"))
     head.add_row("state", sweep["state"])
     head.add_row("method", f"{sweep['method']}, {sweep['goal']} {sweep['metric']}")
-    head.add_row("best", Text(sweep["best_said"] or "no trial has succeeded yet", style="bold"))
-    head.add_row("spent", sweep["cost_said"])
+    head.add_row("best", Text(sweep["best_text"] or "no trial has succeeded yet", style="bold"))
+    head.add_row("spent", sweep["cost_text"])
     table = _table("TRIAL")
     table.add_column(sweep["metric"].upper(), justify="right", no_wrap=True)
     for column in ("PARAMETERS", "PLAN"):
@@ -41,8 +41,14 @@ def sweep_panel(sweep: SweepView) -> RenderableType:
     for trial in sweep["trials"]:
         value = "-" if trial["value"] is None else f"{trial['value']:.6g}"
         mark = " *" if trial["number"] == sweep["best"] else ""
-        parameters = Text(trial["said"])
-        table.add_row(f"{trial['job']}{mark}", value, parameters, trial["plan"] or "-", coloured(trial["status"]))
+        parameters = Text(trial["text"])
+        table.add_row(
+            f"{trial['job']}{mark}",
+            value,
+            parameters,
+            trial["plan"] or "-",
+            coloured(trial["status"]),
+        )
     return Group(head, Text(), table)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SLURM, SKY, DSTACK, KUBERNETES, SHELL = "Slurm", "SkyPilot", "dstack", "Kubernetes", "a shell"
-# Words, up to three -> command of ours, and whose words they are. More words go before fewer; `a=b` counts as `a`.
+# Words, up to three -> command of ours, and whose words they are. More words go before fewer; `a=b`
+# counts as `a`.
 COMMANDS = {
     "sbatch": ("submit FILE", SLURM),
     "srun": ("run FILE", SLURM),

@@ -63,7 +63,9 @@ def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     if not is_narrow:
         table.add_column("TRIES", no_wrap=True)
     table.add_column("PLAN", no_wrap=is_narrow, max_width=NARROW_PLAN if is_narrow else None)
-    why = {"overflow": "ellipsis", "no_wrap": True, "ratio": 1} if is_narrow else {"overflow": "fold"}
+    why = (
+        {"overflow": "ellipsis", "no_wrap": True, "ratio": 1} if is_narrow else {"overflow": "fold"}
+    )
     table.add_column("WHY", **why)
     for job in jobs:
         plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
@@ -92,7 +94,10 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
     head.add_row("submitted", _clock(job["submitted_at_s"]))
     for removal in job["removed"]:
         head.add_row("removed", Text(removal))
-    head.add_row("wants", f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}")
+    head.add_row(
+        "wants",
+        f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}",
+    )
     if job["time_limit_s"] is not None:
         head.add_row("time limit", format_seconds(job["time_limit_s"]))
     if job["retry_of"] is not None:
@@ -106,7 +111,13 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
     if job["attempts"]:
         last = job["attempts"][-1]
         reasons = _reasons(job, has_changes=width < WIDE)
-        parts += [Text(), attempts_table([job], width), Text(), Text("Why each attempt", style="bold"), reasons]
+        parts += [
+            Text(),
+            attempts_table([job], width),
+            Text(),
+            Text("Why each attempt", style="bold"),
+            reasons,
+        ]
         if _is_known(last["estimate"]):
             title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
             parts += [Text(), title, bars(last["estimate"])]
@@ -128,7 +139,11 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
         table.add_column(column, justify="left" if column == "OUTCOME" else "right", no_wrap=True)
     for job in jobs:
         for attempt in job["attempts"]:
-            predicted, peak, step_s = attempt["predicted_bytes"], attempt["peak_bytes"], attempt["step_s"]
+            predicted, peak, step_s = (
+                attempt["predicted_bytes"],
+                attempt["peak_bytes"],
+                attempt["step_s"],
+            )
             plan, change = attempt["plan"], "\n".join(attempt["change"]) or "-"
             table.add_row(
                 f"{job['id']}-{attempt['number']}",
@@ -147,7 +162,10 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     """Return the chosen plan, the frontier chart with the memory limit, and why faster plans were rejected."""
     parts: list[RenderableType] = [
         Text(f"{plans['job']} on {plans['devices']} x {plans['device']}", style="bold"),
-        Text(f"global batch {plans['global_batch_size']}; memory of the model: {plans['profile']}", style="dim"),
+        Text(
+            f"global batch {plans['global_batch_size']}; memory of the model: {plans['profile']}",
+            style="dim",
+        ),
         Text(),
     ]
     chosen = plans["chosen"]
@@ -158,7 +176,9 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     if plans["nothing_fits"] is not None:
         parts += [Text(plans["nothing_fits"], style="red"), Text()]
         parts += [Text("Plans that may fit are tried anyway:", style="yellow"), Text()]
-    parts.append(candidate_panel(candidate) if plans["probe"] is None else _probe_panel(plans["probe"]))
+    parts.append(
+        candidate_panel(candidate) if plans["probe"] is None else _probe_panel(plans["probe"])
+    )
     if plans["passed_over"] is not None:
         parts += [Text(), Text(f"Taken is {plans['passed_over']}.")]
     if plans["unsure"] is not None:
@@ -167,7 +187,11 @@ def plan_panel(plans: JobPlans) -> RenderableType:
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
     if _is_timed(candidate):
-        parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_plan_picture(plans, chosen))]
+        parts += [
+            Text(),
+            Text("Frontier", style="bold"),
+            coloured_picture(_plan_picture(plans, chosen)),
+        ]
     parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(plans, chosen)]
     if chosen and plans["probe"] is None and plans["nothing_fits"] is None:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
@@ -182,14 +206,19 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
     head.add_row("plan", Text(candidate["plan"], style="bold"))
     if not _is_known(candidate["estimate"]):
         head.add_row(
-            "memory", "not known: the script's own micro-batch is assumed to fill a device; `profile` is more exact"
+            "memory",
+            "not known: the script's own micro-batch is assumed to fill a device; `profile` is more exact",
         )
-        head.add_row("", f"with knobs for {', '.join(PROBED_BY.values())} it would be measured first")
+        head.add_row(
+            "", f"with knobs for {', '.join(PROBED_BY.values())} it would be measured first"
+        )
         return head
     factor = candidate["step_factor"]
     factor_text = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
     predicted = f"{format_seconds(candidate['step_s'])} predicted{factor_text}"
-    head.add_row("step", predicted if _is_timed(candidate) else "time not known until the first attempt")
+    head.add_row(
+        "step", predicted if _is_timed(candidate) else "time not known until the first attempt"
+    )
     head.add_row("memory", _verdict(candidate))
     return Group(head, Text(), bars(candidate["estimate"]))
 
@@ -197,17 +226,27 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
 def _probe_panel(probe: CandidateView) -> RenderableType:
     """Return the probe attempts before the training, and their reason."""
     head = Table.grid(padding=(0, 2))
-    head.add_row("memory", "not known: two short attempts measure what a sample needs, before the training is planned")
-    head.add_row("first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold"))
+    head.add_row(
+        "memory",
+        "not known: two short attempts measure what a sample needs, before the training is planned",
+    )
+    head.add_row(
+        "first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold")
+    )
     head.add_row("second", "the same with the largest micro-batch that is sure to fit by then")
-    head.add_row("then", "the fastest plan that fits by both; nothing of them is kept. `probe: never` leaves them out")
+    head.add_row(
+        "then",
+        "the fastest plan that fits by both; nothing of them is kept. `probe: never` leaves them out",
+    )
     return head
 
 
 def explanation_panel(explanation: ExplanationView) -> RenderableType:
     """Return why a job waits, its attempts' predictions and measurements, and today's frontier chart."""
     job = explanation["job"]
-    parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
+    parts: list[RenderableType] = [
+        Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")
+    ]
     if job["promise"] is not None and not job["promise"]["refused"]:
         parts.append(Text(f"It {promise_words(job['promise'])}."))
     parts += [Text(line) for line in explanation["sooner"]]
@@ -217,7 +256,11 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
         if _is_known(attempt["estimate"]):
             parts += [Text("Bytes by cause", style="dim"), bars(attempt["estimate"])]
             title = "Bytes by moment of a step"
-            parts += [Text(title, style="dim"), moments(attempt["estimate"], attempt["correction"]), Text()]
+            parts += [
+                Text(title, style="dim"),
+                moments(attempt["estimate"], attempt["correction"]),
+                Text(),
+            ]
         parts.append(_sentences(lessons))
     if explanation["picture"] is not None:
         picture = picture_from_view(explanation["picture"])
@@ -255,7 +298,9 @@ def moments(estimate: EstimateView, correction: float) -> Table:
         (moment["name"], moment["counted_bytes"], round(correction * moment["activation_bytes"]))
         for moment in estimate["by_moment"]
     ]
-    largest = max((counted_bytes + activations for _, counted_bytes, activations in rows), default=1) or 1
+    largest = (
+        max((counted_bytes + activations for _, counted_bytes, activations in rows), default=1) or 1
+    )
     for name, counted_bytes, activations in rows:
         whole = round(MOMENT_BAR_WIDTH * (counted_bytes + activations) / largest)
         solid = round(MOMENT_BAR_WIDTH * counted_bytes / largest)
@@ -273,10 +318,20 @@ def bars(estimate: EstimateView) -> Table:
     table.add_column(justify="right")
     largest = max(estimate["by_cause"].values(), default=1) or 1
     for cause, count in estimate["by_cause"].items():
-        table.add_row(f"  {cause}", format_bytes(count), Text("█" * round(BAR_WIDTH * count / largest), style="cyan"))
-    table.add_row("  allocated", format_bytes(estimate["allocated_bytes"]), f"peak at: {estimate['moment']}")
-    table.add_row("  reserved", format_bytes(estimate["reserved_bytes"]), "what the allocator holds")
-    table.add_row("  device", format_bytes(estimate["device_bytes"]), "and context, communicators, workspaces")
+        table.add_row(
+            f"  {cause}",
+            format_bytes(count),
+            Text("█" * round(BAR_WIDTH * count / largest), style="cyan"),
+        )
+    table.add_row(
+        "  allocated", format_bytes(estimate["allocated_bytes"]), f"peak at: {estimate['moment']}"
+    )
+    table.add_row(
+        "  reserved", format_bytes(estimate["reserved_bytes"]), "what the allocator holds"
+    )
+    table.add_row(
+        "  device", format_bytes(estimate["device_bytes"]), "and context, communicators, workspaces"
+    )
     if estimate["host_bytes"]:
         table.add_row("  host", format_bytes(estimate["host_bytes"]), "in host memory, per rank")
     return table
@@ -316,7 +371,9 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
     if above:
         table.add_row("", f"... {above} faster")
     chosen = plans["chosen"] if plans["probe"] is None else None
-    fitting = (index for index, candidate in enumerate(plans["frontier"]) if candidate["rejected"] is None)
+    fitting = (
+        index for index, candidate in enumerate(plans["frontier"]) if candidate["rejected"] is None
+    )
     first_fitting = None if chosen is None else next(fitting, None)
     for index, candidate in enumerate(shown, start=low):
         if index == first_fitting and index > 0 and plans["nothing_fits"] is None:
@@ -328,9 +385,19 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
         is_known = _is_known(candidate["estimate"])
         step = format_seconds(candidate["step_s"]) if _is_timed(candidate) else "-"
         needed = format_bytes(candidate["needed_bytes"]) if is_known else "-"
-        share = "-" if candidate["fit_probability"] is None else format_probability(candidate["fit_probability"])
+        share = (
+            "-"
+            if candidate["fit_probability"] is None
+            else format_probability(candidate["fit_probability"])
+        )
         table.add_row(
-            mark, Text(candidate["plan"], style=style), candidate["settings"]["gpus"], step, needed, share, kind
+            mark,
+            Text(candidate["plan"], style=style),
+            candidate["settings"]["gpus"],
+            step,
+            needed,
+            share,
+            kind,
         )
     below = len(plans["frontier"]) - low - len(shown)
     if below:
@@ -339,7 +406,10 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
 
 
 def _verdict(candidate: CandidateView) -> Text:
-    needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
+    needed, capacity = (
+        format_bytes(candidate["needed_bytes"]),
+        format_bytes(candidate["capacity_bytes"]),
+    )
     probability = candidate["fit_probability"]
     share = "" if probability is None else f" with {format_probability(probability)}"
     if candidate["rejected"] is None:
@@ -349,7 +419,9 @@ def _verdict(candidate: CandidateView) -> Text:
     elif (probability or 0.0) >= EVEN:
         verdict = Text(f"may fit{share}", style="yellow")
     else:
-        verdict = Text(f"does not fit ({format_probability(probability or 0.0)} that it would)", style="red")
+        verdict = Text(
+            f"does not fit ({format_probability(probability or 0.0)} that it would)", style="red"
+        )
     return Text(f"{needed} of {capacity} with margin: ") + verdict
 
 
@@ -358,7 +430,11 @@ def _plan_picture(plans: JobPlans, chosen: int) -> Picture:
         Point(
             step_s=candidate["step_s"],
             needed_bytes=candidate["needed_bytes"],
-            mark=Mark.CHOSEN if index == chosen else Mark.FITS if candidate["rejected"] is None else Mark.TOO_BIG,
+            mark=Mark.CHOSEN
+            if index == chosen
+            else Mark.FITS
+            if candidate["rejected"] is None
+            else Mark.TOO_BIG,
         )
         for index, candidate in enumerate(plans["frontier"])
     ]
@@ -378,7 +454,9 @@ def _reasons(job: JobView, *, has_changes: bool) -> Group:
     lines = []
     for attempt in job["attempts"]:
         why = attempt["change_reason"] or why_taken(attempt["fit_probability"])
-        factor = f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
+        factor = (
+            f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
+        )
         lines.append(Text(f"  {attempt['number']}: {why}{factor}; on {attempt['placement']}"))
         lines += [Text(f"     {change}") for change in attempt["change"] if has_changes]
         lines += [Text(f"     {warning}", style="yellow") for warning in attempt["warnings"]]
@@ -405,9 +483,8 @@ def promise_words(promise: PromiseView) -> str:
     gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"
     if promise["starts_by_s"] is None:
         return f"is promised the speed of {gpus}, or refused, once the cluster is seen"
-    return (
-        f"is promised at least the speed of {gpus}, from {local_minute(promise['starts_by_s'], None)} on at the latest"
-    )
+    starts_by = local_minute(promise["starts_by_s"], None)
+    return f"is promised at least the speed of {gpus}, from {starts_by} on at the latest"
 
 
 def _gpus(job: JobView) -> str:
@@ -441,7 +518,9 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
             _takes(node),
             f"{len(node['busy'])} of {len(node['free_bytes'])}",
             ", ".join(node["jobs"]) or "-",
-            f"{local_minute(coming[0], None)} to {local_minute(coming[1], None)}" if coming else "-",
+            f"{local_minute(coming[0], None)} to {local_minute(coming[1], None)}"
+            if coming
+            else "-",
         )
     live = {node["name"] for node in nodes}
     for name in drained:
@@ -458,7 +537,9 @@ def _takes(node: NodeView) -> str:
     if all(errors) and len(set(errors)) == 1:
         return f"nothing: the driver cannot be read ({errors[0]})"
     closed = [
-        f"nothing on device {index}, which cannot be read ({error})" for index, error in enumerate(errors) if error
+        f"nothing on device {index}, which cannot be read ({error})"
+        for index, error in enumerate(errors)
+        if error
     ]
     closed += [
         f"nothing on {'it' if entry['device'] is None else 'device ' + str(entry['device'])}"

@@ -9,21 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from orchestrator.service.views.records import JobView
 
 JobId = Annotated[
-    str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids)
+    str,
+    typer.Argument(
+        metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids
+    ),
 ]
 JobIds = Annotated[
     list[str],
-    typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids),
+    typer.Argument(
+        metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids
+    ),
 ]
 User = Annotated[str | None, typer.Option("--user", help="Only jobs of this user.")]
 LIVE = ("queued", "running")
@@ -50,11 +55,14 @@ SORT_KEYS: dict[Sort, Callable[[JobView], Any]] = {
 
 def queue(
     ended: Annotated[
-        int, typer.Option("--ended", min=0, max=1000, help="Number of ended jobs shown, newest first.")
+        int,
+        typer.Option("--ended", min=0, max=1000, help="Number of ended jobs shown, newest first."),
     ] = 100,
     user: User = None,
     team: Annotated[str | None, typer.Option("--team", help="Only jobs of this team.")] = None,
-    status: Annotated[str | None, typer.Option("--status", help="Only jobs with this status.")] = None,
+    status: Annotated[
+        str | None, typer.Option("--status", help="Only jobs with this status.")
+    ] = None,
     sort: Annotated[Sort, typer.Option("--sort", help="Order of the jobs.")] = Sort.QUEUE,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
@@ -71,10 +79,18 @@ def queue(
     jobs = [job for job in select(everything, user, status) if team in (None, job["team"])]
     jobs = sorted(jobs, key=SORT_KEYS[sort]) if sort in SORT_KEYS else jobs
     shown = {job["id"] for job in jobs}
-    sweeps = [sweep for sweep in client.sweeps() if not shown.isdisjoint(trial["job"] for trial in sweep["trials"])]
+    sweeps = [
+        sweep
+        for sweep in client.sweeps()
+        if not shown.isdisjoint(trial["job"] for trial in sweep["trials"])
+    ]
     rows = queue_table(jobs, console_on(sys.stdout).width)
     table = Group(rows, "", sweeps_table(sweeps)) if sweeps else rows
-    empty = "No job is like that." if everything else "The queue is empty. `orc submit FILE` adds a job."
+    empty = (
+        "No job is like that."
+        if everything
+        else "The queue is empty. `orc submit FILE` adds a job."
+    )
     tell({"jobs": jobs, "sweeps": sweeps}, as_json, table if jobs else empty)
 
 
@@ -85,17 +101,27 @@ def select(jobs: Sequence[JobView], user: str | None, status: str | None) -> lis
 
 def _check_status(status: str | None, allowed: Sequence[str]) -> None:
     if status not in (None, *allowed):
-        raise SpecError("not a status of these jobs", path="--status", got=status, allowed=", ".join(allowed))
+        raise SpecError(
+            "not a status of these jobs", path="--status", got=status, allowed=", ".join(allowed)
+        )
 
 
 def cancel(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[JOB...]", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids),
+        typer.Argument(
+            metavar="[JOB...]",
+            help="Ids of jobs, as `orc queue` shows them.",
+            autocompletion=job_ids,
+        ),
     ] = None,
-    whole_arrays: Annotated[bool, typer.Option("--array", help="Cancel the whole arrays of these jobs.")] = False,
+    whole_arrays: Annotated[
+        bool, typer.Option("--array", help="Cancel the whole arrays of these jobs.")
+    ] = False,
     user: User = None,
-    status: Annotated[str | None, typer.Option("--status", help="Only jobs that are queued, or running.")] = None,
+    status: Annotated[
+        str | None, typer.Option("--status", help="Only jobs that are queued, or running.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All jobs that have not ended.")] = False,
     is_sure: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
     home: Home = DEFAULT_HOME,
@@ -107,20 +133,29 @@ def cancel(
     client, filters = client_of(home), (user is not None, status is not None, every)
     if bool(ids) == any(filters) or (every and any(filters[:2])):
         what = "name jobs, or say which" if not ids else "either jobs are named, or filters"
-        raise SpecError(what, source="orc cancel", allowed="JOB..., --user U, --status queued, or --all")
+        raise SpecError(
+            what, source="orc cancel", allowed="JOB..., --user U, --status queued, or --all"
+        )
     _check_status(status, LIVE)
     if not ids:
         live = [job for job in select(client.jobs(0), user, status) if job["status"] in LIVE]
         ids = [job["id"] for job in live]
         running = sum(job["status"] == "running" for job in live)
         if ids and not is_sure:
-            _confirm(f"Cancel {len(ids)} job{'' if len(ids) == 1 else 's'}, {running} of them running?", ids)
+            _confirm(
+                f"Cancel {len(ids)} job{'' if len(ids) == 1 else 's'}, {running} of them running?",
+                ids,
+            )
     cancelled = client.cancel(ids, whole_arrays=whole_arrays) if ids else []
     are = "is" if len(cancelled) == 1 else "are"
-    nothing = "No live job is like that." if any(filters) else "No trial was live. The sweep has ended."
+    nothing = (
+        "No live job is like that." if any(filters) else "No trial was live. The sweep has ended."
+    )
     text = f"{', '.join(cancelled)} {are} being cancelled." if cancelled else nothing
     ended = (
-        [] if whole_arrays else [job_id for job_id in ids if job_id not in cancelled and not job_id.startswith(SWEEP)]
+        []
+        if whole_arrays
+        else [job_id for job_id in ids if job_id not in cancelled and not job_id.startswith(SWEEP)]
     )
     text += f" Ended before: {', '.join(ended)}." if ended else ""
     tell({"cancelled": cancelled}, as_json, text)
@@ -131,7 +166,10 @@ def _confirm(question: str, ids: Sequence[str]) -> None:
     if not sys.stdin.isatty():
         hint = "say --yes to cancel them"
         raise SpecError(
-            f"nobody confirms the end of {len(ids)} jobs", source="orc cancel", got=", ".join(ids), hint=hint
+            f"nobody confirms the end of {len(ids)} jobs",
+            source="orc cancel",
+            got=", ".join(ids),
+            hint=hint,
         )
     typer.confirm(question, abort=True, err=True)
 
@@ -170,13 +208,16 @@ def _change(verb: str, ids: Sequence[str], home: Home, as_json: bool) -> None:
 def update(
     job_id: JobId,
     settings: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE...", help="New values of priority, deadline or time_limit.")
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE...", help="New values of priority, deadline or time_limit."
+        ),
     ],
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Change the priority, deadline or time limit of a job that has not ended."""
-    from orchestrator.service.server.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import read_overrides, with_zone
 
     is_changed = client_of(home).update(job_id, with_zone(read_overrides(settings, "orc update")))
     tell({"changed": is_changed}, as_json, f"{job_id}: {'updated' if is_changed else 'unchanged'}.")
@@ -185,16 +226,22 @@ def update(
 def retry(
     job_id: JobId,
     settings: Settings = None,
-    allow: Annotated[str | None, typer.Option(metavar="CLASS", help="numeric or semantic changes.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of a step from now on.")] = None,
+    allow: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="numeric or semantic changes.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a step from now on.")
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
-    from orchestrator.service.server.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import read_overrides, with_zone
 
     overrides = with_zone(read_overrides(settings or []))
-    answer = client_of(home).retry(job_id, overrides, allow=allow, global_batch_size=global_batch_size)
+    answer = client_of(home).retry(
+        job_id, overrides, allow=allow, global_batch_size=global_batch_size
+    )
     is_new = answer["id"] != job_id
     text = f"{answer['id']} retries {job_id}: {answer['why']}." if is_new else f"{job_id} goes on."
     tell({"retried": job_id, **answer}, as_json, text)

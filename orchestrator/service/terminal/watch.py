@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import Home, check_finite, client_of
 from orchestrator.service.terminal.output import console_on
+from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,7 +27,10 @@ LINES_AROUND = 8  # headings and counts beside the rows of nodes and jobs
 def watch(
     home: Home = DEFAULT_HOME,
     every_s: Annotated[
-        float, typer.Option("--every", min=0.2, max=3600, callback=check_finite, help="Seconds between two looks.")
+        float,
+        typer.Option(
+            "--every", min=0.2, max=3600, callback=check_finite, help="Seconds between two looks."
+        ),
     ] = 2.0,
 ) -> None:
     """Show devices and jobs, live, until Ctrl-C; once where the output is no terminal."""
@@ -48,7 +51,9 @@ def watch(
         return
 
 
-def _screen(cluster: Mapping[str, Any], jobs: Sequence[JobView], rows: int | None) -> RenderableType:
+def _screen(
+    cluster: Mapping[str, Any], jobs: Sequence[JobView], rows: int | None
+) -> RenderableType:
     """Return the whole screen; `rows` is the number of jobs that fit, None: all."""
     from rich.console import Group
     from rich.text import Text
@@ -60,7 +65,13 @@ def _screen(cluster: Mapping[str, Any], jobs: Sequence[JobView], rows: int | Non
     ordered = [*live, *reversed(ended)]
     shown = ordered if rows is None else ordered[:rows]
     problems = [Text(problem, style="red") for problem in cluster["problems"]]
-    parts: list[RenderableType] = [Text(title, style="bold"), *problems, Text(), _nodes(cluster["nodes"]), Text()]
+    parts: list[RenderableType] = [
+        Text(title, style="bold"),
+        *problems,
+        Text(),
+        _nodes(cluster["nodes"]),
+        Text(),
+    ]
     parts.append(_jobs(shown) if shown else Text("The queue is empty."))
     if len(shown) < len(ordered):
         parts.append(Text(f"... {len(ordered) - len(shown)} more: `orc queue`", style="dim"))
@@ -77,11 +88,15 @@ def _nodes(nodes: Sequence[NodeView]) -> RenderableType:
         table.add_column(no_wrap=True, overflow="ellipsis")
     for node in nodes[:NODES_SHOWN]:
         devices = len(node["free_bytes"])
-        state = Text("drained", style="yellow") if node["drained"] else Text(", ".join(node["jobs"]))
+        state = (
+            Text("drained", style="yellow") if node["drained"] else Text(", ".join(node["jobs"]))
+        )
         if not node["drained"] and (unreadable := sum(map(bool, node.get("driver_errors", ())))):
             state = Text(f"{unreadable} cannot be read", style="red")
         busy = len(node["busy"])
-        table.add_row(node["name"], _bar(busy / max(1, devices)), f"{busy} of {devices} busy", state)
+        table.add_row(
+            node["name"], _bar(busy / max(1, devices)), f"{busy} of {devices} busy", state
+        )
     if len(nodes) > NODES_SHOWN:
         table.add_row(f"... {len(nodes) - NODES_SHOWN} more")
     return table

@@ -24,7 +24,8 @@ MANIFEST_BYTES_MAX = 2**24
 PATH_BYTES_MAX, NAME_BYTES_MAX = 4096, 255  # PATH_MAX and NAME_MAX of Linux
 FILE_MODE, PROGRAM_MODE, FOLDER_MODE = 0o644, 0o755, 0o755
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # of a pipe that took the file's place, nothing is awaited
+# of a pipe that took the file's place, nothing is awaited
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 Skipped = Callable[[str], bool]  # of a path relative to the root; a folder's ends with /
 
@@ -105,9 +106,13 @@ def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -
         relative = os.path.relpath(folder, root)
         prefix = "" if relative == "." else f"{relative}/"
         links = [
-            name for name in folders if stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
+            name
+            for name in folders
+            if stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode)
         ]
-        folders[:] = sorted(name for name in folders if name not in links and not skipped(f"{prefix}{name}/"))
+        folders[:] = sorted(
+            name for name in folders if name not in links and not skipped(f"{prefix}{name}/")
+        )
         entries += (Entry(path=f"{prefix}{name}", kind=Kind.FOLDER) for name in folders)
         for name in sorted([*files, *links]):
             path = f"{prefix}{name}"
@@ -123,10 +128,14 @@ def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -
             _check_size(root, entries, limits)
     for entry in entries:
         _check_entry(entry)
-    return Listing(root=root, entries=sorted(entries, key=lambda entry: entry.path), left_out=left_out)
+    return Listing(
+        root=root, entries=sorted(entries, key=lambda entry: entry.path), left_out=left_out
+    )
 
 
-def unpack(read: Callable[[int], bytes], target: Path, limits: Limits, modified_at_s: float | None = None) -> str:
+def unpack(
+    read: Callable[[int], bytes], target: Path, limits: Limits, modified_at_s: float | None = None
+) -> str:
     """Unpack an archive to the new folder `target`, all or nothing; return the archive's SHA-256.
 
     `read(n)` returns at most n bytes, and b"" at the end. `modified_at_s`: modification time of the files; None: now.
@@ -142,7 +151,9 @@ def unpack(read: Callable[[int], bytes], target: Path, limits: Limits, modified_
         _write(source, entries, temporary, modified_at_s)
         temporary.rename(target)
     except (FileExistsError, NotADirectoryError) as error:
-        raise SpecError(f"an entry stands in the way of another: {error.filename}", source="archive") from None
+        raise SpecError(
+            f"an entry stands in the way of another: {error.filename}", source="archive"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return source.digest.hexdigest()
@@ -166,7 +177,10 @@ class _Folder:
         folder_descriptor = os.dup(self._root)
         try:
             for folder in folders:
-                above, folder_descriptor = folder_descriptor, os.open(folder, OPEN_FOLDER, dir_fd=folder_descriptor)
+                above, folder_descriptor = (
+                    folder_descriptor,
+                    os.open(folder, OPEN_FOLDER, dir_fd=folder_descriptor),
+                )
                 os.close(above)
             descriptor = os.open(name, OPEN_FILE, dir_fd=folder_descriptor)
         finally:
@@ -259,7 +273,10 @@ class _Source:
 def _entries(line: bytes, limits: Limits) -> list[Entry]:
     try:
         rows = json.loads(line)
-        entries = [Entry(path=path, kind=Kind(kind), size=size, target=target) for path, kind, size, target in rows]
+        entries = [
+            Entry(path=path, kind=Kind(kind), size=size, target=target)
+            for path, kind, size, target in rows
+        ]
     except (ValueError, TypeError, RecursionError):
         raise _bad_archive("its manifest cannot be read") from None
     if len(entries) > limits.entries:
@@ -280,8 +297,12 @@ def _check_entry(entry: Entry) -> None:
         entry.target.encode()
     except (UnicodeEncodeError, AttributeError):
         raise _bad_archive(f"a name is not UTF-8 text: {entry.path!r}") from None
-    if any(name in (b"", b".", b"..") or len(name) > NAME_BYTES_MAX or b"\0" in name for name in names):
-        raise _bad_archive(f"it names a path outside its folder, or none: {entry.path[:NAME_BYTES_MAX]!r}")
+    if any(
+        name in (b"", b".", b"..") or len(name) > NAME_BYTES_MAX or b"\0" in name for name in names
+    ):
+        raise _bad_archive(
+            f"it names a path outside its folder, or none: {entry.path[:NAME_BYTES_MAX]!r}"
+        )
     if len(entry.path.encode()) > PATH_BYTES_MAX:
         raise _bad_archive(f"a path is longer than {PATH_BYTES_MAX} bytes")
     is_file = entry.kind in (Kind.FILE, Kind.PROGRAM)
@@ -293,13 +314,20 @@ def _check_entry(entry: Entry) -> None:
 
 def _stays_inside(path: str, target: str) -> bool:
     """Return whether a link at `path` leads below the root, by the text of its target."""
-    if not target or target.startswith("/") or "\0" in target or len(target.encode(errors="replace")) > PATH_BYTES_MAX:
+    if (
+        not target
+        or target.startswith("/")
+        or "\0" in target
+        or len(target.encode(errors="replace")) > PATH_BYTES_MAX
+    ):
         return False
     destination = os.path.normpath(os.path.join(os.path.dirname(path), target))
     return destination != ".." and not destination.startswith("../")
 
 
-def _write(source: _Source, entries: Sequence[Entry], root: Path, modified_at_s: float | None) -> None:
+def _write(
+    source: _Source, entries: Sequence[Entry], root: Path, modified_at_s: float | None
+) -> None:
     links = []
     for entry in entries:
         path = root / entry.path

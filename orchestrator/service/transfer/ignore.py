@@ -24,4 +24,6 @@ def read_ignore(folder: Path) -> Skipped:
     try:
         return GitIgnoreSpec.from_lines([*DEFAULTS, *lines]).match_file
     except ValueError as error:
-        raise SpecError(f"not a pattern of .gitignore: {error}", source=str(folder / FILE)) from None
+        raise SpecError(
+            f"not a pattern of .gitignore: {error}", source=str(folder / FILE)
+        ) from None

@@ -23,15 +23,21 @@ def list_output(home: Path, job: Job) -> Listing:
     folder, spec = JobFolder(home, job.id), job.spec
     in_workdir = spec.is_script and spec.knobs.output_dir is None
     if in_workdir and find_upload(home, spec.workdir or "") is None:
-        raise ServiceError(f"{job.id} has no output folder: it writes to {spec.workdir} on the service's machine")
+        raise ServiceError(
+            f"{job.id} has no output folder: it writes to {spec.workdir} on the service's machine"
+        )
     try:
         if not in_workdir:
             return list_files(folder.output, LIMITS)
         uploaded_paths = set(json.loads(folder.uploaded.read_text()))
-        return list_files(folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, uploaded_paths))
+        return list_files(
+            folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, uploaded_paths)
+        )
     except OSError as error:
         removed = removal_words(home, job.id, "workdir" if in_workdir else "output")
-        raise ServiceError(f"{job.id} has left no output: {(*removed, error.strerror or str(error))[0]}") from None
+        raise ServiceError(
+            f"{job.id} has left no output: {(*removed, error.strerror or str(error))[0]}"
+        ) from None
 
 
 def _is_no_output(workdir: Path, path: str, uploaded_paths: set[str]) -> bool:

@@ -30,7 +30,12 @@ PREFIX = "upload:"  # of a path in a job that came from another machine: upload:
 class Uploads:
     """The uploads of one home. Every method is thread-safe."""
 
-    def __init__(self, home: Path, used: Callable[[], Collection[str]], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        home: Path,
+        used: Callable[[], Collection[str]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """`used` returns the digests that live jobs name."""
         self._folder = uploads_folder(home)
         self._used, self._clock = used, clock
@@ -67,8 +72,12 @@ class Uploads:
                 actual = unpack(archive.read, folder / "files", LIMITS, UPLOADED_AT_S)
             if actual != digest:
                 hint = "files changed while they were sent: submit again"
-                raise SpecError("the upload is not what its name says", got=actual, allowed=digest, hint=hint)
-            size_bytes = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+                raise SpecError(
+                    "the upload is not what its name says", got=actual, allowed=digest, hint=hint
+                )
+            size_bytes = sum(
+                path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()
+            )
             (folder / "size").write_text(str(size_bytes))
             with self._lock:
                 if not self._touch(digest):
@@ -95,8 +104,17 @@ class Uploads:
             raise SpecError("the path leaves its upload", path=key, got=path)
         with self._lock:
             if not self._touch(digest):
-                raise SpecError("there is no such upload", path=key, got=digest, hint="submit again: it is sent anew")
-        return str(self._folder / digest / "files" / inner) if inner else str(self._folder / digest / "files")
+                raise SpecError(
+                    "there is no such upload",
+                    path=key,
+                    got=digest,
+                    hint="submit again: it is sent anew",
+                )
+        return (
+            str(self._folder / digest / "files" / inner)
+            if inner
+            else str(self._folder / digest / "files")
+        )
 
     def _touch(self, digest: str) -> bool:
         _check_digest(digest)

@@ -66,7 +66,8 @@ class ComparisonView(TypedDict):
     verdict: str
     notes: list[str]  # what else differs, and what is not known
     picture: PictureView | None
-    mlflow: str | None  # address of MLflow's own page that compares its runs; None: there is none yet
+    # address of MLflow's own page that compares its runs; None: there is none yet
+    mlflow: str | None
 
 
 def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonView:
@@ -76,7 +77,8 @@ def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonVie
         setup=setup_view(comparison.setup),
         complete=comparison.is_complete,
         rows=[
-            {**asdict(row), "micro_batch": row.micro_batch, "accumulation": row.accumulation} for row in comparison.rows
+            {**asdict(row), "micro_batch": row.micro_batch, "accumulation": row.accumulation}
+            for row in comparison.rows
         ],
         verdict=comparison.verdict,
         notes=list(comparison.notes),
@@ -103,7 +105,8 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[str]]]:
             {
                 name: [text or "-" for text in column]
                 for name, column in cells.items()
-                if not {*column} <= {None, USUAL.get(name)} and not (has_tokens and name == "Samples/s")
+                if not {*column} <= {None, USUAL.get(name)}
+                and not (has_tokens and name == "Samples/s")
             }
         )
     return tables
@@ -111,7 +114,9 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[str]]]:
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:
     """Return (number, lines of the reason) of each unfinished strategy."""
-    return [(number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
+    return [
+        (number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED
+    ]
 
 
 def _reason(row: Mapping[str, Any]) -> list[str]:

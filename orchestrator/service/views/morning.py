@@ -15,7 +15,7 @@ class LineView(TypedDict):
     id: str
     name: str
     user: str
-    said: str
+    sentence: str
 
 
 class MissView(TypedDict):
@@ -26,7 +26,7 @@ class MissView(TypedDict):
     predicted_bytes: int
     measured_bytes: int  # allocated peak
     ran_out: bool  # it needed at least `measured_bytes`
-    said: str
+    sentence: str
 
 
 class CostView(TypedDict):
@@ -65,7 +65,9 @@ class ReportView(TypedDict):
     late: list[LineView]
     running: list[LineView]
     waiting: list[LineView]
-    sweeps: list[LineView]  # that had trials within it: how far, the best trial, and what all trials cost
+    sweeps: list[
+        LineView
+    ]  # that had trials within it: how far, the best trial, and what all trials cost
     misses: list[MissView]
     cost: CostView
     to_do: list[str]
@@ -75,6 +77,6 @@ class ReportView(TypedDict):
 
 def report_view(report: MorningReport) -> ReportView:
     """Return the report as JSON."""
-    misses = [{**asdict(miss), "said": miss.said} for miss in report.misses]
+    misses = [{**asdict(miss), "sentence": miss.sentence} for miss in report.misses]
     view: ReportView = {**asdict(report), "summary": summary(report), "misses": misses}  # type: ignore[typeddict-item]
     return view

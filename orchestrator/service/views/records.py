@@ -87,7 +87,8 @@ class AttemptView(TypedDict):
     estimate: EstimateView
     correction: float
     predicted_bytes: int | None  # allocated peak predicted at launch; None if unknown
-    needed_bytes: int | None  # device bytes with margin, predicted at launch; None if measured before
+    # device bytes with margin, predicted at launch; None if measured before
+    needed_bytes: int | None
     fit_probability: float | None
     predicted_step_s: float | None  # None of a script whose step times are assumed
     peak_bytes: int | None
@@ -97,7 +98,9 @@ class AttemptView(TypedDict):
     launched_at_s: float
     ended_at_s: float | None
     failure: FailureView | None
-    exit_codes: list[int | None]  # of each rank that was started: minus the signal number, None if unknown
+    exit_codes: list[
+        int | None
+    ]  # of each rank that was started: minus the signal number, None if unknown
     host_oom_kills: int  # how far the kernel's counters rose on its nodes
     warnings: list[str]  # limits of its record's validity
 
@@ -162,7 +165,9 @@ class ExplanationView(TypedDict):
     """A job with explanations of each attempt, and its frontier as judged today."""
 
     job: JobView
-    sooner: list[str]  # of a job that waits for devices: when it starts, and what would start it sooner
+    sooner: list[
+        str
+    ]  # of a job that waits for devices: when it starts, and what would start it sooner
     lessons: list[list[str]]  # of each attempt
     picture: PictureView | None
 
@@ -181,7 +186,9 @@ class NodeView(TypedDict):
     name: str
     device: dict[str, Any]  # DeviceSpec, as in a cluster file
     free_bytes: list[int]
-    driver_errors: list[str]  # by device: why the driver cannot read it, "" where it can; [] where it can read all
+    driver_errors: list[
+        str
+    ]  # by device: why the driver cannot read it, "" where it can; [] where it can read all
     busy: list[int]  # devices that our attempts hold
     jobs: list[str]  # the jobs of these attempts
     drained: bool  # it accepts no new attempts
@@ -189,6 +196,15 @@ class NodeView(TypedDict):
     maintenance: list[tuple[float, float]]  # windows without jobs, in seconds since 1970
     host_free_bytes: int
     network_bandwidth: int  # bytes per second
+
+
+class BatchAnswer(TypedDict):
+    """The ids of jobs submitted together, in their order; the other fields are by id."""
+
+    ids: list[str]
+    late: dict[str, str]
+    promises: dict[str, PromiseView]
+    refused: dict[str, str]  # why, by id, of jobs that nothing here can hold
 
 
 def job_view(
@@ -207,7 +223,9 @@ def job_view(
         id=job.id,
         name=job.spec.name,
         status=job.status.value,
-        reason="; ".join((job.reason, *([f"unwatched: {unwatched}"] if unwatched else []), *unread)),
+        reason="; ".join(
+            (job.reason, *([f"unwatched: {unwatched}"] if unwatched else []), *unread)
+        ),
         asks="" if job.status.ended else job.asks,
         cancelling=job.cancelling,
         priority=job.spec.priority,
@@ -251,7 +269,8 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         placement=_placement(attempt.placement),
         device=attempt.device,
         change=[str(change) for change in attempt.change],
-        change_reason=attempt.change_reason or ("a probe: it measures memory, and ends" if attempt.probe else ""),
+        change_reason=attempt.change_reason
+        or ("a probe: it measures memory, and ends" if attempt.probe else ""),
         estimate=estimate_view(attempt.estimate, attempt.correction),
         correction=attempt.correction,
         predicted_bytes=predicted_peak_bytes(attempt),
@@ -260,11 +279,18 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         predicted_step_s=None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
         peak_bytes=attempt.peak_bytes,
         step_s=attempt.measured_step_s,
-        steps_done=max((beat.steps_done for beat in evidence.heartbeats), default=None) if evidence else None,
+        steps_done=max((beat.steps_done for beat in evidence.heartbeats), default=None)
+        if evidence
+        else None,
         checkpoint_step=evidence.checkpoint_step if evidence else None,
         launched_at_s=attempt.launched_at_s,
         ended_at_s=attempt.ended_at_s,
-        failure=FailureView(kind=failure.kind.value, reason=failure.reason, rank=failure.rank, excerpt=failure.excerpt)
+        failure=FailureView(
+            kind=failure.kind.value,
+            reason=failure.reason,
+            rank=failure.rank,
+            excerpt=failure.excerpt,
+        )
         if failure
         else None,
         exit_codes=[end.exit_code for end in evidence.ranks] if evidence else [],
@@ -281,7 +307,11 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
         moment=at_worst.moment,
         by_cause=dict(sorted(at_worst.by_cause, key=lambda cause: -cause[1])),
         by_moment=[
-            MomentView(name=moment.name, counted_bytes=moment.counted_bytes, activation_bytes=moment.activation_bytes)
+            MomentView(
+                name=moment.name,
+                counted_bytes=moment.counted_bytes,
+                activation_bytes=moment.activation_bytes,
+            )
             for moment in by_moment(estimate)
         ],
         allocated_bytes=at_worst.allocated_bytes,
@@ -327,7 +357,9 @@ def picture_from_view(view: PictureView) -> Picture:
             mark=Mark(point["mark"]),
             label=point["label"],
             name=point["name"],
-            within_s=None if point["within_s"] is None else (point["within_s"][0], point["within_s"][1]),
+            within_s=None
+            if point["within_s"] is None
+            else (point["within_s"][0], point["within_s"][1]),
         )
         for point in view["points"]
     )
@@ -377,7 +409,10 @@ def node_from_view(view: NodeView) -> Node:
     errors = view.get("driver_errors", ())  # an older service has none
     unreadable = {index for index, error in enumerate(errors) if error}
     waited_for = {*view["busy"], *unreadable}
-    free_bytes = (device.memory if index in waited_for else free for index, free in enumerate(view["free_bytes"]))
+    free_bytes = (
+        device.memory if index in waited_for else free
+        for index, free in enumerate(view["free_bytes"])
+    )
     return Node(
         name=view["name"],
         device=device,
@@ -406,7 +441,9 @@ def _outcome(attempt: Attempt) -> str:
 
 
 def _placement(placement: Placement) -> str:
-    return ", ".join(f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement)
+    return ", ".join(
+        f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement
+    )
 
 
 @cache
@@ -422,13 +459,16 @@ def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
     behind = min(beats, key=lambda beat: beat.step)
     steps = [beat.step_s for beat in beats if beat.step_s]
     left = steps_left(job, job.last) if job.spec.is_script else None
-    begin = 0 if left is None else (job.spec.optimizer_steps or 0) - left  # a script counts from its checkpoint on
+    # a script counts from its checkpoint on
+    begin = 0 if left is None else (job.spec.optimizer_steps or 0) - left
     return ProgressView(
         step=begin + behind.step,
         max_steps=job.spec.optimizer_steps,
         step_s=max(steps, default=None),
         peak_bytes=max(beat.peak_bytes for beat in beats),
         phase=behind.phase,
-        loss=next((beat.loss for beat in beats if beat.loss is not None and isfinite(beat.loss)), None),
+        loss=next(
+            (beat.loss for beat in beats if beat.loss is not None and isfinite(beat.loss)), None
+        ),
         at_s=max(beat.at_s for beat in beats),
     )

@@ -48,7 +48,9 @@ def _moment(text: str, now: datetime) -> datetime | None:
 
 def title(view: ReportView) -> str:
     """Return a title such as `Mon 23 Nov 18:00 to Tue 24 Nov 07:30`, in this machine's time."""
-    first, last = (f"{datetime.fromtimestamp(view[key]):%a %d %b %H:%M}" for key in ("since_s", "until_s"))
+    first, last = (
+        f"{datetime.fromtimestamp(view[key]):%a %d %b %H:%M}" for key in ("since_s", "until_s")
+    )
     return f"{first} to {last}"
 
 
@@ -64,10 +66,18 @@ def sections(view: ReportView) -> list[tuple[str, list[tuple[str, str]]]]:
         "Running": view["running"],
         "Waiting": view["waiting"],
     }
-    sections_of_report = [(heading, [(line["id"], line["said"]) for line in lines]) for heading, lines in jobs.items()]
-    sections_of_report.append(("Sweeps", [(line["id"], line["said"]) for line in view["sweeps"]]))
+    sections_of_report = [
+        (heading, [(line["id"], line["sentence"]) for line in lines])
+        for heading, lines in jobs.items()
+    ]
     sections_of_report.append(
-        ("Predictions that were wrong", [(miss["attempt"], miss["said"]) for miss in view["misses"]])
+        ("Sweeps", [(line["id"], line["sentence"]) for line in view["sweeps"]])
+    )
+    sections_of_report.append(
+        (
+            "Predictions that were wrong",
+            [(miss["attempt"], miss["sentence"]) for miss in view["misses"]],
+        )
     )
     return [(heading, rows) for heading, rows in sections_of_report if rows]
 
@@ -82,7 +92,11 @@ def cost_words(view: ReportView) -> str:
     """Return a sentence such as `14.2 h of devices held: 13.0 h trained, 0.9 h lost to failures; 5.1 h idle`."""
     cost = view["cost"]
     held_s = cost["trained_s"] + cost["lost_s"] + cost["probing_s"]
-    parts = {"trained": cost["trained_s"], "lost to failures": cost["lost_s"], "probing": cost["probing_s"]}
+    parts = {
+        "trained": cost["trained_s"],
+        "lost to failures": cost["lost_s"],
+        "probing": cost["probing_s"],
+    }
     uses = ", ".join(f"{_device_time(part)} {word}" for word, part in parts.items() if part)
     text = f"{_device_time(held_s)} of devices held{f': {uses}' if uses else ''}; {_device_time(cost['idle_s'])} idle"
     text += "" if cost["money"] is None else f"; cost {cost['money']:.4g}"
@@ -100,9 +114,14 @@ def gantt(view: ReportView) -> str:
     """Return busy devices per node over the report's time, as lines of text; "" without nodes."""
     if not view["nodes"] or view["until_s"] <= view["since_s"]:
         return ""
-    spans = [BusySpan(span["node"], len(span["devices"]), span["from_s"], span["until_s"]) for span in view["spans"]]
+    spans = [
+        BusySpan(span["node"], len(span["devices"]), span["from_s"], span["until_s"])
+        for span in view["spans"]
+    ]
     lines = busy_lines(view["nodes"], spans, view["since_s"], view["until_s"])
-    first, last = (f"{datetime.fromtimestamp(view[key]):%a %H:%M}" for key in ("since_s", "until_s"))
+    first, last = (
+        f"{datetime.fromtimestamp(view[key]):%a %H:%M}" for key in ("since_s", "until_s")
+    )
     return add_ruler(lines, first, last, "height: share of the node's devices that is busy")
 
 
@@ -110,11 +129,17 @@ def markdown(view: ReportView) -> str:
     """Return the report as Markdown. Untrusted names are escaped as code."""
     parts = [f"# {title(view)}", _line(view["summary"]), cost_words(view)]
     if view["to_do"]:
-        parts.append("\n".join(["## To do", "", *(f"- {_line(sentence)}" for sentence in view["to_do"])]))
+        parts.append(
+            "\n".join(["## To do", "", *(f"- {_line(sentence)}" for sentence in view["to_do"])])
+        )
     for heading, rows in sections(view):
         parts.append(
             "\n".join(
-                [f"## {heading}", "", *(f"- {_code(job)}: {_line(sentence)}" for job, sentence in limit_rows(rows))]
+                [
+                    f"## {heading}",
+                    "",
+                    *(f"- {_code(job)}: {_line(sentence)}" for job, sentence in limit_rows(rows)),
+                ]
             )
         )
     if chart := gantt(view):
@@ -133,12 +158,19 @@ def _code(text: str) -> str:
 
 def html(view: ReportView) -> str:
     """Return the report as one HTML file without scripts, style sheets or images, as mail programs need."""
-    parts = [f"<h1>{escape(title(view))}</h1>", f"<p><strong>{escape(view['summary'])}</strong></p>"]
+    parts = [
+        f"<h1>{escape(title(view))}</h1>",
+        f"<p><strong>{escape(view['summary'])}</strong></p>",
+    ]
     parts.append(f"<p>{escape(cost_words(view))}</p>")
     if view["to_do"]:
-        parts.append(f"<h2>To do</h2><ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in view['to_do'])}</ul>")
+        parts.append(
+            f"<h2>To do</h2><ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in view['to_do'])}</ul>"
+        )
     if chart := gantt(view):
-        parts.append(f'<h2>Devices</h2><pre style="line-height:1.1;overflow-x:auto">{escape(chart)}</pre>')
+        parts.append(
+            f'<h2>Devices</h2><pre style="line-height:1.1;overflow-x:auto">{escape(chart)}</pre>'
+        )
     for heading, rows in sections(view):
         cells = "".join(
             f'<tr><th scope="row" style="text-align:left;vertical-align:top;padding:2px 16px 2px 0">{escape(job)}</th>'

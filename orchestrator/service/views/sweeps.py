@@ -16,7 +16,7 @@ class TrialView(TypedDict):
     number: int
     job: str
     parameters: dict[str, Value]
-    said: str  # its parameters in words
+    text: str  # its parameters in words
     status: str  # of the job, or "stopped early"
     reason: str
     plan: str  # of its last attempt; "" before the first
@@ -38,10 +38,10 @@ class SweepView(TypedDict):
     max_trials: int
     live: int  # trials that have not ended
     best: int | None  # number of the best trial that has succeeded
-    best_said: str  # that trial in words; "" before there is one
+    best_text: str  # that trial in words; "" before there is one
     device_s: float  # that its trials held
     money: float | None  # for these, where the cluster file has prices
-    cost_said: str
+    cost_text: str
     trials: list[TrialView]
 
 

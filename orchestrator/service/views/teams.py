@@ -35,7 +35,7 @@ class TeamView(TypedDict):
     used_share: float  # of all usage, with decay, as of now
     used_device_s: float
     quota: int  # devices
-    held: int  # devices
+    held_devices: int
     borrowed: int  # of them, beyond the quota; 0 if no team has a quota
     running: int  # jobs
     waiting: int
@@ -48,16 +48,27 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     if not policy.is_shared:
         return []
     jobs = [job for job in state.jobs.values() if not job.status.ended]
-    tree = fair_tree(policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()))
+    tree = fair_tree(
+        policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values())
+    )
     held_devices = held_by_teams(policy, state.jobs.values())
-    teams = {team.name: team for team in policy.teams} | {(default_team := policy.team_of("")).name: default_team}
-    users = {*tree.of_users, *(job.user for job in jobs), *(user for team in policy.teams for user in team.users)}
-    active_teams = {policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))}
+    teams = {team.name: team for team in policy.teams} | {
+        (default_team := policy.team_of("")).name: default_team
+    }
+    users = {
+        *tree.of_users,
+        *(job.user for job in jobs),
+        *(user for team in policy.teams for user in team.users),
+    }
+    active_teams = {
+        policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))
+    }
     shares, used = sum(teams[name].shares for name in active_teams), sum(tree.of_teams.values())
     views_of_teams = []
     for name, team in teams.items():
         members = sorted(
-            (user for user in users if policy.team_of(user).name == name), key=lambda u: (tree.place(u), u)
+            (user for user in users if policy.team_of(user).name == name),
+            key=lambda u: (tree.place(u), u),
         )
         views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
         views_of_teams.append(
@@ -68,14 +79,16 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
                 used_share=tree.of_teams.get(name, 0.0) / used if used else 0.0,
                 used_device_s=tree.of_teams.get(name, 0.0),
                 quota=team.quota,
-                held=held_devices[name],
+                held_devices=held_devices[name],
                 borrowed=max(0, held_devices[name] - team.quota) if policy.has_quotas else 0,
                 running=sum(user["running"] for user in views),
                 waiting=sum(user["waiting"] for user in views),
                 users=views,
             )
         )
-    return sorted(views_of_teams, key=lambda team: (team["used_device_s"] / team["shares"], team["name"]))
+    return sorted(
+        views_of_teams, key=lambda team: (team["used_device_s"] / team["shares"], team["name"])
+    )
 
 
 def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
@@ -91,7 +104,18 @@ def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView
 def teams_table(teams: Sequence[TeamView]) -> Table:
     """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("TEAM", "SHARES", "SHARE", "USED", "DEVICE-HOURS", "DEVICES", "QUOTA", "BORROWED", "RUNS", "WAITS"):
+    for column in (
+        "TEAM",
+        "SHARES",
+        "SHARE",
+        "USED",
+        "DEVICE-HOURS",
+        "DEVICES",
+        "QUOTA",
+        "BORROWED",
+        "RUNS",
+        "WAITS",
+    ):
         table.add_column(column, justify="left" if column == "TEAM" else "right", no_wrap=True)
     for team in teams:
         over = team["used_share"] > team["share"] > 0
@@ -101,7 +125,7 @@ def teams_table(teams: Sequence[TeamView]) -> Table:
             f"{100 * team['share']:.0f} %",
             Text(f"{100 * team['used_share']:.0f} %", style="red" if over else ""),
             f"{team['used_device_s'] / HOUR_S:.1f}",
-            str(team["held"]),
+            str(team["held_devices"]),
             str(team["quota"]) if team["quota"] else "-",
             str(team["borrowed"]) if team["borrowed"] else "-",
             str(team["running"]),

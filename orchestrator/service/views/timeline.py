@@ -20,7 +20,9 @@ class BusySpan:
     until_s: float
 
 
-def busy_lines(nodes: Mapping[str, int], spans: Iterable[BusySpan], from_s: float, end_s: float) -> dict[str, str]:
+def busy_lines(
+    nodes: Mapping[str, int], spans: Iterable[BusySpan], from_s: float, end_s: float
+) -> dict[str, str]:
     """Return {label: block characters} of each row.
 
     `nodes` maps names to device counts; a node may have several rows.
@@ -33,7 +35,10 @@ def busy_lines(nodes: Mapping[str, int], spans: Iterable[BusySpan], from_s: floa
     for span in spans:
         for column, share in shares(span.from_s, span.until_s, from_s, end_s):
             busy[rows[span.node]][column] += share * span.devices
-    return {label: "".join(block(share / max(1, devices[label])) for share in busy[label]) for label in labels}
+    return {
+        label: "".join(block(share / max(1, devices[label])) for share in busy[label])
+        for label in labels
+    }
 
 
 def add_ruler(lines: Mapping[str, str], first: str, last: str, note: str) -> str:
@@ -60,9 +65,13 @@ def _rows(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return rows, list(dict.fromkeys(rows.values()))
 
 
-def shares(from_s: float, until_s: float, begin_s: float, end_s: float) -> Iterator[tuple[int, float]]:
+def shares(
+    from_s: float, until_s: float, begin_s: float, end_s: float
+) -> Iterator[tuple[int, float]]:
     """Yield (column, share of the column that the span covers)."""
-    first, last = (COLUMNS * min(1.0, (at_s - begin_s) / (end_s - begin_s)) for at_s in (from_s, until_s))
+    first, last = (
+        COLUMNS * min(1.0, (at_s - begin_s) / (end_s - begin_s)) for at_s in (from_s, until_s)
+    )
     for column in range(int(first), min(COLUMNS, int(last) + 1)):
         yield column, max(0.0, min(last, column + 1) - max(first, column))
 

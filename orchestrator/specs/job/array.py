@@ -11,7 +11,9 @@ from orchestrator.specs.errors import SpecError, closest
 
 JOBS_MAX = 1000  # of one array: as Slurm's MaxArraySize, less one
 INDEX = "index"  # a placeholder that every array has: 0, 1, 2 ...
-ALLOWED = "array: {lr: [1e-3, 1e-4], seed: [0, 1]} (all combinations), or a list of {lr: 1e-3, seed: 0}"
+ALLOWED = (
+    "array: {lr: [1e-3, 1e-4], seed: [0, 1]} (all combinations), or a list of {lr: 1e-3, seed: 0}"
+)
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -27,9 +29,17 @@ def expand_array(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
     unused = [name for name in rows[0] if name not in used]
     if unused:
         near = closest(unused[0], used - {INDEX})
-        hint = f"the file says {{{near}}}" if near else f"write {{{unused[0]}}} where it belongs, such as in `command`"
+        hint = (
+            f"the file says {{{near}}}"
+            if near
+            else f"write {{{unused[0]}}} where it belongs, such as in `command`"
+        )
         raise SpecError(
-            "no part of the job says this placeholder", source=source, path="array", got=unused[0], hint=hint
+            "no part of the job says this placeholder",
+            source=source,
+            path="array",
+            got=unused[0],
+            hint=hint,
         )
     max_concurrent = read_max_concurrent(data, len(rows), source)
     rest = with_family(rest)
@@ -45,7 +55,11 @@ def read_max_concurrent(data: Mapping[str, Any], otherwise: int, source: str) ->
     count = data.get("max_concurrent", otherwise)
     if not isinstance(count, int) or not 1 <= count <= JOBS_MAX:
         raise SpecError(
-            "not a number of jobs", source=source, path="max_concurrent", got=count, allowed=f"1 to {JOBS_MAX}"
+            "not a number of jobs",
+            source=source,
+            path="max_concurrent",
+            got=count,
+            allowed=f"1 to {JOBS_MAX}",
         )
     return count
 
@@ -60,12 +74,18 @@ def with_family(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_rows(array: object, source: str) -> Iterator[dict[str, Any]]:
     """Yield the values of each job. Raises SpecError."""
-    if isinstance(array, dict) and array and all(isinstance(values, list) and values for values in array.values()):
+    if (
+        isinstance(array, dict)
+        and array
+        and all(isinstance(values, list) and values for values in array.values())
+    ):
         count = 1
         for values in array.values():
             count *= len(values)
         _check_count(count, source)
-        rows: Sequence[dict[str, Any]] = [dict(zip(array, values, strict=True)) for values in product(*array.values())]
+        rows: Sequence[dict[str, Any]] = [
+            dict(zip(array, values, strict=True)) for values in product(*array.values())
+        ]
     elif isinstance(array, list) and array and all(isinstance(row, dict) and row for row in array):
         _check_count(len(array), source)
         rows = array
@@ -75,17 +95,31 @@ def _read_rows(array: object, source: str) -> Iterator[dict[str, Any]]:
         if set(row) != set(rows[0]):
             allowed = ", ".join(rows[0])
             raise SpecError(
-                "each entry says the same placeholders", source=source, path="array", got=row, allowed=allowed
+                "each entry says the same placeholders",
+                source=source,
+                path="array",
+                got=row,
+                allowed=allowed,
             )
-        wrong = [name for name, value in row.items() if isinstance(value, dict | list) or name == INDEX]
+        wrong = [
+            name for name, value in row.items() if isinstance(value, dict | list) or name == INDEX
+        ]
         if wrong or not all(_PLACEHOLDER.fullmatch(f"{{{name}}}") for name in row):
-            raise SpecError("not the values of an array", source=source, path="array", got=row, allowed=ALLOWED)
+            raise SpecError(
+                "not the values of an array", source=source, path="array", got=row, allowed=ALLOWED
+            )
         yield row
 
 
 def _check_count(count: int, source: str) -> None:
     if count > JOBS_MAX:
-        raise SpecError("too many jobs in one array", source=source, path="array", got=count, allowed=f"{JOBS_MAX}")
+        raise SpecError(
+            "too many jobs in one array",
+            source=source,
+            path="array",
+            got=count,
+            allowed=f"{JOBS_MAX}",
+        )
 
 
 def placeholders(value: object) -> Iterator[str]:
@@ -109,5 +143,8 @@ def fill_placeholders(value: Any, row: Mapping[str, Any]) -> Any:
             return row[whole[1]]
         return _PLACEHOLDER.sub(lambda match: str(row.get(match[1], match[0])), value)
     if isinstance(value, dict):
-        return {fill_placeholders(key, row): fill_placeholders(inner, row) for key, inner in value.items()}
+        return {
+            fill_placeholders(key, row): fill_placeholders(inner, row)
+            for key, inner in value.items()
+        }
     return [fill_placeholders(inner, row) for inner in value] if isinstance(value, list) else value

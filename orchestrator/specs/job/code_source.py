@@ -14,5 +14,7 @@ class CodeSource(SpecModel):
 
     commit: str = Field(pattern=r"^[0-9a-f]{40,64}$")
     branch: str = Field(default="", max_length=WORDS_MAX)  # "" where none is checked out
-    repo_url: str = Field(default="", max_length=WORDS_MAX)  # of its first remote, without a password
+    repo_url: str = Field(
+        default="", max_length=WORDS_MAX
+    )  # of its first remote, without a password
     dirty: bool = False  # tracked files differed from the commit

@@ -29,7 +29,11 @@ Framework = Literal[
 PRESETS = files(__package__) / "presets"
 WAYS = ("flag", "switch", "override", "key", "env", "accelerate")
 PRESET_ONLY = ("cuts_over_ranks", "config_flag", "config_is_first_file")
-MERGED = ("knobs", "resume", "phases")  # sections of which a job may have a part; it replaces other keys as a whole
+MERGED = (
+    "knobs",
+    "resume",
+    "phases",
+)  # sections of which a job may have a part; it replaces other keys as a whole
 
 
 @lru_cache(maxsize=32)
@@ -72,7 +76,9 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     defaults = load_preset(trainer) if trainer in get_args(Framework) else None
     if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
         return dict(data)
-    additions: dict[str, Any] = {key: value for key, value in defaults.items() if key not in PRESET_ONLY}
+    additions: dict[str, Any] = {
+        key: value for key, value in defaults.items() if key not in PRESET_ONLY
+    }
     additions["launch"] = data.get("launch", defaults["launch"])
     job_knobs = data.get("knobs", {})
     knobs = _knobs_for(defaults["knobs"], job_knobs, additions["launch"])
@@ -91,13 +97,22 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     for section in ("resume", "phases"):
         if isinstance(data.get(section, {}), Mapping):
             additions[section] = {**defaults.get(section, {}), **data.get(section, {})}
-    return {**data, **{key: additions[key] for key in additions if key not in data or key in ("resume", "phases")}} | {
+    return {
+        **data,
+        **{
+            key: additions[key]
+            for key in additions
+            if key not in data or key in ("resume", "phases")
+        },
+    } | {
         "command": argv,
         "knobs": {**job_knobs, **knobs},
     }
 
 
-def _knobs_for(defaults: Mapping[str, Any], job_knobs: Mapping[str, Any], launch: object) -> dict[str, Any]:
+def _knobs_for(
+    defaults: Mapping[str, Any], job_knobs: Mapping[str, Any], launch: object
+) -> dict[str, Any]:
     """Return the framework's knobs that the job leaves out, or declares without a way to turn them."""
     knobs: dict[str, Any] = {}
     for name, knob in defaults.items():
@@ -105,19 +120,27 @@ def _knobs_for(defaults: Mapping[str, Any], job_knobs: Mapping[str, Any], launch
             knobs |= {} if name in job_knobs else {name: knob}
         elif name not in job_knobs and (knob.get("accelerate") is None or launch == "accelerate"):
             knobs[name] = knob
-        elif isinstance(job_knobs.get(name), Mapping) and not any(job_knobs[name].get(way) is not None for way in WAYS):
+        elif isinstance(job_knobs.get(name), Mapping) and not any(
+            job_knobs[name].get(way) is not None for way in WAYS
+        ):
             knobs[name] = {**knob, **job_knobs[name]}  # the same way, with a default of its own
     return knobs
 
 
-def _take_config(preset: Mapping[str, Any], argv: tuple[str, ...]) -> tuple[dict[str, str] | None, tuple[str, ...]]:
+def _take_config(
+    preset: Mapping[str, Any], argv: tuple[str, ...]
+) -> tuple[dict[str, str] | None, tuple[str, ...]]:
     """Return the config file that a command names for its trainer, or None, and the command without its flag."""
     flag = preset.get("config_flag")
     if flag is not None:
         file, argv = take_flag(argv, flag)
         return None if file is None else {"file": file, "flag": flag}, argv
     if preset.get("config_is_first_file"):
-        files = [word for word in argv if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))]
+        files = [
+            word
+            for word in argv
+            if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))
+        ]
         return {"file": files[0]} if files else None, argv
     return None, argv
 
@@ -163,7 +186,9 @@ def _is_in_command(knob: Mapping[str, Any] | None, argv: tuple[str, ...]) -> boo
     return word is not None and take_flag(argv, word)[0] is not None
 
 
-def _take_default(knob: dict[str, Any], argv: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _take_default(
+    knob: dict[str, Any], argv: tuple[str, ...]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a knob and its `also` with their values in the command as defaults, and the rest of the command."""
     value, rest = take_flag(argv, knob["flag"]) if "flag" in knob else (None, argv)
     if value is not None and value.isdecimal():
@@ -175,12 +200,16 @@ def _take_default(knob: dict[str, Any], argv: tuple[str, ...]) -> tuple[dict[str
     return ({**knob, "also": also} if also else knob), argv
 
 
-def _take_precision(knob: Mapping[str, Any], argv: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+def _take_precision(
+    knob: Mapping[str, Any], argv: tuple[str, ...]
+) -> tuple[str | None, tuple[str, ...]]:
     """Return the precision that the options of this knob set in a command, and the command without them."""
     precision = None
     for option in (knob, *knob.get("also", ())):
         value, rest = take_flag(argv, option["flag"]) if "flag" in option else (None, argv)
-        names = {str(word).lower(): name for name, word in option["values"].items() if word is not False}
+        names = {
+            str(word).lower(): name for name, word in option["values"].items() if word is not False
+        }
         choice = value if value in get_args(_Precision) else names.get(str(value))
         if choice is not None or value == "false":
             precision, argv = choice or precision or "fp32", rest

@@ -10,7 +10,8 @@ from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.str_enum import StrEnum
 
-# Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision short.
+# Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision
+# short.
 BATCH_MAX = 2**24  # samples
 LAYERS_MAX = 1024  # DeepNet has 1,000 (arXiv:2203.00555)
 WIDTH_MAX = 2**20
@@ -38,13 +39,26 @@ def _key(description: str, example: object, **bounds: float) -> dict[str, Any]:
 class DecoderSpec:
     """A Llama-style decoder transformer: RMSNorm, rotary positions, gated MLP. Fields are named as in Hugging Face."""
 
-    vocab_size: int = field(metadata=_key("Number of tokens in the vocabulary.", 32000, ge=1, le=TABLE_MAX))
-    hidden_size: int = field(
-        metadata=_key("Width of the residual stream; a multiple of `num_attention_heads`.", 4096, ge=1, le=WIDTH_MAX)
+    vocab_size: int = field(
+        metadata=_key("Number of tokens in the vocabulary.", 32000, ge=1, le=TABLE_MAX)
     )
-    intermediate_size: int = field(metadata=_key("Width of the gated feed-forward layer.", 14336, ge=1, le=WIDTH_MAX))
-    num_hidden_layers: int = field(metadata=_key("Number of transformer layers.", 32, ge=1, le=LAYERS_MAX))
-    num_attention_heads: int = field(metadata=_key("Number of query heads per layer.", 32, ge=1, le=HEADS_MAX))
+    hidden_size: int = field(
+        metadata=_key(
+            "Width of the residual stream; a multiple of `num_attention_heads`.",
+            4096,
+            ge=1,
+            le=WIDTH_MAX,
+        )
+    )
+    intermediate_size: int = field(
+        metadata=_key("Width of the gated feed-forward layer.", 14336, ge=1, le=WIDTH_MAX)
+    )
+    num_hidden_layers: int = field(
+        metadata=_key("Number of transformer layers.", 32, ge=1, le=LAYERS_MAX)
+    )
+    num_attention_heads: int = field(
+        metadata=_key("Number of query heads per layer.", 32, ge=1, le=HEADS_MAX)
+    )
     num_key_value_heads: int | None = field(
         default=None,
         metadata=_key(
@@ -55,12 +69,16 @@ class DecoderSpec:
         ),
     )
     tie_word_embeddings: bool = field(
-        default=False, metadata=_key("Whether the output layer shares the weights of the input embedding.", True)
+        default=False,
+        metadata=_key("Whether the output layer shares the weights of the input embedding.", True),
     )
     dropout: float = field(
         default=0.0,
         metadata=_key(
-            "Dropout probability on the output of attention and feed-forward; from 0 to below 1.", 0.1, ge=0, lt=1
+            "Dropout probability on the output of attention and feed-forward; from 0 to below 1.",
+            0.1,
+            ge=0,
+            lt=1,
         ),
     )
 
@@ -84,7 +102,11 @@ class DecoderSpec:
 
     @property
     def kv_heads(self) -> int:
-        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+        return (
+            self.num_attention_heads
+            if self.num_key_value_heads is None
+            else self.num_key_value_heads
+        )
 
     @property
     def head_dim(self) -> int:
@@ -95,14 +117,20 @@ class DecoderSpec:
 class LoraSpec:
     """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
-    rank: int = field(default=8, metadata=_key("Rank of the adapter matrices.", 16, ge=1, le=RANK_MAX))
+    rank: int = field(
+        default=8, metadata=_key("Rank of the adapter matrices.", 16, ge=1, le=RANK_MAX)
+    )
     alpha: float = field(
         default=16.0,
-        metadata=_key("Scale of the adapters: their output counts alpha / rank.", 32.0, gt=0, le=FACTOR_MAX),
+        metadata=_key(
+            "Scale of the adapters: their output counts alpha / rank.", 32.0, gt=0, le=FACTOR_MAX
+        ),
     )
     dropout: float = field(
         default=0.0,
-        metadata=_key("Dropout probability on the input of the adapters; from 0 to below 1.", 0.05, ge=0, lt=1),
+        metadata=_key(
+            "Dropout probability on the input of the adapters; from 0 to below 1.", 0.05, ge=0, lt=1
+        ),
     )
     target_modules: tuple[str, ...] = field(
         default=(),
@@ -112,7 +140,8 @@ class LoraSpec:
         ),
     )
     quantise_base: bool = field(
-        default=False, metadata=_key("Whether the frozen weights are stored in 4 bits (QLoRA); CUDA only.", True)
+        default=False,
+        metadata=_key("Whether the frozen weights are stored in 4 bits (QLoRA); CUDA only.", True),
     )
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -143,11 +172,13 @@ class ModelSpec:
         default=None,
         hash=False,
         metadata=_key(
-            "A transformers model: a folder, a name on the hub, or a configuration with random weights.", "./model"
+            "A transformers model: a folder, a name on the hub, or a configuration with random weights.",
+            "./model",
         ),
     )
     lora: LoraSpec | None = field(
-        default=None, metadata=_key("Trains low-rank adapters beside the frozen weights of `hf`.", {"rank": 16})
+        default=None,
+        metadata=_key("Trains low-rank adapters beside the frozen weights of `hf`.", {"rank": 16}),
     )
     factory: str | None = field(
         default=None,
@@ -158,12 +189,17 @@ class ModelSpec:
     )
     weights: Precision | None = field(
         default=None,
-        metadata=_key("Under `trains`: data type of the script's weights while it trains; null: fp32.", "bf16"),
+        metadata=_key(
+            "Under `trains`: data type of the script's weights while it trains; null: fp32.", "bf16"
+        ),
     )
     config: dict[str, Any] = field(
         default_factory=dict,
         hash=False,
-        metadata=_key("Arguments of the factory, or the configuration of `hf` where it cannot be read.", {"width": 64})
+        metadata=_key(
+            "Arguments of the factory, or the configuration of `hf` where it cannot be read.",
+            {"width": 64},
+        )
         | {"json_schema_extra": {"default": {}}},
     )
 
@@ -171,7 +207,11 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.lora is not None and self.hf is None:
-            raise SpecError("adapters stand beside the layers of a transformers model", path="lora", hint="say `hf`")
+            raise SpecError(
+                "adapters stand beside the layers of a transformers model",
+                path="lora",
+                hint="say `hf`",
+            )
 
     @property
     def weight_bytes_each(self) -> int:
@@ -187,11 +227,14 @@ class DataSpec:
     model head with its own loss reads `tensors`.
     """
 
-    text: tuple[str, ...] = field(default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"]))
+    text: tuple[str, ...] = field(
+        default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"])
+    )
     chat: tuple[str, ...] = field(
         default=(),
         metadata=_key(
-            "JSON Lines files with `messages`; the loss counts only tokens of the assistant.", ["chat.jsonl"]
+            "JSON Lines files with `messages`; the loss counts only tokens of the assistant.",
+            ["chat.jsonl"],
         ),
     )
     tokens: tuple[str, ...] = field(
@@ -205,18 +248,26 @@ class DataSpec:
         ),
     )
     tokenizer: str | None = field(
-        default=None, metadata=_key("Folder or hub name of the tokenizer; null: the model's own.", "./tokenizer")
+        default=None,
+        metadata=_key("Folder or hub name of the tokenizer; null: the model's own.", "./tokenizer"),
     )
     sequence_length: int = field(
         default=128,
-        metadata=_key("Tokens per sample at most; longer documents are cut into samples.", 2048, ge=2, le=LENGTH_MAX),
+        metadata=_key(
+            "Tokens per sample at most; longer documents are cut into samples.",
+            2048,
+            ge=2,
+            le=LENGTH_MAX,
+        ),
     )
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
         if sum(bool(files) for files in (self.text, self.chat, self.tokens, self.tensors)) > 1:
-            raise SpecError("one kind of files only", path="data", allowed="one of text, chat, tokens, tensors")
+            raise SpecError(
+                "one kind of files only", path="data", allowed="one of text, chat, tokens, tensors"
+            )
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -236,11 +287,15 @@ class Freeze:
     """Parameters to freeze, matched by their full names in the model."""
 
     parameters: str = field(
-        metadata=_key("Shell pattern of the names of the parameters that are frozen.", "embed_tokens*")
+        metadata=_key(
+            "Shell pattern of the names of the parameters that are frozen.", "embed_tokens*"
+        )
     )
     until_step: int | None = field(
         default=None,
-        metadata=_key("Optimizer step at which they begin to train; null: never.", 100, ge=1, le=STEPS_MAX),
+        metadata=_key(
+            "Optimizer step at which they begin to train; null: never.", 100, ge=1, le=STEPS_MAX
+        ),
     )
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -252,30 +307,48 @@ class TrainingSpec:
 
     max_steps: int = field(
         default=100,
-        metadata=_key("Optimizer steps from the beginning of the job to its end.", 1000, ge=1, le=STEPS_MAX),
+        metadata=_key(
+            "Optimizer steps from the beginning of the job to its end.", 1000, ge=1, le=STEPS_MAX
+        ),
     )
     optimizer: Optimizer = field(
-        default=Optimizer.ADAMW, metadata=_key("Update rule; adamw_8bit keeps its moments in 8 bits.", "adamw_8bit")
+        default=Optimizer.ADAMW,
+        metadata=_key("Update rule; adamw_8bit keeps its moments in 8 bits.", "adamw_8bit"),
     )
     learning_rate: float = field(
         default=1e-3, metadata=_key("Learning rate after the warm-up.", 2e-4, gt=0, le=FACTOR_MAX)
     )
     schedule: Schedule = field(
         default=Schedule.CONSTANT,
-        metadata=_key("Course of the learning rate from the end of the warm-up to `max_steps`.", "cosine"),
+        metadata=_key(
+            "Course of the learning rate from the end of the warm-up to `max_steps`.", "cosine"
+        ),
     )
     warmup_steps: int = field(
         default=0,
-        metadata=_key("Optimizer steps over which the learning rate rises linearly from 0.", 50, ge=0, le=STEPS_MAX),
+        metadata=_key(
+            "Optimizer steps over which the learning rate rises linearly from 0.",
+            50,
+            ge=0,
+            le=STEPS_MAX,
+        ),
     )
     min_learning_rate: float = field(
         default=0.0,
-        metadata=_key("Learning rate at the end of a linear or cosine schedule.", 2e-5, ge=0, le=FACTOR_MAX),
+        metadata=_key(
+            "Learning rate at the end of a linear or cosine schedule.", 2e-5, ge=0, le=FACTOR_MAX
+        ),
     )
-    beta1: float = field(default=0.9, metadata=_key("Decay of the first moment of AdamW.", 0.9, ge=0, lt=1))
-    beta2: float = field(default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999, ge=0, lt=1))
+    beta1: float = field(
+        default=0.9, metadata=_key("Decay of the first moment of AdamW.", 0.9, ge=0, lt=1)
+    )
+    beta2: float = field(
+        default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999, ge=0, lt=1)
+    )
     momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", 0.95, ge=0, lt=1))
-    weight_decay: float = field(default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01, ge=0, le=FACTOR_MAX))
+    weight_decay: float = field(
+        default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01, ge=0, le=FACTOR_MAX)
+    )
     clip_norm: float | None = field(
         default=1.0,
         metadata=_key(
@@ -292,7 +365,9 @@ class TrainingSpec:
             [{"parameters": "embed_tokens*", "until_step": 100}],
         ),
     )
-    compile: bool = field(default=False, metadata=_key("Whether torch.compile compiles each layer.", True))
+    compile: bool = field(
+        default=False, metadata=_key("Whether torch.compile compiles each layer.", True)
+    )
     batch_norm_samples: int | None = field(
         default=None,
         metadata=_key(
@@ -303,21 +378,32 @@ class TrainingSpec:
         ),
     )
     sync_batch_norm: bool = field(
-        default=False, metadata=_key("Whether the samples of one BatchNorm statistic may lie on several ranks.", True)
+        default=False,
+        metadata=_key(
+            "Whether the samples of one BatchNorm statistic may lie on several ranks.", True
+        ),
     )
-    seed: int = field(default=0, metadata=_key("Seed of weights, data order and dropout.", 1, ge=0, le=EXACT_MAX))
+    seed: int = field(
+        default=0, metadata=_key("Seed of weights, data order and dropout.", 1, ge=0, le=EXACT_MAX)
+    )
     checkpoint_every_steps: int = field(
-        default=50, metadata=_key("Optimizer steps between two checkpoints.", 200, ge=1, le=STEPS_MAX)
+        default=50,
+        metadata=_key("Optimizer steps between two checkpoints.", 200, ge=1, le=STEPS_MAX),
     )
     keep_checkpoints: int = field(
-        default=2, metadata=_key("Number of newest checkpoints that stay on disk.", 3, ge=1, le=STEPS_MAX)
+        default=2,
+        metadata=_key("Number of newest checkpoints that stay on disk.", 3, ge=1, le=STEPS_MAX),
     )
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
         if self.sync_batch_norm and self.batch_norm_samples is None:
-            raise SpecError("say over how many samples", path="batch_norm_samples", allowed="a number of samples")
+            raise SpecError(
+                "say over how many samples",
+                path="batch_norm_samples",
+                allowed="a number of samples",
+            )
 
 
 def model_from_json(data: dict[str, Any]) -> ModelSpec:
@@ -340,7 +426,9 @@ def data_from_json(data: dict[str, Any]) -> DataSpec:
 def training_from_json(data: dict[str, Any]) -> TrainingSpec:
     """Return the TrainingSpec from the JSON form of `dataclasses.asdict`."""
     enums = {"optimizer": Optimizer(data["optimizer"]), "schedule": Schedule(data["schedule"])}
-    return TrainingSpec(**{**data, **enums, "freeze": tuple(Freeze(**entry) for entry in data["freeze"])})
+    return TrainingSpec(
+        **{**data, **enums, "freeze": tuple(Freeze(**entry) for entry in data["freeze"])}
+    )
 
 
 def _tuples(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -17,16 +17,22 @@ Change = Callable[[str, str], str]  # (key, path) -> another path
 def with_paths(spec: JobSpec, change: Change) -> JobSpec:
     """Return the job with `change` applied to each path. `model.hf` and its like count if they look like paths."""
     files: dict[str, Any] = {
-        kind: tuple(change(f"data.{kind}[{index}]", file) for index, file in enumerate(getattr(spec.data, kind)))
+        kind: tuple(
+            change(f"data.{kind}[{index}]", file)
+            for index, file in enumerate(getattr(spec.data, kind))
+        )
         for kind in KINDS_OF_FILES
     }
-    data = replace(spec.data, tokenizer=_change_path(change, "data.tokenizer", spec.data.tokenizer), **files)
+    data = replace(
+        spec.data, tokenizer=_change_path(change, "data.tokenizer", spec.data.tokenizer), **files
+    )
     changed: dict[str, object] = {"data": data}
     if spec.workdir is not None:
         changed["workdir"] = change("workdir", spec.workdir)
     if spec.resume.before is not None:
         before = [
-            _change_path(change, f"resume.before[{index}]", word) for index, word in enumerate(spec.resume.before)
+            _change_path(change, f"resume.before[{index}]", word)
+            for index, word in enumerate(spec.resume.before)
         ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     for key in ("model", "trains"):
@@ -51,7 +57,11 @@ def paths_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _with_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
-        return replace(model, factory=f"{change(f'{key}.factory', file)}:{function}") if colon else model
+        return (
+            replace(model, factory=f"{change(f'{key}.factory', file)}:{function}")
+            if colon
+            else model
+        )
     if isinstance(model.hf, str):
         return replace(model, hf=_change_path(change, f"{key}.hf", model.hf))
     return model

@@ -37,7 +37,14 @@ def unknown_setting(key: str, raw: object, source: str = "") -> SpecError:
     """Return the SpecError for a name that no setting has."""
     near = closest(key, (*GIVEN, *SHORT))
     hint = f"did you mean {near!r}?" if near else ""
-    return SpecError("unknown setting of a plan", source=source, path=key, got=raw, allowed=", ".join(GIVEN), hint=hint)
+    return SpecError(
+        "unknown setting of a plan",
+        source=source,
+        path=key,
+        got=raw,
+        allowed=", ".join(GIVEN),
+        hint=hint,
+    )
 
 
 def setting_value(setting: Setting, key: str, raw: object, source: str = "") -> Any:
@@ -66,7 +73,9 @@ def _read_pins(raw: object, info: ValidationInfo) -> object:
     if isinstance(raw, tuple):
         return raw
     if not isinstance(raw, Mapping):
-        raise SpecError("the value is of the wrong kind", got=raw, allowed="a section of `setting: value`")
+        raise SpecError(
+            "the value is of the wrong kind", got=raw, allowed="a section of `setting: value`"
+        )
     if info.context is HISTORY:
         return tuple((key, _recorded_value(key, value)) for key, value in raw.items())
     values: dict[str, Any] = {}
@@ -90,7 +99,9 @@ Pins = Annotated[  # settings of a plan with their values
     tuple[tuple[str, Any], ...],
     BeforeValidator(_read_pins),
     PlainSerializer(
-        lambda pins: {key: value.value if isinstance(value, Enum) else value for key, value in pins},
+        lambda pins: {
+            key: value.value if isinstance(value, Enum) else value for key, value in pins
+        },
         return_type=dict[str, str | int | bool],
     ),
     WithJsonSchema(
@@ -138,12 +149,26 @@ def check_pins(
         check_in_backward(clip_norm, "plan.optimizer_in_backward")
     engines = tuple(engine for engine in Engine if facts_of(engine).is_ours is (knobs is None))
     if (engine := values.get("engine", engines[0])) not in engines:
-        raise SpecError("the job has another engine", path="plan.engine", got=engine.value, allowed=", ".join(engines))
+        raise SpecError(
+            "the job has another engine",
+            path="plan.engine",
+            got=engine.value,
+            allowed=", ".join(engines),
+        )
     if knobs is not None:
         for key in _settings_without_knob(values, knobs, precision):
             knob = KNOB_OF.get(key)
-            hint = f"declare `knobs.{knob}`, or leave the setting out" if knob else "leave the setting out"
-            raise SpecError("no knob of the script takes this", path=f"plan.{key}", got=text_of(values[key]), hint=hint)
+            hint = (
+                f"declare `knobs.{knob}`, or leave the setting out"
+                if knob
+                else "leave the setting out"
+            )
+            raise SpecError(
+                "no knob of the script takes this",
+                path=f"plan.{key}",
+                got=text_of(values[key]),
+                hint=hint,
+            )
     if values.get("precision", precision) is not precision and not other_precision:
         raise SpecError(
             "the job computes in another precision",
@@ -173,7 +198,9 @@ def check_in_backward(clip_norm: float | None, path: str) -> None:
         )
 
 
-def _settings_without_knob(values: Mapping[str, Any], knobs: Knobs, precision: Precision) -> Iterator[str]:
+def _settings_without_knob(
+    values: Mapping[str, Any], knobs: Knobs, precision: Precision
+) -> Iterator[str]:
     """Yield the pinned settings for which the script has no knob."""
     is_sharded_by_deepspeed = bool(knobs.zero_stages) and not knobs.is_sharded_by_fsdp
     for key, value in values.items():
@@ -183,8 +210,12 @@ def _settings_without_knob(values: Mapping[str, Any], knobs: Knobs, precision: P
         if key == "zero_stage":
             is_told = value is ZeroStage.NONE or value in knobs.zero_stages
         elif key == "offload":
-            is_told = is_sharded_by_deepspeed or (value is Offload.PARAMETERS and knobs.offloads_by_fsdp)
+            is_told = is_sharded_by_deepspeed or (
+                value is Offload.PARAMETERS and knobs.offloads_by_fsdp
+            )
         else:
-            is_told = getattr(knobs, KNOB_OF.get(key, ""), None) is not None or (key == "pp" and value == 1)
+            is_told = getattr(knobs, KNOB_OF.get(key, ""), None) is not None or (
+                key == "pp" and value == 1
+            )
         if not is_told:
             yield key

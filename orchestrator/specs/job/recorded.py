@@ -22,7 +22,9 @@ def recorded_settings(spec: JobSpec, plan: Plan) -> dict[str, str]:
 
 def recorded_precision(spec: JobSpec) -> dict[str, str]:
     """Return {name: precision} of the job; {} for a script with the default precision and no knob for it."""
-    is_known = not spec.is_script or _sets(spec, "precision") or spec.precision is not Precision.FP32
+    is_known = (
+        not spec.is_script or _sets(spec, "precision") or spec.precision is not Precision.FP32
+    )
     return {"precision": spec.precision} if is_known else {}
 
 

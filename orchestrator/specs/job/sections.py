@@ -19,8 +19,20 @@ FLOPS_MAX = 1e27  # of one sample
 class GpuRange(SpecModel):
     """Number of devices for the job: `gpus: 4` means exactly 4, `gpus: 1-4` means one to four."""
 
-    min: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Fewest devices that the job runs on.", examples=[1])
-    max: int = Field(default=1, ge=1, le=DEVICES_MAX, description="Most devices that the job runs on.", examples=[8])
+    min: int = Field(
+        default=1,
+        ge=1,
+        le=DEVICES_MAX,
+        description="Fewest devices that the job runs on.",
+        examples=[1],
+    )
+    max: int = Field(
+        default=1,
+        ge=1,
+        le=DEVICES_MAX,
+        description="Most devices that the job runs on.",
+        examples=[8],
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> GpuRange:
@@ -54,7 +66,10 @@ class DeclaredProfile(SpecModel):
     """Memory and cost of a model or script as the user declares them. They replace formulas and traces."""
 
     parameters: int = Field(
-        ge=0, le=PARAMETERS_MAX, description="Number of trained parameters, in fp32.", examples=[350_000_000]
+        ge=0,
+        le=PARAMETERS_MAX,
+        description="Number of trained parameters, in fp32.",
+        examples=[350_000_000],
     )
     layers: int = Field(
         default=1,
@@ -78,7 +93,9 @@ class DeclaredProfile(SpecModel):
         examples=["300MiB"],
     )
     tensor_parallel: tuple[Annotated[int, Field(ge=2, le=DEVICES_MAX)], ...] = Field(
-        default=(), description="Degrees above 1 of tensor parallelism that the model supports.", examples=[[2, 4]]
+        default=(),
+        description="Degrees above 1 of tensor parallelism that the model supports.",
+        examples=[[2, 4]],
     )
     pipeline: bool = Field(
         default=False,
@@ -102,7 +119,9 @@ class DeclaredProfile(SpecModel):
 class SmallerBatch(SpecModel):
     """How far a restart may reduce the global batch, and how it then scales the learning rate."""
 
-    least: int = Field(ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.", examples=[8])
+    least: int = Field(
+        ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.", examples=[8]
+    )
     learning_rate: Literal["linear", "sqrt", "same"] = Field(
         description="Learning rate of a smaller batch: cut as much, by the square root of that, or kept.",
         examples=["same"],
@@ -144,15 +163,29 @@ class Retries(SpecModel):
     """Restarts allowed per cause of failure, from 0 to 64. Errors of the program use `on_error`."""
 
     oom: int = Field(
-        default=8, ge=0, le=64, description="Restarts after out-of-memory failures of device or host.", examples=[4]
+        default=8,
+        ge=0,
+        le=64,
+        description="Restarts after out-of-memory failures of device or host.",
+        examples=[4],
     )
     node: int = Field(
-        default=3, ge=0, le=64, description="Restarts after lost nodes and contended device memory.", examples=[5]
+        default=3,
+        ge=0,
+        le=64,
+        description="Restarts after lost nodes and contended device memory.",
+        examples=[5],
     )
-    startup: int = Field(default=2, ge=0, le=64, description="Restarts after failed launches.", examples=[1])
+    startup: int = Field(
+        default=2, ge=0, le=64, description="Restarts after failed launches.", examples=[1]
+    )
     hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.", examples=[2])
     preemption: int = Field(
-        default=16, ge=0, le=64, description="Restarts after signals from outside the service.", examples=[32]
+        default=16,
+        ge=0,
+        le=64,
+        description="Restarts after signals from outside the service.",
+        examples=[32],
     )
     unknown: int = Field(
         default=2,
@@ -180,7 +213,8 @@ class Dependency(SpecModel):
     """Another job that must end before this one starts."""
 
     job: str = Field(
-        description="Id of the other job, or the name of an earlier one in the same submission.", examples=["prepare-1"]
+        description="Id of the other job, or the name of an earlier one in the same submission.",
+        examples=["prepare-1"],
     )
     when: Literal["success", "always"] = Field(
         default="success",
@@ -217,7 +251,9 @@ def _parse_dependencies(raw: object) -> object:
 
 Dependencies = Annotated[
     tuple[Dependency, ...],
-    BeforeValidator(_parse_dependencies, json_schema_input_type=str | Dependency | list[str | Dependency]),
+    BeforeValidator(
+        _parse_dependencies, json_schema_input_type=str | Dependency | list[str | Dependency]
+    ),
 ]
 
 
@@ -225,7 +261,11 @@ class Guarantee(SpecModel):
     """A minimum training speed promised to the job: that of `gpus` devices with the requested plan."""
 
     gpus: int | None = Field(
-        default=None, ge=1, le=DEVICES_MAX, description="Number of devices requested; null: `gpus.max`.", examples=[4]
+        default=None,
+        ge=1,
+        le=DEVICES_MAX,
+        description="Number of devices requested; null: `gpus.max`.",
+        examples=[4],
     )
     step: Seconds | None = Field(
         default=None,
@@ -245,6 +285,9 @@ Promise = Annotated[
     Guarantee | None,
     BeforeValidator(_parse_guarantee),
     WithJsonSchema(
-        {"anyOf": [{"const": "requested"}, Guarantee.model_json_schema(), {"type": "null"}], "default": None}
+        {
+            "anyOf": [{"const": "requested"}, Guarantee.model_json_schema(), {"type": "null"}],
+            "default": None,
+        }
     ),
 ]

@@ -29,7 +29,14 @@ from orchestrator.specs.job.sections import (
     Retries,
 )
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
-from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check_script
+from orchestrator.specs.job.trainer import (
+    ConfigFile,
+    Knobs,
+    LaunchStyle,
+    Resume,
+    Success,
+    check_script,
+)
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.spec_model import (
     Command,
@@ -64,14 +71,17 @@ class JobSpec(SpecModel):
         examples=["high"],
     )
     user: UserName | None = Field(
-        default=None, description="User whose share the job is charged to; null: who submits it.", examples=["ada"]
+        default=None,
+        description="User whose share the job is charged to; null: who submits it.",
+        examples=["ada"],
     )
     depends_on: Dependencies = Field(
         default=(),
         description="Jobs that have to end before this one starts.",
         examples=[["prepare-1", {"job": "encode-2", "when": "always"}]],
     )
-    member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
+    # of an array, which is expanded where a job file is read
+    member: SkipJsonSchema[Member | None] = None
     deadline: DeadlineField | None = Field(
         default=None,
         description="Time at which the job should have ended; without a zone, that of the submitting machine.",
@@ -111,7 +121,10 @@ class JobSpec(SpecModel):
         examples=[{"1": "2.1s", "2": "1.2s"}],
     )
     global_batch_size: int = Field(
-        ge=1, le=BATCH_MAX, description="Samples per optimizer step over all ranks; no plan changes it.", examples=[256]
+        ge=1,
+        le=BATCH_MAX,
+        description="Samples per optimizer step over all ranks; no plan changes it.",
+        examples=[256],
     )
     precision: Precision = Field(
         default=Precision.FP32,
@@ -149,7 +162,13 @@ class JobSpec(SpecModel):
         default=None,
         description="Framework, or a preset file of yours, that fills in launch, knobs, resume, progress and phases.",
         examples=["hf"],
-        json_schema_extra={"anyOf": [{"enum": list(get_args(Framework))}, {"pattern": r"\.ya?ml$"}, {"type": "null"}]},
+        json_schema_extra={
+            "anyOf": [
+                {"enum": list(get_args(Framework))},
+                {"pattern": r"\.ya?ml$"},
+                {"type": "null"},
+            ]
+        },
     )
     launch: LaunchStyle = Field(
         default="ranks",
@@ -162,7 +181,9 @@ class JobSpec(SpecModel):
         examples=["project"],
     )
     env: Environment = Field(
-        default=(), description="Environment variables of the script.", examples=[{"OMP_NUM_THREADS": "8"}]
+        default=(),
+        description="Environment variables of the script.",
+        examples=[{"OMP_NUM_THREADS": "8"}],
     )
     secrets: tuple[Variable, ...] = Field(
         default=(),
@@ -205,14 +226,18 @@ class JobSpec(SpecModel):
         description="Memory and cost of the model as you declare them; overrides closed form and trace.",
         examples=[{"parameters": 350_000_000, "activations_per_sample": "900MiB"}],
     )
-    traced: SkipJsonSchema[tuple[TracedProfile, ...]] = ()  # of a model that no closed form knows: added at intake
+    traced: SkipJsonSchema[
+        tuple[TracedProfile, ...]
+    ] = ()  # of a model that no closed form knows: added at intake
     probe: Literal["auto", "never"] = Field(
         default="auto",
         description="Whether two short attempts measure a script of unknown memory before it trains.",
         examples=["never"],
     )
-    measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
-    relative_to: SkipJsonSchema[OwnSettings | None] = None  # of its family, those that outcomes are told by: as above
+    # what its family was probed to need: never said in a file
+    measured: SkipJsonSchema[MeasuredLine | None] = None
+    # of its family, those that outcomes are told by: as above
+    relative_to: SkipJsonSchema[OwnSettings | None] = None
     source: SkipJsonSchema[CodeSource | None] = None  # of its code: added at intake
     trial: SkipJsonSchema[Trial | None] = None  # of a sweep, of which a file says the first
     plan: Pins = Field(
@@ -226,7 +251,9 @@ class JobSpec(SpecModel):
         examples=[{"allow": "numeric"}],
     )
     retries: Retries = Field(
-        default=Retries(), description="Restarts per cause of failure, each from 0 to 64.", examples=[{"oom": 4}]
+        default=Retries(),
+        description="Restarts per cause of failure, each from 0 to 64.",
+        examples=[{"oom": 4}],
     )
     on_caught_oom: Literal["recover", "accept"] = Field(
         default="recover",
@@ -239,7 +266,9 @@ class JobSpec(SpecModel):
         examples=["20min"],
     )
     startup_timeout: Seconds = Field(
-        default=900.0, description="Time within which the first training step has to come.", examples=["1h"]
+        default=900.0,
+        description="Time within which the first training step has to come.",
+        examples=["1h"],
     )
     time_limit: Seconds | None = Field(
         default=None,
@@ -283,7 +312,9 @@ class JobSpec(SpecModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_trainer_defaults(cls, raw: object) -> object:
-        return fill_defaults(raw) if isinstance(raw, dict) and raw.get("trainer") is not None else raw
+        return (
+            fill_defaults(raw) if isinstance(raw, dict) and raw.get("trainer") is not None else raw
+        )
 
     @model_validator(mode="after")
     def _check(self) -> JobSpec:
@@ -312,11 +343,19 @@ class JobSpec(SpecModel):
                 word = "model" if self.model is not None else "trains"
                 raise ValueError(f"`{word}` says exactly one of `decoder`, `hf` and `factory`")
         if self.model is not None and self.model.weights is not None:
-            raise ValueError("`model.weights` is said of what a script `trains`: ours keep fp32 masters")
-        if self.trains is not None and self.trains.weights not in (None, Precision.FP32, self.precision):
+            raise ValueError(
+                "`model.weights` is said of what a script `trains`: ours keep fp32 masters"
+            )
+        if self.trains is not None and self.trains.weights not in (
+            None,
+            Precision.FP32,
+            self.precision,
+        ):
             raise ValueError("`trains.weights` is fp32 or the job's `precision`")
         if self.trains is not None and self.command is None:
-            raise ValueError("`trains` says which model somebody's script trains: it needs a `command`")
+            raise ValueError(
+                "`trains` says which model somebody's script trains: it needs a `command`"
+            )
 
     def _check_data(self) -> None:
         if self.model is None:
@@ -324,16 +363,22 @@ class JobSpec(SpecModel):
         if self.model.decoder is not None and not self.data.text:
             raise ValueError("a decoder job needs `data.text`: the files it is trained on")
         if self.model.hf is not None and not self.data.files:
-            raise ValueError("a transformers model needs `data.text`, `data.chat`, `data.tokens` or `data.tensors`")
+            raise ValueError(
+                "a transformers model needs `data.text`, `data.chat`, `data.tokens` or `data.tensors`"
+            )
         if self.steps is not None or self.speeds:
-            raise ValueError("`steps` and `speeds` are a script's: a model says `training.max_steps`, and is costed")
+            raise ValueError(
+                "`steps` and `speeds` are a script's: a model says `training.max_steps`, and is costed"
+            )
 
     def _check_speeds(self) -> None:
         counts = [count for count, _ in self.speeds]
         if len(set(counts)) < len(counts) or any(step_s <= 0 for _, step_s in self.speeds):
             raise ValueError("`speeds` names each number of devices once, with more than 0 seconds")
         if counts and not any(self.gpus.min <= count <= self.gpus.max for count in counts):
-            raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
+            raise ValueError(
+                f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows"
+            )
 
     def _check_trainer(self) -> None:
         if self.trainer is not None and self.command is None:
@@ -349,9 +394,16 @@ class JobSpec(SpecModel):
 
     def _check_degrade(self) -> None:
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
-            raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
+            raise ValueError(
+                "`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`"
+            )
         rule = self.degrade.global_batch_size
-        if self.is_script and rule is not None and rule.learning_rate != "same" and self.learning_rate is None:
+        if (
+            self.is_script
+            and rule is not None
+            and rule.learning_rate != "same"
+            and self.learning_rate is None
+        ):
             raise SpecError(
                 "nothing tells the script another learning rate",
                 path="degrade.global_batch_size.learning_rate",
@@ -373,12 +425,18 @@ class JobSpec(SpecModel):
         if self.is_script and metric.log is None:
             raise ValueError("`sweep.metric.log` says which line of a script's log has the metric")
         if not self.is_script and (metric.log is not None or metric.name not in METRICS):
-            raise ValueError(f"`sweep.metric.name` of a model is one of {', '.join(METRICS)}, without `log`")
+            raise ValueError(
+                f"`sweep.metric.name` of a model is one of {', '.join(METRICS)}, without `log`"
+            )
 
     def _check_plan(self) -> None:
         """Raise SpecError for a pinned setting that no plan of the job has."""
         knob = self.knobs.sequence_length
-        length = self.data.sequence_length if self.model is not None else knob and knob.default and int(knob.default)
+        length = (
+            self.data.sequence_length
+            if self.model is not None
+            else knob and knob.default and int(knob.default)
+        )
         check_pins(
             self.plan,
             knobs=self.knobs if self.is_script else None,
@@ -397,9 +455,13 @@ class JobSpec(SpecModel):
                 f"`guarantee.gpus` is {self.guaranteed_gpus}: `gpus` allows {self.gpus.min} to {self.gpus.max}"
             )
         if self.optimizer_steps is None:
-            raise ValueError("`guarantee` needs `steps`: what comes next is promised devices from the end of this on")
+            raise ValueError(
+                "`guarantee` needs `steps`: what comes next is promised devices from the end of this on"
+            )
         if self.depends_on or self.start_window is not None:
-            raise ValueError("`guarantee` is given at submission: it goes with neither `depends_on` nor `start_window`")
+            raise ValueError(
+                "`guarantee` is given at submission: it goes with neither `depends_on` nor `start_window`"
+            )
         if self.member is not None and self.member.max_concurrent < self.member.of:
             raise ValueError(
                 "`guarantee` promises each job of an array its start: it does not go with `max_concurrent`"

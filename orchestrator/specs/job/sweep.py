@@ -22,7 +22,19 @@ SWEEP = "sweep-"  # before the id of its first job: the id of a sweep
 STOPPED_EARLY = "stopped early"  # how the reason of such a trial begins
 METRICS = ("loss", "grad_norm", "step_s")  # that our engines write of each step
 KEPT = (  # of every trial: whose it is, its files, and what is found out
-    *((name,) for name in ("user", "workdir", "member", "trial", "traced", "measured", "relative_to", "source")),
+    *(
+        (name,)
+        for name in (
+            "user",
+            "workdir",
+            "member",
+            "trial",
+            "traced",
+            "measured",
+            "relative_to",
+            "source",
+        )
+    ),
     *(("data", name) for name in ("text", "chat", "tokens", "tokenizer")),
     *((section, name) for section in ("model", "trains") for name in ("hf", "factory")),
     ("resume", "before"),
@@ -52,9 +64,15 @@ class Parameter(SpecModel):
     """Values of one swept parameter: a list `values`, one `value`, or a range from `min` to `max`."""
 
     value: Value | None = Field(default=None, description="The same in every trial.", examples=[8])
-    values: tuple[Value, ...] = Field(default=(), description="Values to choose from.", examples=[[1e-3, 1e-4]])
-    min: Whole | Real | None = Field(default=None, description="Lowest value of a range.", examples=[1e-5])
-    max: Whole | Real | None = Field(default=None, description="Highest value of a range.", examples=[1e-2])
+    values: tuple[Value, ...] = Field(
+        default=(), description="Values to choose from.", examples=[[1e-3, 1e-4]]
+    )
+    min: Whole | Real | None = Field(
+        default=None, description="Lowest value of a range.", examples=[1e-5]
+    )
+    max: Whole | Real | None = Field(
+        default=None, description="Highest value of a range.", examples=[1e-2]
+    )
     distribution: Literal["uniform", "int_uniform", "log_uniform_values"] | None = Field(
         default=None,
         description="How a range is drawn from; null: int_uniform between whole numbers, else uniform.",
@@ -89,7 +107,11 @@ class Parameter(SpecModel):
     @property
     def is_whole(self) -> bool:
         """Whether the range holds integers only."""
-        return self.distribution != "uniform" and isinstance(self.min, int) and isinstance(self.max, int)
+        return (
+            self.distribution != "uniform"
+            and isinstance(self.min, int)
+            and isinstance(self.max, int)
+        )
 
     @property
     def extremes(self) -> tuple[Value, ...]:
@@ -106,7 +128,11 @@ class EarlyTerminate(SpecModel):
         examples=["hyperband"],
     )
     min_iter: int = Field(
-        default=1, ge=1, le=STEPS_MAX, description="Steps before a trial can be stopped.", examples=[10]
+        default=1,
+        ge=1,
+        le=STEPS_MAX,
+        description="Steps before a trial can be stopped.",
+        examples=[10],
     )
     max_iter: int | None = Field(
         default=None,
@@ -115,9 +141,15 @@ class EarlyTerminate(SpecModel):
         description="Steps of a whole trial, for hyperband; null: those of the job.",
         examples=[100],
     )
-    eta: int = Field(default=3, ge=2, le=1000, description="Factor by which hyperband halves.", examples=[3])
+    eta: int = Field(
+        default=3, ge=2, le=1000, description="Factor by which hyperband halves.", examples=[3]
+    )
     startup_trials: int = Field(
-        default=5, ge=1, le=JOBS_MAX, description="Trials that end before median stops any.", examples=[2]
+        default=5,
+        ge=1,
+        le=JOBS_MAX,
+        description="Trials that end before median stops any.",
+        examples=[2],
     )
 
 
@@ -125,7 +157,10 @@ Parameters = Annotated[
     tuple[tuple[str, Parameter], ...],
     BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw),
     PlainSerializer(
-        lambda pairs: {name: parameter.model_dump(mode="json", exclude_defaults=True) for name, parameter in pairs},
+        lambda pairs: {
+            name: parameter.model_dump(mode="json", exclude_defaults=True)
+            for name, parameter in pairs
+        },
         return_type=dict[str, Any],
     ),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "object"}}),
@@ -139,14 +174,20 @@ class Sweep(SpecModel):
         description="grid: every combination; random: drawn; bayes: by what earlier trials gave (Optuna's TPE).",
         examples=["bayes"],
     )
-    metric: Metric = Field(default=Metric(), description="The number that judges a trial.", examples=[{"name": "loss"}])
+    metric: Metric = Field(
+        default=Metric(), description="The number that judges a trial.", examples=[{"name": "loss"}]
+    )
     parameters: Parameters = Field(
         min_length=1,
         description="Values of each {placeholder} of the job.",
         examples=[{"lr": {"min": 1e-5, "max": 1e-2, "distribution": "log_uniform_values"}}],
     )
     max_trials: int | None = Field(
-        default=None, ge=1, le=JOBS_MAX, description="Most trials; null: every combination of a grid.", examples=[20]
+        default=None,
+        ge=1,
+        le=JOBS_MAX,
+        description="Most trials; null: every combination of a grid.",
+        examples=[20],
     )
     early_terminate: EarlyTerminate | None = Field(
         default=None,
@@ -159,13 +200,17 @@ class Sweep(SpecModel):
     def _consistent(self) -> Sweep:
         for name, parameter in self.parameters:
             if name == INDEX or not name.isidentifier():
-                raise ValueError(f"{name!r} is no name of a parameter: letters, digits and _, and not `{INDEX}`")
+                raise ValueError(
+                    f"{name!r} is no name of a parameter: letters, digits and _, and not `{INDEX}`"
+                )
             if self.method == "grid" and not parameter.choices:
                 raise ValueError(f"a grid needs `values` of {name}: a range has no end of them")
         if self.method != "grid" and self.max_trials is None:
             raise ValueError(f"`{self.method}` needs `max_trials`")
         if self.method == "grid" and self.trials > JOBS_MAX:
-            raise ValueError(f"the grid has {self.trials} combinations: at most {JOBS_MAX}, or say `max_trials`")
+            raise ValueError(
+                f"the grid has {self.trials} combinations: at most {JOBS_MAX}, or say `max_trials`"
+            )
         return self
 
     @property
@@ -205,17 +250,23 @@ class Trial(SpecModel):
     number: int = Field(default=0, ge=0)  # 0, 1, 2 ...
     parameters: Values = ()
     max_concurrent: int = Field(ge=1, le=JOBS_MAX)
-    template: tuple[tuple[tuple[str, ...], str], ...]  # (keys, JSON) of each part of the job that says a placeholder
+    template: tuple[
+        tuple[tuple[str, ...], str], ...
+    ]  # (keys, JSON) of each part of the job that says a placeholder
 
     @model_validator(mode="after")
     def _check_template(self) -> Trial:
         for keys, _ in self.template:
             if not keys or any(keys[: len(prefix)] == prefix for prefix in KEPT):
-                raise ValueError(f"every trial has the same `{'.'.join(keys)}`: take the placeholder out of it")
+                raise ValueError(
+                    f"every trial has the same `{'.'.join(keys)}`: take the placeholder out of it"
+                )
         return self
 
 
-def templates(data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def templates(
+    data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield (keys, part) of each smallest part of a document for which `says(part)` is true; `plan` is one part."""
     for key, part in data.items():
         if isinstance(part, dict) and (*keys, key) != ("plan",):

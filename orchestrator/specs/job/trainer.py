@@ -14,7 +14,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.patterns import compile_pattern
 from orchestrator.specs.spec_model import Command, Counter, Glob, Pattern, SpecModel, Variable
 
-# Who starts one process per rank: we, the script's own launcher on each node, or the script itself (`dora run` and
+# Who starts one process per rank: we, the script's own launcher on each node, or the script itself
+# (`dora run` and
 # scripts that spawn their ranks stay on one node: nothing tells them of another).
 LaunchStyle = Literal["ranks", "torchrun", "accelerate", "deepspeed", "dora", "self"]
 ON_ONE_NODE: tuple[LaunchStyle, ...] = ("dora", "self")
@@ -36,14 +37,23 @@ def _word(value: object) -> object:
 
 
 def _parse_values(values: object) -> object:
-    return tuple((_word(name), _word(word)) for name, word in values.items()) if isinstance(values, dict) else values
+    return (
+        tuple((_word(name), _word(word)) for name, word in values.items())
+        if isinstance(values, dict)
+        else values
+    )
 
 
 ValueMap = Annotated[
     tuple[tuple[str, str | None], ...],
     BeforeValidator(_parse_values),
     PlainSerializer(dict, return_type=dict[str, str | None]),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": ["string", "number", "boolean", "null"]},
+        }
+    ),
 ]
 
 
@@ -61,7 +71,9 @@ class Knob(SpecModel):
     """How a script takes one setting: exactly one of flag, switch, override, key, env and accelerate."""
 
     flag: str | None = Field(
-        default=None, description="Option that the value follows on the command line.", examples=["--batch-size"]
+        default=None,
+        description="Option that the value follows on the command line.",
+        examples=["--batch-size"],
     )
     switch: str | None = Field(
         default=None,
@@ -74,7 +86,9 @@ class Knob(SpecModel):
         examples=["data.batch_size"],
     )
     key: str | None = Field(
-        default=None, description="Dotted key in the file that `config` names.", examples=["train.batch_size"]
+        default=None,
+        description="Dotted key in the file that `config` names.",
+        examples=["train.batch_size"],
     )
     env: Variable | None = Field(
         default=None, description="Environment variable that holds the value.", examples=["BATCH"]
@@ -102,7 +116,9 @@ class Knob(SpecModel):
         description="Whether the script multiplies the batch size by its number of ranks.",
         examples=[True],
     )
-    separator: str = Field(default=",", description="Text between two device numbers.", examples=["-"])
+    separator: str = Field(
+        default=",", description="Text between two device numbers.", examples=["-"]
+    )
     relative: bool = Field(
         default=False,
         description="Whether the script takes the output folder relative to its working directory only.",
@@ -123,13 +139,17 @@ class Knob(SpecModel):
     def _one_way(self) -> Knob:
         ways = (self.flag, self.switch, self.override, self.key, self.env, self.accelerate)
         if sum(way is not None for way in ways) != 1:
-            raise ValueError("a knob is taken in exactly one way: flag, switch, override, key, env or accelerate")
+            raise ValueError(
+                "a knob is taken in exactly one way: flag, switch, override, key, env or accelerate"
+            )
         if self.switch is not None and self.values:
             raise ValueError("a switch is there or not: it takes no `values`; use `flag` or `env`")
         if any(knob.also for knob in self.also):
             raise ValueError("knobs under `also` have no `also` of their own")
         if self.phase is not None and not isinstance(self.default, int):
-            raise ValueError("a knob of a phase needs its own `default`: the batch size that it starts from")
+            raise ValueError(
+                "a knob of a phase needs its own `default`: the batch size that it starts from"
+            )
         return self
 
     @property
@@ -146,7 +166,8 @@ def _is_positive(value: int | float | str) -> bool:
         return False
 
 
-# Knobs without which no short attempt can measure a script: it has a smaller micro-batch, and a folder of its own.
+# Knobs without which no short attempt can measure a script: it has a smaller micro-batch, and a
+# folder of its own.
 PROBED_BY = {
     "micro_batch_size": "micro-batch",
     "gradient_accumulation_steps": "accumulation",
@@ -213,14 +234,18 @@ class Knobs(SpecModel):
         examples=[{"flag": "--deepspeed"}],
     )
     devices: Knob | None = Field(
-        default=None, description="Numbers of the devices of the node.", examples=[{"flag": "--gpus", "separator": "-"}]
+        default=None,
+        description="Numbers of the devices of the node.",
+        examples=[{"flag": "--gpus", "separator": "-"}],
     )
     ranks: Knob | None = Field(
         default=None,
         description="Number of processes, per node or in all.",
         examples=[{"flag": "--devices", "per": "node"}],
     )
-    nodes: Knob | None = Field(default=None, description="Number of nodes.", examples=[{"flag": "--num-nodes"}])
+    nodes: Knob | None = Field(
+        default=None, description="Number of nodes.", examples=[{"flag": "--num-nodes"}]
+    )
     resume_from: Knob | None = Field(
         default=None,
         description="Path of the checkpoint from which a restart continues.",
@@ -244,16 +269,28 @@ class Knobs(SpecModel):
         for name, knob in self.items():
             setting = name.partition(".")[0]
             if knob.switch is not None and setting not in YES_OR_NO:
-                raise ValueError(f"`{name}` takes a value, which a switch cannot say: use `flag` or `env`")
+                raise ValueError(
+                    f"`{name}` takes a value, which a switch cannot say: use `flag` or `env`"
+                )
             if knob.relative and name != "output_dir":
-                raise SpecError("only an output folder is told as a relative path", path=f"{name}.relative")
+                raise SpecError(
+                    "only an output folder is told as a relative path", path=f"{name}.relative"
+                )
             if knob.accelerate is not None and setting != "zero_stage":
-                raise SpecError("only sharding is said in accelerate's file", path=f"{name}.accelerate")
+                raise SpecError(
+                    "only sharding is said in accelerate's file", path=f"{name}.accelerate"
+                )
             batch = setting == "micro_batch_size"
             if (knob.multiplied_by_ranks or knob.phase is not None) and not batch:
-                raise SpecError("only a batch size has phases, and is multiplied by ranks", path=name)
+                raise SpecError(
+                    "only a batch size has phases, and is multiplied by ranks", path=name
+                )
             if knob.per != "rank" and setting not in ("micro_batch_size", "ranks"):
-                raise SpecError("only batch sizes and `ranks` are per node or global", path=f"{name}.per", got=knob.per)
+                raise SpecError(
+                    "only batch sizes and `ranks` are per node or global",
+                    path=f"{name}.per",
+                    got=knob.per,
+                )
         rate = None if self.learning_rate is None else self.learning_rate.default
         if rate is not None and not _is_positive(rate):
             what, allowed = "a learning rate is a number", "above 0, finite"
@@ -284,7 +321,11 @@ class Knobs(SpecModel):
     @property
     def always_shards(self) -> bool:
         """Whether every plan with several ranks is sharded: the ZeRO knob lists values, and none for stage 0."""
-        return self.zero_stage is not None and bool(self.zero_stage.values) and "0" not in dict(self.zero_stage.values)
+        return (
+            self.zero_stage is not None
+            and bool(self.zero_stage.values)
+            and "0" not in dict(self.zero_stage.values)
+        )
 
     @property
     def zero_stages(self) -> tuple[ZeroStage, ...]:
@@ -306,7 +347,9 @@ class ConfigFile(SpecModel):
     """
 
     file: str = Field(
-        pattern=r"\.(ya?ml|json)$", description="Path of the file, relative to `workdir`.", examples=["train.yaml"]
+        pattern=r"\.(ya?ml|json)$",
+        description="Path of the file, relative to `workdir`.",
+        examples=["train.yaml"],
     )
     flag: str | None = Field(
         default=None,
@@ -383,25 +426,39 @@ def check_script(
             allowed="python script.py ..., or python -m package.module ...",
             hint=f"leave out {launch}'s own words: they are written from the plan",
         )
-    if launch == "dora" and command and (program_name(command[0]), *command[1:2]) != ("dora", "run"):
-        raise SpecError("`launch: dora` starts `dora run`", path="command", got=" ".join(command[:3]))
+    if (
+        launch == "dora"
+        and command
+        and (program_name(command[0]), *command[1:2]) != ("dora", "run")
+    ):
+        raise SpecError(
+            "`launch: dora` starts `dora run`", path="command", got=" ".join(command[:3])
+        )
     for name, knob in knobs.items():
         _check_knob(name, knob, launch, config, tuple(dict(phases)))
     if knobs.micro_batch_size is not None and knobs.micro_batch_size.phase is not None:
-        raise SpecError("the first micro-batch is that of training", path="knobs.micro_batch_size.phase")
+        raise SpecError(
+            "the first micro-batch is that of training", path="knobs.micro_batch_size.phase"
+        )
     for name, pattern in phases:
         if name not in PHASES:
-            raise SpecError("no phase of a training", path=f"phases.{name}", got=name, allowed=", ".join(PHASES))
+            raise SpecError(
+                "no phase of a training", path=f"phases.{name}", got=name, allowed=", ".join(PHASES)
+            )
         try:
             compile_pattern(pattern)
         except ValueError as error:
             raise SpecError(str(error), path=f"phases.{name}", got=pattern) from None
 
 
-def _check_knob(name: str, knob: Knob, launch: LaunchStyle, config: ConfigFile | None, phases: tuple[str, ...]) -> None:
+def _check_knob(
+    name: str, knob: Knob, launch: LaunchStyle, config: ConfigFile | None, phases: tuple[str, ...]
+) -> None:
     if knob.key is not None and config is None:
         hint = "say `config: {file: config.yaml}`, with `flag` where the script is told its path"
-        raise SpecError("a key of a config file, but no file is told", path=f"knobs.{name}.key", hint=hint)
+        raise SpecError(
+            "a key of a config file, but no file is told", path=f"knobs.{name}.key", hint=hint
+        )
     if knob.accelerate is not None and launch != "accelerate":
         raise SpecError("needs `launch: accelerate`", path=f"knobs.{name}.accelerate", got=launch)
     if knob.phase is not None and knob.phase not in phases:

@@ -33,7 +33,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.fragment import FragmentLoadPlanner, FragmentSavePlanner, Narrow, chunks_of
+from orchestrator.training.checkpoint.fragment import (
+    FragmentLoadPlanner,
+    FragmentSavePlanner,
+    Narrow,
+    chunks_of,
+)
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.engine import State
 
@@ -65,7 +70,9 @@ def save(
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one item at a time
     writer.fs = files = _ChecksummedFiles()
     with _own_out_of_memory():
-        state_dict_saver.save(tree, storage_writer=writer, planner=FragmentSavePlanner(), process_group=group)
+        state_dict_saver.save(
+            tree, storage_writer=writer, planner=FragmentSavePlanner(), process_group=group
+        )
     return files.written
 
 
@@ -77,7 +84,11 @@ def load(folder: Path, state: State) -> None:
     """
     reader = FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata
-    wanted = {name: value for name, value in state.items() if name in stored or not name.startswith(loss_scale.STATE)}
+    wanted = {
+        name: value
+        for name, value in state.items()
+        if name in stored or not name.startswith(loss_scale.STATE)
+    }
     for name, value in wanted.items():
         _check(folder, name, tuple(value.size()), stored.get(name))
     narrow = {name: value for name, value in wanted.items() if isinstance(value, Narrow)}
@@ -119,7 +130,10 @@ def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Any]:
     """
     saved_names = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
     values = {name: value for name, value in module.state_dict().items() if name in saved_names}
-    return {f"model.{name}": saved_weight(value) if name in changing else value for name, value in values.items()}
+    return {
+        f"model.{name}": saved_weight(value) if name in changing else value
+        for name, value in values.items()
+    }
 
 
 def saved_weight(weight: Tensor) -> Tensor | Narrow:
@@ -155,7 +169,9 @@ class _ChecksummedFiles(FileSystem):
         with super().create_stream(path, mode) as raw:
             stream = _Checksummed(raw)
             yield stream
-            self.written[Path(path).name] = checkpoint_folder.file_entry(stream.size_bytes, stream.crc)
+            self.written[Path(path).name] = checkpoint_folder.file_entry(
+                stream.size_bytes, stream.crc
+            )
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

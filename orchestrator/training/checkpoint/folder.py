@@ -69,7 +69,10 @@ def complete(checkpoints: Path) -> list[Path]:
 
 def latest_complete(checkpoints: Path) -> Path | None:
     """Return the complete checkpoint with the most steps, never a truncated one; None without one."""
-    return next((path for path in reversed(list_published(checkpoints)) if not damage(path, read=False)), None)
+    return next(
+        (path for path in reversed(list_published(checkpoints)) if not damage(path, read=False)),
+        None,
+    )
 
 
 def list_superseded(checkpoints: Path) -> list[Path]:
@@ -79,7 +82,11 @@ def list_superseded(checkpoints: Path) -> list[Path]:
     """
     newest = latest_complete(checkpoints)
     patterns = [_WRITING, _REMOVING] if newest is None else [_WRITING, _REMOVING, _DAMAGED]
-    older = [] if newest is None else [path for path in list_published(checkpoints) if step_of(path) < step_of(newest)]
+    older = (
+        []
+        if newest is None
+        else [path for path in list_published(checkpoints) if step_of(path) < step_of(newest)]
+    )
     return older + [path for pattern in patterns for path in _match_folders(checkpoints, pattern)]
 
 
@@ -93,7 +100,9 @@ def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1
     except (OSError, ValueError) as error:
         return [f"{MANIFEST}: {_reason(error)}"]
     mine = sorted(files)[part::parts]
-    return [problem for name in mine for problem in _file_damage(checkpoint / name, files[name], read)]
+    return [
+        problem for name in mine for problem in _file_damage(checkpoint / name, files[name], read)
+    ]
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Written]:
@@ -116,7 +125,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Written]:
 
 def write_manifest(folder: Path, files: Mapping[str, Written]) -> None:
     """Write and fsync the manifest of a checkpoint whose files are on disk."""
-    entries = {name: {"size_bytes": file.size_bytes, "crc32": file.crc32} for name, file in files.items()}
+    entries = {
+        name: {"size_bytes": file.size_bytes, "crc32": file.crc32} for name, file in files.items()
+    }
     text = json.dumps(entries, indent=1, sort_keys=True)
     with (folder / MANIFEST).open("w") as manifest:
         manifest.write(f"{_hexadecimal(zlib.crc32(text.encode()))}\n{text}")
@@ -141,7 +152,9 @@ def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
     Raises OSError if it is damaged; older checkpoints then stay.
     """
     target = complete_path(checkpoints, step)
-    if target.exists():  # an earlier attempt, resumed from an older checkpoint, wrote the same content
+    if (
+        target.exists()
+    ):  # an earlier attempt, resumed from an older checkpoint, wrote the same content
         _remove(target)
     writing_path(checkpoints, epoch, step).rename(target)
     _sync_folder(checkpoints)

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -69,7 +74,9 @@ class Chunks:
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(dtype=self.dtype_of(part)), size=self._shape
+                    chunk=chunk,
+                    properties=TensorProperties(dtype=self.dtype_of(part)),
+                    size=self._shape,
                 ),
             )
             for chunk, part in zip(self.__create_chunk_list__(), self.parts.values(), strict=True)
@@ -77,7 +84,8 @@ class Chunks:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape) for offsets, part in self.parts.items()
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape)
+            for offsets, part in self.parts.items()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -101,7 +109,10 @@ class Narrow(Chunks):
     def room(self) -> Chunks:
         """Return empty fp32 rectangles in host memory, to load values into."""
         with host_memory():
-            return Chunks({offset: torch.empty(part.shape) for offset, part in self.parts.items()}, self.size())
+            return Chunks(
+                {offset: torch.empty(part.shape) for offset, part in self.parts.items()},
+                self.size(),
+            )
 
     def fill(self, values: Chunks) -> None:
         """Quantise or round these fp32 values into the rank's memory."""
@@ -141,19 +152,34 @@ class FragmentSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> object:
         value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, Chunks) else super().lookup_object(index)
+        return (
+            value.__get_tensor_shard__(index)
+            if isinstance(value, Chunks)
+            else super().lookup_object(index)
+        )
 
 
 class FragmentLoadPlanner(DefaultLoadPlanner):
     """The default load planner, with support for Chunks."""
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
-        tensors = {name: value for name, value in state_dict.items() if not isinstance(value, Chunks)}
-        super().set_up_planner(tensors, metadata, is_coordinator)  # replaces values of unknown types by None
+        tensors = {
+            name: value for name, value in state_dict.items() if not isinstance(value, Chunks)
+        }
+        super().set_up_planner(
+            tensors, metadata, is_coordinator
+        )  # replaces values of unknown types by None
         self.state_dict = {**state_dict, **self.state_dict}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, Chunks) else super().lookup_tensor(index)
+        return (
+            value.__get_tensor_shard__(index)
+            if isinstance(value, Chunks)
+            else super().lookup_tensor(index)
+        )

@@ -26,17 +26,25 @@ class HostCopy:
     pinned if the state is on CUDA.
     """
 
-    def __init__(self, state: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup
+    ) -> None:
         """Collective over `group`."""
         self._pinned: Tensor | None = None
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         with torch.no_grad(), host_memory():
             values = {name: chunks_of(value) for name, value in state.items()}
-            local = [(name, offset, _bytes(value, offset)) for name, value in values.items() for offset in value.parts]
+            local = [
+                (name, offset, _bytes(value, offset))
+                for name, value in values.items()
+                for offset in value.parts
+            ]
             everyone: list[Sequence[Part]] = [[] for _ in range(group.size())]
             dist.all_gather_object(everyone, local, group=group)
             mine = shares(everyone)[group.rank()]
-            self._buffers = self._allocate([(name, offset, values[name]) for name, offset, _ in mine])
+            self._buffers = self._allocate(
+                [(name, offset, values[name]) for name, offset, _ in mine]
+            )
         parts: dict[str, dict[Shape, Tensor]] = {}
         for (name, offset), buffer in self._buffers.items():
             parts.setdefault(name, {})[offset] = buffer
@@ -64,13 +72,20 @@ class HostCopy:
             _check(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
         self._pinned, self._buffers, self.state = None, {}, {}
 
-    def _allocate(self, parts: Sequence[tuple[str, Shape, Chunks]]) -> dict[tuple[str, Shape], Tensor]:
+    def _allocate(
+        self, parts: Sequence[tuple[str, Shape, Chunks]]
+    ) -> dict[tuple[str, Shape], Tensor]:
         """A buffer for each part, all in one mapping, each with its own storage, so that it is written without a copy.
 
         torch's pinned allocator is not used: it rounds up to powers of two.
         """
-        sizes = [-(-_bytes(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, start, value in parts]
-        memory = mmap.mmap(-1, max(sum(sizes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        sizes = [
+            -(-_bytes(value, start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            for _, start, value in parts
+        ]
+        memory = mmap.mmap(
+            -1, max(sum(sizes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches every page
         if self._copied:
             _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
@@ -94,7 +109,9 @@ def _cudart() -> Any:
 
 def _check(result: Any) -> None:
     if int(result):
-        raise RuntimeError(f"host memory for checkpoints cannot be pinned: CUDA error {int(result)}")
+        raise RuntimeError(
+            f"host memory for checkpoints cannot be pinned: CUDA error {int(result)}"
+        )
 
 
 def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:

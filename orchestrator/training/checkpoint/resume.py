@@ -17,7 +17,12 @@ def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
     """
     steps: list[list[int]] = [[]]
     if group.rank() == 0:
-        steps = [[checkpoint_folder.step_of(path) for path in reversed(checkpoint_folder.list_published(checkpoints))]]
+        steps = [
+            [
+                checkpoint_folder.step_of(path)
+                for path in reversed(checkpoint_folder.list_published(checkpoints))
+            ]
+        ]
     dist.broadcast_object_list(steps, src=0, group=group)
     for step in steps[0]:
         path = checkpoint_folder.complete_path(checkpoints, step)
@@ -29,7 +34,12 @@ def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
             return path
         if group.rank() == 0:
             aside = checkpoint_folder.quarantine_checkpoint(path)
-            print(f"checkpoint {path} is damaged and was moved to {aside.name}:", *wrong, sep="\n  ", file=sys.stderr)
+            print(
+                f"checkpoint {path} is damaged and was moved to {aside.name}:",
+                *wrong,
+                sep="\n  ",
+                file=sys.stderr,
+            )
     if steps[0] and group.rank() == 0:
         print("no intact checkpoint is left: training starts from the beginning", file=sys.stderr)
     return None

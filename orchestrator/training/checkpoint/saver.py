@@ -18,7 +18,8 @@ from orchestrator.training.checkpoint.host_copy import HostCopy
 from orchestrator.training.contract.engine import State
 
 STALE = "stale"
-HAND_OVER_S = 0.001  # lets training run first: a new thread keeps the interpreter for 5 ms (sys.getswitchinterval)
+# lets training run first: a new thread keeps the interpreter for 5 ms (sys.getswitchinterval)
+HAND_OVER_S = 0.001
 
 
 class StaleAttempt(Exception):
@@ -48,7 +49,9 @@ class Saver:
         assert self._copy, "prepare comes first"
         self.wait()
         self._copy.take(state)
-        self._thread = threading.Thread(target=self._save, args=(self._copy, cursor), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._save, args=(self._copy, cursor), name="checkpoint", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -81,7 +84,9 @@ class Saver:
         try:
             copy.wait()
             folder = checkpoint_folder.writing_path(self._checkpoints, self._run.epoch, cursor.step)
-            self._publish(folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group))
+            self._publish(
+                folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group)
+            )
         except BaseException as failure:  # `wait` raises it in the training thread
             self._failure = failure
             if self._is_stale():  # the newer attempt removes what this one writes
@@ -111,4 +116,6 @@ class Saver:
         if outcome == [STALE]:
             raise StaleAttempt
         if failure or outcome != [""]:
-            raise failure or RuntimeError(f"rank 0 could not publish the checkpoint of step {step}: {outcome[0]}")
+            raise failure or RuntimeError(
+                f"rank 0 could not publish the checkpoint of step {step}: {outcome[0]}"
+            )

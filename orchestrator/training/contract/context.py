@@ -19,7 +19,9 @@ from torch import Tensor
 
 from orchestrator.training.contract.collectives import all_to_all
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries, keys, values [B, n, T, H] to outputs [B, T, n, H]
+Attend = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # queries, keys, values [B, n, T, H] to outputs [B, T, n, H]
 
 
 class Context:
@@ -57,8 +59,12 @@ class Context:
         Fewer key-value heads than ranks are repeated, so that each rank has the one that its queries need.
         """
         again = max(1, self.ranks // k_BKtH.shape[1])
-        keys_and_values = (x.repeat_interleave(again, dim=1) if again > 1 else x for x in (k_BKtH, v_BKtH))
-        out_BTnH = attention(*(self._to_heads(x).transpose(1, 2) for x in (q_BNtH, *keys_and_values)))
+        keys_and_values = (
+            x.repeat_interleave(again, dim=1) if again > 1 else x for x in (k_BKtH, v_BKtH)
+        )
+        out_BTnH = attention(
+            *(self._to_heads(x).transpose(1, 2) for x in (q_BNtH, *keys_and_values))
+        )
         return _ToTokens.apply(out_BTnH, self.group)  # type: ignore[no-untyped-call]
 
     def _to_heads(self, x_BNtH: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from orchestrator.training.contract.collectives import all_to_all
 
-# Copies [R, D], those of one expert behind each other, and where those of each end [L], to answers [R, D].
+# Copies [R, D], those of one expert behind each other, and where those of each end [L], to answers
+# [R, D].
 OwnExperts = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -30,7 +31,9 @@ class Dispatch:
         assert count % group.size() == 0, f"{count} experts on {group.size()} ranks"
         self.group, self._own = group, count // group.size()
 
-    def answer(self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: OwnExperts) -> Tensor:
+    def answer(
+        self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: OwnExperts
+    ) -> Tensor:
         """Return the weighted sum [N, D] of the chosen experts' outputs for each token, on whichever ranks they are."""
         chosen_S, order_S = torch.sort(chosen_NK.flatten(), stable=True)
         routes = self._routes(chosen_S)
@@ -38,7 +41,9 @@ class Dispatch:
         weighted_SD = answers_SD * weights_NK.flatten()[order_S].unsqueeze(-1)
         return weighted_SD[_inverse(order_S)].view(*chosen_NK.shape, -1).sum(dim=1).to(x_ND.dtype)
 
-    def _answers(self, x_ND: Tensor, token_S: Tensor, routes: _Routes, experts: OwnExperts) -> Tensor:
+    def _answers(
+        self, x_ND: Tensor, token_S: Tensor, routes: _Routes, experts: OwnExperts
+    ) -> Tensor:
         """Return the experts' answers to the copies of these tokens; no name here outlives what is computed from it."""
         came_RD = _ToExperts.apply(x_ND[token_S], routes)  # type: ignore[no-untyped-call]
         return _ToTokens.apply(experts(came_RD, routes.ends_L), routes)  # type: ignore[no-untyped-call]
@@ -51,7 +56,8 @@ class Dispatch:
         all_to_all(received_PL, sent_PL, group=self.group)
         own_L = torch.arange(self._own, device=chosen_S.device)
         expert_R = own_L.repeat(ranks).repeat_interleave(received_PL.flatten())
-        sent, received = torch.stack((sent_PL, received_PL)).sum(dim=-1).tolist()  # the host waits for the device here
+        # the host waits for the device here
+        sent, received = torch.stack((sent_PL, received_PL)).sum(dim=-1).tolist()
         return _Routes(
             group=self.group,
             sent=sent,

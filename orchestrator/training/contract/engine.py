@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from orchestrator.training.contract.recipe import Batch
 from orchestrator.training.contract.results import StepResult
 
-State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Chunks that are read and written in place
+State = Mapping[
+    str, Any
+]  # canonical name -> Tensor, DTensor or Chunks that are read and written in place
 
 
 class Engine(Protocol):

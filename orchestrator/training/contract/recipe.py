@@ -139,7 +139,9 @@ def materialise(
                     assert recipe.initialise, "a module on the meta device needs Recipe.initialise"
                     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     recipe.initialise(name, values)
-                values = values.to(dtype) if dtype is not None and values.is_floating_point() else values
+                values = (
+                    values.to(dtype) if dtype is not None and values.is_floating_point() else values
+                )
                 values = place(name, values.to(device)) if place else values
                 real[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             module._parameters[key] = real[id(parameter)]
@@ -151,7 +153,9 @@ def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
     if values.device.type == "cpu":
         values.normal_(std=std, generator=generator)
     else:
-        values.copy_(torch.empty(values.shape, dtype=values.dtype).normal_(std=std, generator=generator))
+        values.copy_(
+            torch.empty(values.shape, dtype=values.dtype).normal_(std=std, generator=generator)
+        )
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
@@ -168,7 +172,12 @@ def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
     file, _, name = factory.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if file else None
     if spec is None or spec.loader is None or not Path(file).is_file():
-        raise SpecError("no such model file", path="model.factory", got=factory, allowed="path/to/file.py:function")
+        raise SpecError(
+            "no such model file",
+            path="model.factory",
+            got=factory,
+            allowed="path/to/file.py:function",
+        )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
@@ -178,7 +187,9 @@ def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
     recipes = tuple(made) if isinstance(made, list | tuple) else (made,)
     if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
         got = [type(recipe).__qualname__ for recipe in recipes]
-        raise SpecError("the factory must return a Recipe, or several", path="model.factory", got=got)
+        raise SpecError(
+            "the factory must return a Recipe, or several", path="model.factory", got=got
+        )
     return _in_turn(recipes) if len(recipes) > 1 else recipes[0]
 
 
@@ -186,13 +197,30 @@ def _in_turn(recipes: tuple[Recipe, ...]) -> Recipe:
     """The first recipe, with the others in `then`. Raises SpecError if they cannot alternate."""
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
-        raise SpecError("several recipes need a name each", path="model.factory", got=names, allowed="identifiers")
+        raise SpecError(
+            "several recipes need a name each",
+            path="model.factory",
+            got=names,
+            allowed="identifiers",
+        )
     if any(recipe.dataset is not recipes[0].dataset for recipe in recipes):
-        raise SpecError("recipes that train in turn see the same samples", path="model.factory", allowed="one dataset")
-    if any(recipe.tensor_parallel or recipe.stages or recipe.context_parallel for recipe in recipes):
+        raise SpecError(
+            "recipes that train in turn see the same samples",
+            path="model.factory",
+            allowed="one dataset",
+        )
+    if any(
+        recipe.tensor_parallel or recipe.stages or recipe.context_parallel for recipe in recipes
+    ):
         got = "tensor_parallel, context_parallel or stages"
         raise SpecError("several recipes run data parallel only", path="model.factory", got=got)
-    shared = Counter(id(parameter) for recipe in recipes for parameter in recipe.module.parameters())
+    shared = Counter(
+        id(parameter) for recipe in recipes for parameter in recipe.module.parameters()
+    )
     if max(shared.values(), default=1) > 1:
-        raise SpecError("a parameter belongs to one recipe", path="model.factory", got="a parameter of two modules")
+        raise SpecError(
+            "a parameter belongs to one recipe",
+            path="model.factory",
+            got="a parameter of two modules",
+        )
     return replace(recipes[0], then=recipes[1:])

@@ -37,7 +37,9 @@ def _open(name: str) -> Any:
     try:
         return Path(name).open("rb")
     except OSError as error:
-        raise SpecError(f"the file cannot be read: {error.strerror}", source=name, path="data.chat") from None
+        raise SpecError(
+            f"the file cannot be read: {error.strerror}", source=name, path="data.chat"
+        ) from None
 
 
 def _messages(line: bytes, place: str) -> list[Message]:
@@ -48,14 +50,24 @@ def _messages(line: bytes, place: str) -> list[Message]:
     messages = entry.get("messages") if isinstance(entry, dict) else None
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-        raise SpecError("the line is not a conversation", source=place, path="data.chat", got=entry, allowed=form)
+        raise SpecError(
+            "the line is not a conversation",
+            source=place,
+            path="data.chat",
+            got=entry,
+            allowed=form,
+        )
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise SpecError("nothing to learn: no message of an assistant", source=place, path="data.chat")
+        raise SpecError(
+            "nothing to learn: no message of an assistant", source=place, path="data.chat"
+        )
     return messages
 
 
 def _is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) for key in ("role", "content")
+    )
 
 
 def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
@@ -65,7 +77,9 @@ def mark_tokens(tokenizer: Any, messages: list[Message], place: str) -> Marked:
     text, spans = _render_marked(tokenizer, messages, place)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = [first for first, _ in encoded["offset_mapping"]]
-    return encoded["input_ids"], [int(any(low <= first < high for low, high in spans)) for first in starts]
+    return encoded["input_ids"], [
+        int(any(low <= first < high for low, high in spans)) for first in starts
+    ]
 
 
 def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
@@ -75,7 +89,9 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
     for message in messages:
         is_learnt = message["role"] == ASSISTANT
         parts = [(f"{message['role']}: ", False), (message["content"], is_learnt)]
-        pieces = [(tokenizer(text, add_special_tokens=False)["input_ids"], mark) for text, mark in parts]
+        pieces = [
+            (tokenizer(text, add_special_tokens=False)["input_ids"], mark) for text, mark in parts
+        ]
         pieces += [(end, True)] if is_learnt else []
         pieces.append((tokenizer("\n", add_special_tokens=False)["input_ids"], False))
         for piece, mark in pieces:
@@ -84,7 +100,9 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
     return tokens, learnt
 
 
-def _render_marked(tokenizer: Any, messages: list[Message], place: str) -> tuple[str, list[tuple[int, int]]]:
+def _render_marked(
+    tokenizer: Any, messages: list[Message], place: str
+) -> tuple[str, list[tuple[int, int]]]:
     """The conversation rendered by the chat template, and the spans of its assistant messages."""
     whole = _render(tokenizer, messages, place)
     spans: list[tuple[int, int]] = []
@@ -92,11 +110,15 @@ def _render_marked(tokenizer: Any, messages: list[Message], place: str) -> tuple
         if message["role"] != ASSISTANT:
             continue
         content = message["content"].strip()  # many templates strip it
-        before = _render(tokenizer, messages[:turn], place, add_generation_prompt=True) if turn else ""
+        before = (
+            _render(tokenizer, messages[:turn], place, add_generation_prompt=True) if turn else ""
+        )
         opened = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
         begin = whole.find(content, opened)
         if begin < 0:
-            raise SpecError("the chat template changes an assistant message", source=place, path="data.chat")
+            raise SpecError(
+                "the chat template changes an assistant message", source=place, path="data.chat"
+            )
         alone = _render(tokenizer, messages[: turn + 1], place)
         closing = alone[alone.rfind(content) + len(content) :]
         stop = begin + len(content)
@@ -110,14 +132,21 @@ def _render(tokenizer: Any, messages: list[Message], place: str, **settings: Any
         return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     except Exception as error:  # jinja2's errors, and those that a template raises
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SpecError(f"the chat template raised an error: {reason}", source=place, path="data.chat") from None
+        raise SpecError(
+            f"the chat template raised an error: {reason}", source=place, path="data.chat"
+        ) from None
 
 
-def pairs(tokenizer: Any, messages: list[Message], longest: int) -> Iterator[tuple[list[int], list[int]]]:
+def pairs(
+    tokenizer: Any, messages: list[Message], longest: int
+) -> Iterator[tuple[list[int], list[int]]]:
     """Yield (input tokens, target tokens) per assistant message for an encoder-decoder, truncated to `longest`."""
     for turn, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             before = "\n".join(earlier["content"] for earlier in messages[:turn])
             texts = ({"text": before}, {"text_target": message["content"]})
-            source, target = (tokenizer(**text, truncation=True, max_length=longest)["input_ids"] for text in texts)
+            source, target = (
+                tokenizer(**text, truncation=True, max_length=longest)["input_ids"]
+                for text in texts
+            )
             yield source, target

@@ -20,7 +20,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import IGNORED_LABEL
 
 BYTE_VOCABULARY = 256
-FEISTEL_ROUNDS = 4  # 4 rounds give a strong pseudorandom permutation (Luby and Rackoff 1988, theorem 2)
+# 4 rounds give a strong pseudorandom permutation (Luby and Rackoff 1988, theorem 2)
+FEISTEL_ROUNDS = 4
 
 
 class TokenStreams:
@@ -31,14 +32,21 @@ class TokenStreams:
     """
 
     def __init__(
-        self, streams: Sequence[np.ndarray], sequence_length: int, trained: Sequence[np.ndarray] | None = None
+        self,
+        streams: Sequence[np.ndarray],
+        sequence_length: int,
+        trained: Sequence[np.ndarray] | None = None,
     ) -> None:
         self.sequence_length = sequence_length
         self._streams, self._trained = streams, trained
-        self._ends = list(accumulate(-(-max(0, len(stream) - 1) // sequence_length) for stream in streams))
+        self._ends = list(
+            accumulate(-(-max(0, len(stream) - 1) // sequence_length) for stream in streams)
+        )
         self._labels = self._kept = None
         if trained is not None:
-            labels = np.concatenate([np.empty(0, np.int64), *(_sums(mask[1:], sequence_length) for mask in trained)])
+            labels = np.concatenate(
+                [np.empty(0, np.int64), *(_sums(mask[1:], sequence_length) for mask in trained)]
+            )
             self._kept = np.flatnonzero(labels)
             self._labels = labels[self._kept]
 
@@ -82,7 +90,11 @@ class TextDataset(TokenStreams):
     def __init__(self, files: Sequence[str], sequence_length: int) -> None:
         super().__init__([_map_file(Path(name)) for name in files], sequence_length)
         if not len(self):
-            raise SpecError("the text holds no sample: a sample needs two bytes", path="data.text", got=list(files))
+            raise SpecError(
+                "the text holds no sample: a sample needs two bytes",
+                path="data.text",
+                got=list(files),
+            )
 
 
 def _sums(values: np.ndarray, width: int) -> np.ndarray:
@@ -105,7 +117,9 @@ def sample_at(position: int, size: int, seed: int) -> int:
     epoch, value = divmod(position, size)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     value = _feistel(value, half_bits, f"{seed}:{epoch}")
-    while value >= size:  # cycle walking (Black and Rogaway 2002, section 3); the domain is below 4 * size + 4
+    while (
+        value >= size
+    ):  # cycle walking (Black and Rogaway 2002, section 3); the domain is below 4 * size + 4
         value = _feistel(value, half_bits, f"{seed}:{epoch}")
     return value
 
@@ -126,7 +140,12 @@ def global_batch(first_position: int, count: int, size: int, seed: int) -> list[
 
 
 def micro_batches(
-    samples: Sequence[int], rank: int, micro_batch_size: int, accumulation: int, *, together: int = 1
+    samples: Sequence[int],
+    rank: int,
+    micro_batch_size: int,
+    accumulation: int,
+    *,
+    together: int = 1,
 ) -> list[Sequence[int]]:
     """Return the micro-batches of data-parallel rank `rank`: its consecutive slice of a global batch, split.
 

@@ -26,7 +26,9 @@ class TensorFiles:
             sizes = {file.get_slice(key).get_shape()[0] for key in file.keys()}  # noqa: SIM118  # no dict
             if tuple(sorted(file.keys())) != self.names or len(sizes) != 1:
                 got = f"tensors {sorted(file.keys())} of {sorted(sizes)} samples"
-                raise SpecError("files differ in tensors or samples", source=name, path="data.tensors", got=got)
+                raise SpecError(
+                    "files differ in tensors or samples", source=name, path="data.tensors", got=got
+                )
             counts.append(sizes.pop())
         self._ends = list(accumulate(counts))
 
@@ -38,11 +40,15 @@ class TensorFiles:
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the samples as one tensor per name in `names`."""
-        return tuple(torch.stack([self._row(name, index) for index in indices]) for name in self.names)
+        return tuple(
+            torch.stack([self._row(name, index) for index in indices]) for name in self.names
+        )
 
     def _row(self, name: str, index: int) -> Tensor:
         number = bisect_right(self._ends, index)
-        row: Tensor = self._files[number].get_slice(name)[index - (self._ends[number - 1] if number else 0)]
+        row: Tensor = self._files[number].get_slice(name)[
+            index - (self._ends[number - 1] if number else 0)
+        ]
         return row
 
 

@@ -43,7 +43,9 @@ POLL_S = 0.2
 class PairDataset:
     """Encoder-decoder samples: inputs and targets, each truncated and padded to `sequence_length`."""
 
-    def __init__(self, tokens: np.ndarray, bounds: np.ndarray, sequence_length: int, padding: int) -> None:
+    def __init__(
+        self, tokens: np.ndarray, bounds: np.ndarray, sequence_length: int, padding: int
+    ) -> None:
         self._tokens, self._bounds = tokens, bounds
         self._length, self._padding = sequence_length, padding
 
@@ -99,7 +101,9 @@ def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dat
 
 def _some(dataset: Dataset, data: DataSpec) -> Dataset:
     if not len(dataset):
-        raise SpecError("the files hold no sample: a sample needs two tokens", path="data", got=list(data.files))
+        raise SpecError(
+            "the files hold no sample: a sample needs two tokens", path="data", got=list(data.files)
+        )
     return dataset
 
 
@@ -110,17 +114,28 @@ def tokenizer_source(run: TrainingRun) -> str | None:
 
 def _bytes(data: DataSpec, length: int, vocabulary: int) -> Dataset:
     if data.chat:
-        raise SpecError("a conversation needs a tokenizer", path="data.tokenizer", allowed="a folder, or a hub's name")
+        raise SpecError(
+            "a conversation needs a tokenizer",
+            path="data.tokenizer",
+            allowed="a folder, or a hub's name",
+        )
     if vocabulary < BYTE_VOCABULARY:
         hint = "set `data.tokenizer`, or a larger vocabulary"
-        raise SpecError("text without a tokenizer is bytes", path="model.hf.vocab_size", got=vocabulary, hint=hint)
+        raise SpecError(
+            "text without a tokenizer is bytes",
+            path="model.hf.vocab_size",
+            got=vocabulary,
+            hint=hint,
+        )
     return TextDataset(data.text, length)
 
 
 def _token_files(run: TrainingRun, length: int, vocabulary: int) -> Dataset:
     streams = [_token_file(name) for name in run.data.tokens]
     folder = Path(run.job_folder) / "data"
-    _once(folder, lambda into: _write_about(into, max(map(_largest, streams)), sum(map(len, streams))))
+    _once(
+        folder, lambda into: _write_about(into, max(map(_largest, streams)), sum(map(len, streams)))
+    )
     _check(folder, vocabulary)
     return _some(TokenStreams(streams, length), run.data)
 
@@ -132,7 +147,13 @@ def _token_file(name: str) -> np.ndarray:
         raise SpecError(f"not a .npy file: {error}", source=name, path="data.tokens") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
         got = f"{array.dtype} {list(array.shape)}"
-        raise SpecError("not token numbers", source=name, path="data.tokens", got=got, allowed="integers [tokens]")
+        raise SpecError(
+            "not token numbers",
+            source=name,
+            path="data.tokens",
+            got=got,
+            allowed="integers [tokens]",
+        )
     return array
 
 
@@ -153,7 +174,9 @@ def _once(folder: Path, write: Callable[[Path], None]) -> None:
         deadline_s = time.monotonic() + WAIT_S
         while not folder.is_dir():
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{folder} did not appear within {WAIT_S:.0f} s: all nodes must share this folder")
+                raise TimeoutError(
+                    f"{folder} did not appear within {WAIT_S:.0f} s: all nodes must share this folder"
+                )
             time.sleep(POLL_S)
     elif not folder.is_dir():
         for left in folder.parent.glob(f".{folder.name}-*"):
@@ -170,7 +193,11 @@ def _check(folder: Path, vocabulary: int) -> None:
         hint = "use the tokenizer of this model"
         allowed = f"tokens below {vocabulary}, the model's vocabulary"
         raise SpecError(
-            "the data hold tokens that the model does not know", path="data", got=largest, allowed=allowed, hint=hint
+            "the data hold tokens that the model does not know",
+            path="data",
+            got=largest,
+            allowed=allowed,
+            hint=hint,
         )
 
 
@@ -233,9 +260,13 @@ def _pieces(name: str) -> Iterator[str]:
                     yield "".join(lines_read)
                     lines_read, size = [], 0
     except UnicodeDecodeError as error:
-        raise SpecError(f"not UTF-8 text: {error.reason}", source=f"{name}:{number}", path="data.text") from None
+        raise SpecError(
+            f"not UTF-8 text: {error.reason}", source=f"{name}:{number}", path="data.text"
+        ) from None
     except OSError as error:
-        raise SpecError(f"the file cannot be read: {error.strerror}", source=name, path="data.text") from None
+        raise SpecError(
+            f"the file cannot be read: {error.strerror}", source=name, path="data.text"
+        ) from None
     if not number:
         raise SpecError("the file is empty", source=name, path="data.text")
     if lines_read:
@@ -251,8 +282,11 @@ def read_tokenizer(source: str) -> Any:
     except (OSError, ValueError, ImportError) as error:
         hint = "set `data.tokenizer` to a folder with tokenizer.json, or to a name on the hub or in its local cache"
         reason = str(error).splitlines()[0]
-        raise SpecError(f"no tokenizer: {reason}", path="data.tokenizer", got=source, hint=hint) from None
-    tokenizer.model_max_length = 2**62  # samples are cut here, so a warning about long texts would mislead
+        raise SpecError(
+            f"no tokenizer: {reason}", path="data.tokenizer", got=source, hint=hint
+        ) from None
+    # samples are cut here, so a warning about long texts would mislead
+    tokenizer.model_max_length = 2**62
     return tokenizer
 
 

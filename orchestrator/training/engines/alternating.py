@@ -30,13 +30,19 @@ class AlternatingEngine:
     """Engines of several recipes. In every step each trains on the same micro-batches, in the recipes' order."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, training: TrainingSpec, build: Callable[[Recipe, TrainingSpec], Engine]
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        training: TrainingSpec,
+        build: Callable[[Recipe, TrainingSpec], Engine],
     ) -> None:
         """`build` makes a recipe's engine. Raises SpecError if the plan or the job does not support several recipes."""
         recipes = (recipe, *recipe.then)
         if plan.world_size > plan.layout.dp:
             got = plan.layout
-            raise SpecError("recipes that train in turn run data parallel only", path="plan.layout", got=got)
+            raise SpecError(
+                "recipes that train in turn run data parallel only", path="plan.layout", got=got
+            )
         if plan.optimizer_in_backward:
             what = "recipes that train in turn get gradients out of turn, which would be updates"
             raise SpecError(what, path="plan.optimizer_in_backward", got="true")
@@ -44,7 +50,8 @@ class AlternatingEngine:
         seeded = [self._with_own_randomness(part) for part in recipes]
         self._engines = [build(part, _training_of(part, training)) for part in seeded]
         self._parts = [_Part(part.module) for part in recipes]
-        # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for its own turn only.
+        # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for
+        # its own turn only.
         layers = tuple(layer for part in recipes for layer in part.layers)
         self._randomness = Randomness(replace(recipe, layers=layers), training.seed)
 
@@ -59,7 +66,8 @@ class AlternatingEngine:
             for part in others:
                 part.go_on()
         return StepResult(
-            loss=sum(result.loss for result in results), grad_norm=math.hypot(*(result.grad_norm for result in results))
+            loss=sum(result.loss for result in results),
+            grad_norm=math.hypot(*(result.grad_norm for result in results)),
         )
 
     def state(self) -> State:
@@ -104,12 +112,23 @@ def _training_of(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
         for name in names
         if fnmatchcase(f"{recipe.name}.{name}", entry.parameters)
     )
-    return replace(training, learning_rate=recipe.learning_rate or training.learning_rate, freeze=freeze)
+    return replace(
+        training, learning_rate=recipe.learning_rate or training.learning_rate, freeze=freeze
+    )
 
 
 def _check_names(recipes: Sequence[Recipe], training: TrainingSpec) -> None:
-    names = [f"{recipe.name}.{name}" for recipe in recipes for name, _ in recipe.module.named_parameters()]
+    names = [
+        f"{recipe.name}.{name}"
+        for recipe in recipes
+        for name, _ in recipe.module.named_parameters()
+    ]
     for entry in training.freeze:
         if not any(fnmatchcase(name, entry.parameters) for name in names):
             example = f"a pattern of names such as {names[0]}"
-            raise SpecError("no parameter matches", path="training.freeze", got=entry.parameters, allowed=example)
+            raise SpecError(
+                "no parameter matches",
+                path="training.freeze",
+                got=entry.parameters,
+                allowed=example,
+            )

@@ -58,13 +58,26 @@ def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> Non
     together = plan.micro_batch_size * (plan.layout.dp if training.sync_batch_norm else 1)
     if together != samples:
         where = "micro_batch_size x dp" if training.sync_batch_norm else "micro_batch_size"
-        raise SpecError(f"the plan normalises {where} = {together} samples together", path=path, got=samples)
+        raise SpecError(
+            f"the plan normalises {where} = {together} samples together", path=path, got=samples
+        )
     if plan.world_size > plan.layout.dp:
-        raise SpecError("a model with BatchNorm runs data parallel only", path="plan.layout", got=plan.layout)
+        raise SpecError(
+            "a model with BatchNorm runs data parallel only", path="plan.layout", got=plan.layout
+        )
     if any(layer.momentum is None for layer in layers):
-        raise SpecError("BatchNorm needs a momentum: its statistics fade", path="model.factory", got="momentum=None")
-    if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers) and not training.sync_batch_norm:
-        raise SpecError("the model has SyncBatchNorm", path="training.sync_batch_norm", allowed="true")
+        raise SpecError(
+            "BatchNorm needs a momentum: its statistics fade",
+            path="model.factory",
+            got="momentum=None",
+        )
+    if (
+        any(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
+        and not training.sync_batch_norm
+    ):
+        raise SpecError(
+            "the model has SyncBatchNorm", path="training.sync_batch_norm", allowed="true"
+        )
     forward = _over_all_ranks if training.sync_batch_norm else _over_own_samples
     for layer in layers:
         layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
@@ -75,7 +88,9 @@ def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
     """Open a context for recomputed forward passes, which keeps them from updating the running statistics again."""
     originals = [(layer, dict(layer._buffers)) for layer in layers]
     for layer, buffers in originals:
-        layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+        layer._buffers.update(
+            {name: None if value is None else value.clone() for name, value in buffers.items()}
+        )
     try:
         yield
     finally:
@@ -114,14 +129,19 @@ class RunningStatistics:
         total = torch.cat(added)
         dist.all_reduce(total)
         total += torch.cat(faded)
-        for layer, statistics in zip(self._layers, torch.split(total, [len(old) for old in before]), strict=True):
+        for layer, statistics in zip(
+            self._layers, torch.split(total, [len(old) for old in before]), strict=True
+        ):
             mean, variance = statistics.chunk(2)
             layer.running_mean.copy_(mean)  # type: ignore[union-attr]
             layer.running_var.copy_(variance)  # type: ignore[union-attr]
 
     def _statistics(self) -> list[Tensor]:
         """Running means, then variances, of every layer."""
-        return [torch.cat((layer.running_mean, layer.running_var)).float() for layer in self._layers]  # type: ignore[arg-type]
+        return [
+            torch.cat((layer.running_mean, layer.running_var)).float()  # type: ignore[arg-type]
+            for layer in self._layers
+        ]
 
     def _counted(self) -> list[int]:
         return torch.stack([layer.num_batches_tracked for layer in self._layers]).tolist()  # type: ignore[misc]

@@ -74,7 +74,9 @@ class DeepSpeedEngine:
         self._module = recipe.module
         self._randomness = Randomness(recipe, training.seed)
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
-        self._shapes = {name: parameter.shape for name, parameter in self._module.named_parameters()}
+        self._shapes = {
+            name: parameter.shape for name, parameter in self._module.named_parameters()
+        }
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
         _join_deepspeed(device)
@@ -83,7 +85,9 @@ class DeepSpeedEngine:
         self._materialise(config, resume_from)
         if resume_from:  # before DeepSpeed copies the weights into its masters
             self._load(resume_from, self._computed_with())
-        self._updates = Updates(self._module.named_parameters(), training, _optimizer_device(plan, device), step)
+        self._updates = Updates(
+            self._module.named_parameters(), training, _optimizer_device(plan, device), step
+        )
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
         self._engine = self._initialise(config)
@@ -97,12 +101,15 @@ class DeepSpeedEngine:
         self._updates.prepare(step)
         if self._loss_scale:
             engine.optimizer.override_loss_scale(self._loss_scale.factor)
-        scale = plan.layout.dp * plan.gradient_accumulation_steps / tokens  # DeepSpeed divides by both
+        # DeepSpeed divides by both
+        scale = plan.layout.dp * plan.gradient_accumulation_steps / tokens
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         norm = 0.0
         for turn, batch in enumerate(micro_batches):
             self._randomness.begin(step, first + turn)
-            loss_sum = self._recipe.loss_sum(engine, tuple(tensor.to(self._device) for tensor in batch))
+            loss_sum = self._recipe.loss_sum(
+                engine, tuple(tensor.to(self._device) for tensor in batch)
+            )
             engine.backward(loss_sum * scale)
             loss += loss_sum.detach().double()
             del loss_sum
@@ -111,7 +118,8 @@ class DeepSpeedEngine:
             engine.step()
         if plan.zero_stage is not ZeroStage.NONE:
             norm = float(engine.get_global_grad_norm())
-            norm = norm if norm >= 0 else math.nan  # bf16: DeepSpeed returns -1 for a non-finite norm
+            # bf16: DeepSpeed returns -1 for a non-finite norm
+            norm = norm if norm >= 0 else math.nan
         if engine.was_step_applied():
             self._updates.count()
         if self._loss_scale:
@@ -121,7 +129,9 @@ class DeepSpeedEngine:
     def state(self) -> State:
         return checkpoint.of_recipe(self._recipe.name, self._state(self._in_files()))
 
-    def _start(self, resume_from: checkpoint.Saved | None, exact: Callable[[str], Tensor] | None) -> None:
+    def _start(
+        self, resume_from: checkpoint.Saved | None, exact: Callable[[str], Tensor] | None
+    ) -> None:
         """Initialise masters, moments and counters."""
         if self._is_swapped:
             deepspeed_nvme.allocate(self._engine.optimizer, self._moments)
@@ -129,10 +139,18 @@ class DeepSpeedEngine:
         if resume_from:
             self._load(resume_from, self._state(values, known_at=resume_from.cursor.step))
             self._updates.set_steps()
-        if exact:  # DeepSpeed derives the masters from rounded weights, which changes the loss by 1e-3
+        if (
+            exact
+        ):  # DeepSpeed derives the masters from rounded weights, which changes the loss by 1e-3
             for piece in (*self._waiting, *self._pieces()):
-                master = values[id(piece.flat)][deepspeed_nvme.MASTER] if id(piece.flat) in values else piece.flat
-                piece.of(master).copy_(exact(piece.name).flatten().narrow(0, piece.start, piece.count))
+                master = (
+                    values[id(piece.flat)][deepspeed_nvme.MASTER]
+                    if id(piece.flat) in values
+                    else piece.flat
+                )
+                piece.of(master).copy_(
+                    exact(piece.name).flatten().narrow(0, piece.start, piece.count)
+                )
         if self._is_swapped:
             deepspeed_nvme.put_back(self._engine.optimizer, self._moments, values)
 
@@ -141,15 +159,23 @@ class DeepSpeedEngine:
 
     def _in_files(self) -> deepspeed_nvme.Swapped:
         """Host copies of what is offloaded to files; empty without such offload."""
-        return deepspeed_nvme.copy_swapped(self._engine.optimizer, self._moments) if self._is_swapped else {}
+        return (
+            deepspeed_nvme.copy_swapped(self._engine.optimizer, self._moments)
+            if self._is_swapped
+            else {}
+        )
 
     def _state(self, in_files: deepspeed_nvme.Swapped, known_at: int | None = None) -> State:
         """The canonical tensors; with `known_at`, without moments of groups still frozen before that step."""
         if self._plan.zero_stage is ZeroStage.NONE:
-            return checkpoint.model_state(self._module, self._changing) | self._updates.state(known_at=known_at)
+            return checkpoint.model_state(self._module, self._changing) | self._updates.state(
+                known_at=known_at
+            )
         state: dict[str, Any] = dict(checkpoint.model_state(self._module, frozenset()))  # buffers
         state |= (
-            dict(self._frozen_until_later()) | dict(self._fragments(in_files, known_at)) | {STEPS: self._updates.steps}
+            dict(self._frozen_until_later())
+            | dict(self._fragments(in_files, known_at))
+            | {STEPS: self._updates.steps}
         )
         return state | {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else state
 
@@ -164,11 +190,16 @@ class DeepSpeedEngine:
         buffers = [
             (
                 module,
-                {name: value if value is None else value.to(self._device) for name, value in module._buffers.items()},
+                {
+                    name: value if value is None else value.to(self._device)
+                    for name, value in module._buffers.items()
+                },
             )
             for module in self._module.modules()
         ]
-        engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._updates.optimizer, config=config)
+        engine, *_ = deepspeed.initialize(
+            model=self._module, optimizer=self._updates.optimizer, config=config
+        )
         for module, originals in buffers:
             for name, buffer in originals.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
@@ -199,12 +230,20 @@ class DeepSpeedEngine:
             named = recipe.module.named_parameters()
             whole = {name: p for name, p in named if not p.is_meta and not hasattr(p, "ds_id")}
             if resume_from and self._weights_swapped:  # not accessible once partitioned
-                state = {f"model.{name}": p.detach() for name, p in whole.items() if name in self._changing}
+                state = {
+                    f"model.{name}": p.detach()
+                    for name, p in whole.items()
+                    if name in self._changing
+                }
                 self._load(resume_from, state)
             for parameter in whole.values() if low else ():
-                parameter.data = parameter.data.to(low)  # zero.Init does not cast, nor does anything after it
+                parameter.data = parameter.data.to(
+                    low
+                )  # zero.Init does not cast, nor does anything after it
             # One swapper for all parts: a second one would empty the folder.
-            swapper = deepspeed.zero.Init(module=part, config_dict_or_path=config, param_swapper=swapper).param_swapper
+            swapper = deepspeed.zero.Init(
+                module=part, config_dict_or_path=config, param_swapper=swapper
+            ).param_swapper
 
     def _computed_with(self) -> State:
         """Weights and buffers in use before `initialize`: whole, or at stage 3 this rank's runs."""
@@ -227,7 +266,9 @@ class DeepSpeedEngine:
         if self._recipe.initialise is None:
             named = dict(self._module.named_parameters())
             with host_memory():
-                copies = {name: named[name].detach().to("cpu", copy=True) for name in self._changing}
+                copies = {
+                    name: named[name].detach().to("cpu", copy=True) for name in self._changing
+                }
             return copies.__getitem__
         initialise = self._recipe.initialise
 
@@ -249,24 +290,38 @@ class DeepSpeedEngine:
     def _frozen_until_later(self) -> Mapping[str, Any]:
         """`model.<name>` of parameters that thaw later: from fp32 copies, or the weights in use."""
         if self._keeps_copies:
-            return {f"model.{p.name}": Fragment(p.flat, p.start, self._shapes[p.name]) for p in self._waiting}
+            return {
+                f"model.{p.name}": Fragment(p.flat, p.start, self._shapes[p.name])
+                for p in self._waiting
+            }
         names = self._changing - set(self._trained)
         if self._plan.zero_stage is ZeroStage.PARAMETERS:
             return self._runs(names)
         named = dict(self._module.named_parameters())
         return {f"model.{name}": named[name].detach() for name in names}
 
-    def _fragments(self, in_files: deepspeed_nvme.Swapped, known_at: int | None) -> Iterator[tuple[str, Fragment]]:
+    def _fragments(
+        self, in_files: deepspeed_nvme.Swapped, known_at: int | None
+    ) -> Iterator[tuple[str, Fragment]]:
         """Yield the rank's fragments of every master and of every known moment."""
         thaws = {name: thaw for thaw, group in self._updates.groups.items() for name in group}
         for piece in self._pieces():
             flat, shape = piece.flat, self._shapes[piece.name]
-            values = in_files.get(id(flat)) or {deepspeed_nvme.MASTER: flat, **self._updates.optimizer.state[flat]}
-            yield f"model.{piece.name}", Fragment(piece.of(values[deepspeed_nvme.MASTER]), piece.start, shape)
+            values = in_files.get(id(flat)) or {
+                deepspeed_nvme.MASTER: flat,
+                **self._updates.optimizer.state[flat],
+            }
+            yield (
+                f"model.{piece.name}",
+                Fragment(piece.of(values[deepspeed_nvme.MASTER]), piece.start, shape),
+            )
             if known_at is not None and thaws[piece.name] >= known_at:
                 continue
             for moment in self._moments:
-                yield f"optim.state.{piece.name}.{moment}", Fragment(piece.of(values[moment]), piece.start, shape)
+                yield (
+                    f"optim.state.{piece.name}.{moment}",
+                    Fragment(piece.of(values[moment]), piece.start, shape),
+                )
 
     def _nvme(self, run: TrainingRun) -> dict[str, Any] | None:
         """The configuration's part for offload to files, or None."""
@@ -274,7 +329,9 @@ class DeepSpeedEngine:
             return None
         folder = deepspeed_nvme.swap_folder(run) / (self._recipe.name or "model")
         run_elements = deepspeed_nvme.largest_run(list(self._shapes.values()), self._plan.layout.dp)
-        return deepspeed_nvme.offload(self._plan, folder, run_elements, pin_memory=self._device.type == "cuda")
+        return deepspeed_nvme.offload(
+            self._plan, folder, run_elements, pin_memory=self._device.type == "cuda"
+        )
 
     @property
     def _is_swapped(self) -> bool:
@@ -308,8 +365,11 @@ def _join_deepspeed(device: torch.device) -> None:
     """Make DeepSpeed use the existing process group, without compiling anything."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # private; else a C++ build at every start
-        # torch computes in fp16 on any CPU; DeepSpeed requires oneDNN's kernels, which need AVX512-FP16.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # private; else a C++ build at every start
+        )
+        # torch computes in fp16 on any CPU; DeepSpeed requires oneDNN's kernels, which need
+        # AVX512-FP16.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
 

@@ -32,7 +32,9 @@ OPERATIONS = ("pin_memory", "async_io")
 BUFFERS = 4  # of a sub-group's size: master, gradient, two moments
 MODULE = "orchestrator.training.engines.deepspeed_nvme"
 
-Swapped = dict[int, dict[str, Tensor]]  # by id of a flat master: its values and those of its moments, by name
+Swapped = dict[
+    int, dict[str, Tensor]
+]  # by id of a flat master: its values and those of its moments, by name
 
 
 def nvme_problem(extensions: Path) -> str | None:
@@ -53,7 +55,9 @@ def nvme_problem(extensions: Path) -> str | None:
             lock = folder / "lock"
             first = f"remove {lock}, which a killed compiler left, and " if lock.exists() else ""
             command = f"TORCH_EXTENSIONS_DIR={shlex.quote(str(extensions))} {shlex.quote(sys.executable)} -m {MODULE}"
-            return f"DeepSpeed's {operation} is not compiled: {first}run `{command}` (minutes, once)"
+            return (
+                f"DeepSpeed's {operation} is not compiled: {first}run `{command}` (minutes, once)"
+            )
     return None
 
 
@@ -69,9 +73,17 @@ def swap_folder(run: TrainingRun) -> Path:
     """
     folder = run.swap_folder
     if folder is None:
-        raise SpecError("offload to NVMe needs a folder", path="nvme_folder", hint="set it on the cluster's devices")
-    if not os.access(folder.parents[1], os.W_OK | os.X_OK):  # creating it could fill the disk under the mount point
-        raise SpecError("offload to NVMe needs a writable folder", path="nvme_folder", got=str(run.nvme_folder))
+        raise SpecError(
+            "offload to NVMe needs a folder",
+            path="nvme_folder",
+            hint="set it on the cluster's devices",
+        )
+    if not os.access(
+        folder.parents[1], os.W_OK | os.X_OK
+    ):  # creating it could fill the disk under the mount point
+        raise SpecError(
+            "offload to NVMe needs a writable folder", path="nvme_folder", got=str(run.nvme_folder)
+        )
     problem = nvme_problem(extensions_folder())
     if problem:
         raise SpecError(problem, path="plan.offload_target", got="nvme")
@@ -100,7 +112,9 @@ def allocate(zero: Any, names: Sequence[str]) -> None:
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             with _swapped_in(zero, index, write=True):
-                zero.optimizer.state[flat] |= {name: torch.zeros_like(flat, requires_grad=False) for name in names}
+                zero.optimizer.state[flat] |= {
+                    name: torch.zeros_like(flat, requires_grad=False) for name in names
+                }
 
 
 def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
@@ -109,7 +123,9 @@ def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             with _swapped_in(zero, index, write=False):
-                copies[id(flat)] = {name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()}
+                copies[id(flat)] = {
+                    name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()
+                }
     return copies
 
 
@@ -148,7 +164,9 @@ def _missing_tools() -> str | None:
 
     if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:
         return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
-    if torch.version.cuda and cpp_extension.CUDA_HOME is None:  # deepspeed/ops/op_builder/async_io.py
+    if (
+        torch.version.cuda and cpp_extension.CUDA_HOME is None
+    ):  # deepspeed/ops/op_builder/async_io.py
         return "DeepSpeed's async_io is compiled with headers of CUDA: install its toolkit, or set CUDA_HOME"
     if not AsyncIOBuilder().is_compatible(verbose=False):
         return "DeepSpeed's async_io needs libaio: install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"

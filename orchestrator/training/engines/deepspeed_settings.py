@@ -25,9 +25,13 @@ class Buckets:
     swapped: int  # NVMe: elements of the master read at a time, with its gradient and moments
 
 
-# Virtual devices are small: DeepSpeed's defaults (5e8 elements) would keep everything and hide what a stage saves.
-CPU_BUCKETS = Buckets(reduce=2**19, allgather=2**19, prefetch=0, live=0, reuse=0, persistent=1_000, swapped=2**18)
-# Reduce and gather: a tenth of the defaults, 0.2 GB in fp32, still large messages. Swapped: a tenth of the default,
+# Virtual devices are small: DeepSpeed's defaults (5e8 elements) would keep everything and hide what
+# a stage saves.
+CPU_BUCKETS = Buckets(
+    reduce=2**19, allgather=2**19, prefetch=0, live=0, reuse=0, persistent=1_000, swapped=2**18
+)
+# Reduce and gather: a tenth of the defaults, 0.2 GB in fp32, still large messages. Swapped: a tenth
+# of the default,
 # four buffers of 0.4 GB. The rest are the defaults (deepspeed/runtime/zero/config.py).
 CUDA_BUCKETS = Buckets(
     reduce=50_000_000,
@@ -41,7 +45,10 @@ CUDA_BUCKETS = Buckets(
 
 
 def settings(
-    plan: Plan, training: TrainingSpec, device: torch.device, nvme: dict[str, dict[str, Any]] | None = None
+    plan: Plan,
+    training: TrainingSpec,
+    device: torch.device,
+    nvme: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the plan as a DeepSpeed configuration; `nvme` is the result of `deepspeed_nvme.offload`."""
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
@@ -49,7 +56,8 @@ def settings(
         "stage": int(plan.zero_stage),
         "reduce_bucket_size": buckets.reduce,
         "allgather_bucket_size": buckets.allgather,
-        "overlap_comm": device.type == "cuda" and plan.zero_stage is ZeroStage.PARAMETERS,  # the default, made explicit
+        "overlap_comm": device.type == "cuda"
+        and plan.zero_stage is ZeroStage.PARAMETERS,  # the default, made explicit
         "stage3_prefetch_bucket_size": buckets.prefetch,
         "stage3_max_live_parameters": buckets.live,
         "stage3_max_reuse_distance": buckets.reuse,
@@ -70,11 +78,16 @@ def settings(
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "zero_optimization": zero,
         "bf16": {"enabled": plan.precision is Precision.BF16},
-        # Our own loss scale is set before every step: DeepSpeed would change its scale within a step.
+        # Our own loss scale is set before every step: DeepSpeed would change its scale within a
+        # step.
         "fp16": {"enabled": plan.precision is Precision.FP16, "loss_scale": 1.0},
-        # Explicit: unset means 1.0, not off. At stage 0 DeepSpeed does not return the norm, so the engine clips.
-        "gradient_clipping": (training.clip_norm or 0.0) if plan.zero_stage is not ZeroStage.NONE else 0.0,
-        "zero_allow_untested_optimizer": True,  # torch.optim.AdamW: DeepSpeed's own would be compiled at start
+        # Explicit: unset means 1.0, not off. At stage 0 DeepSpeed does not return the norm, so the
+        # engine clips.
+        "gradient_clipping": (training.clip_norm or 0.0)
+        if plan.zero_stage is not ZeroStage.NONE
+        else 0.0,
+        # torch.optim.AdamW: DeepSpeed's own would be compiled at start
+        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }

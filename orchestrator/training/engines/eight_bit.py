@@ -26,7 +26,13 @@ def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
     from torchao.optim import AdamW8bit  # only here: it takes a second
 
     betas, decay = (training.beta1, training.beta2), training.weight_decay
-    return AdamW8bit(groups, lr=training.learning_rate, betas=betas, weight_decay=decay, bf16_stochastic_round=True)
+    return AdamW8bit(
+        groups,
+        lr=training.learning_rate,
+        betas=betas,
+        weight_decay=decay,
+        bf16_stochastic_round=True,
+    )
 
 
 def new_state(tensor: Tensor) -> dict[str, Any]:
@@ -35,7 +41,9 @@ def new_state(tensor: Tensor) -> dict[str, Any]:
     Moments that are not quantised are fp32 beside any weight: in bf16 a second moment would hardly move.
     """
     moments = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
-    return {"step": torch.tensor(0.0)} | {name: _zeros(tensor, is_signed) for name, is_signed in moments.items()}
+    return {"step": torch.tensor(0.0)} | {
+        name: _zeros(tensor, is_signed) for name, is_signed in moments.items()
+    }
 
 
 def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
@@ -45,11 +53,15 @@ def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
     if local.numel() < QUANTISED_MIN or local.numel() % BLOCK:
         moment = torch.zeros_like(local, dtype=torch.float32, requires_grad=False)
     else:
-        moment = OptimState8bit.zeros(local.shape, is_signed, BLOCK, local.device, dtype=torch.float32)
+        moment = OptimState8bit.zeros(
+            local.shape, is_signed, BLOCK, local.device, dtype=torch.float32
+        )
     if not isinstance(tensor, DTensor):
         return moment
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
-    return DTensor.from_local(moment, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
+    return DTensor.from_local(
+        moment, mesh, placements, run_check=False, shape=shape, stride=tensor.stride()
+    )
 
 
 def saved(moment: Tensor) -> Tensor | Chunks:
@@ -67,4 +79,8 @@ def stance(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     On the CPU the compiler would take longer than the small models of virtual devices train. Both ways' temporaries are
     in memory/engines/optimizers.py.
     """
-    return torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if device.type == "cpu"
+        else contextlib.nullcontext()
+    )

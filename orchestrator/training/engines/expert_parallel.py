@@ -32,11 +32,16 @@ class ExpertParallel:
         """Raises SpecError where the recipe's experts cannot be spread so, or not by this torch."""
         degree, path, experts = plan.expert_parallel, "plan.expert_parallel", recipe.experts
         if experts is None:
-            raise SpecError("this model has no experts to spread", path=path, got=degree, allowed="1")
+            raise SpecError(
+                "this model has no experts to spread", path=path, got=degree, allowed="1"
+            )
         if experts.count % degree:
             raise SpecError(f"no divisor of its {experts.count} experts", path=path, got=degree)
         try:  # torch 2.11 has neither: there FSDP2 cuts all of a layer over the same ranks
-            from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+            from torch.distributed.fsdp._fully_shard._fsdp_common import (
+                FSDPMeshInfo,
+                ShardPlacementResult,
+            )
         except ImportError:
             raise SpecError(
                 f"torch {torch.__version__} cuts all of a layer over the same ranks, experts like the rest",
@@ -48,7 +53,10 @@ class ExpertParallel:
         self._mesh = init_device_mesh(
             device.type, (plan.layout.dp // degree, degree), mesh_dim_names=("expert_shard", "ep")
         )
-        self._result, self._shared = ShardPlacementResult, FSDPMeshInfo(self._mesh["expert_shard"], shard_mesh_dim=0)
+        self._result, self._shared = (
+            ShardPlacementResult,
+            FSDPMeshInfo(self._mesh["expert_shard"], shard_mesh_dim=0),
+        )
         self._names = frozenset(
             f"{name}.{key}"
             for name, module in recipe.module.named_modules()

@@ -24,7 +24,9 @@ def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
 
 def thaw_steps(freeze: Sequence[Freeze]) -> tuple[int, ...]:
     """Return every step at which parameters unfreeze, ascending, starting with 0."""
-    return tuple(sorted({0, *(entry.until_step for entry in freeze if entry.until_step is not None)}))
+    return tuple(
+        sorted({0, *(entry.until_step for entry in freeze if entry.until_step is not None)})
+    )
 
 
 def next_thaw(step: int, freeze: Sequence[Freeze]) -> int | None:
@@ -43,10 +45,21 @@ def freeze_for(module: nn.Module, freeze: Sequence[Freeze], step: int) -> frozen
     for entry in freeze:
         if not any(fnmatchcase(name, entry.parameters) for name in named):
             example = f"a pattern of names such as {next(iter(named), 'none')}"
-            raise SpecError("no parameter matches", path="training.freeze", got=entry.parameters, allowed=example)
-    trainable = {name: thaw_step(name, freeze) for name, parameter in named.items() if parameter.requires_grad}
+            raise SpecError(
+                "no parameter matches",
+                path="training.freeze",
+                got=entry.parameters,
+                allowed=example,
+            )
+    trainable = {
+        name: thaw_step(name, freeze)
+        for name, parameter in named.items()
+        if parameter.requires_grad
+    }
     for name, thaw in trainable.items():
         named[name].requires_grad_(thaw is not None and thaw <= step)
     if not any(parameter.requires_grad for parameter in named.values()):
-        raise SpecError("every parameter is frozen", path="training.freeze", got=f"optimizer step {step + 1}")
+        raise SpecError(
+            "every parameter is frozen", path="training.freeze", got=f"optimizer step {step + 1}"
+        )
     return frozenset(name for name, thaw in trainable.items() if thaw is not None)

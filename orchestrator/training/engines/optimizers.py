@@ -17,7 +17,8 @@ from orchestrator.training.engines import eight_bit
 from orchestrator.training.engines.freezing import thaw_step, thaw_steps
 from orchestrator.training.engines.schedule import learning_rate
 
-STEPS = "optim.steps"  # canonical name: updates done by each group of parameters that thaw together, ascending
+# canonical name: updates done by each group of parameters that thaw together, ascending
+STEPS = "optim.steps"
 
 
 class _Alone(NamedTuple):
@@ -55,7 +56,9 @@ class Updates:
                 groups.setdefault(thaw, {})[name] = parameter
         self.groups = dict(sorted(groups.items()))
         self.steps = torch.tensor([float(max(0, step - thaw)) for thaw in self._thaws])
-        self._thawed = torch.tensor([thaw <= step for thaw in self._thaws])  # a pipeline stage may have none of a group
+        self._thawed = torch.tensor(
+            [thaw <= step for thaw in self._thaws]
+        )  # a pipeline stage may have none of a group
         self.optimizer = _optimizer(self.groups, training, device)
         self._alone: dict[nn.Parameter, _Alone] = {}
         self._device, self._seed = device, seed
@@ -65,7 +68,9 @@ class Updates:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters by whole-model name."""
-        return {name: parameter for group in self.groups.values() for name, parameter in group.items()}
+        return {
+            name: parameter for group in self.groups.values() for name, parameter in group.items()
+        }
 
     def allocate(self, tensors: Sequence[Sequence[Tensor]] | None = None) -> None:
         """Allocate zero states for every updated tensor, so that the first update needs no more memory than later ones.
@@ -141,7 +146,8 @@ class Updates:
         for thaw, group in self.groups.items():
             for name, parameter in group.items():
                 optimizer = _optimizer({thaw: {name: parameter}}, self._training, self._device)
-                optimizer.state = self.optimizer.state  # one dictionary: a checkpoint fills it, counters are set in it
+                # one dictionary: a checkpoint fills it, counters are set in it
+                optimizer.state = self.optimizer.state
                 self._alone[parameter] = _Alone(name, optimizer)
 
     def _step_alone(self, alone: _Alone) -> None:
@@ -172,7 +178,9 @@ def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the global norm of the gradients, a scalar; DTensor gradients count over all their ranks."""
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = torch.nn.utils.get_total_norm(
+        [parameter.grad for parameter in parameters if parameter.grad is not None]
+    )
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -188,21 +196,41 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
 
 
-def _optimizer(groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpec, device: torch.device) -> Any:
+def _optimizer(
+    groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpec, device: torch.device
+) -> Any:
     """Fused on CUDA; on CPU one parameter at a time, since foreach holds temporaries for all."""
-    chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [{"params": []}]
-    decay, betas, fused = training.weight_decay, (training.beta1, training.beta2), device.type == "cuda"
+    chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [
+        {"params": []}
+    ]
+    decay, betas, fused = (
+        training.weight_decay,
+        (training.beta1, training.beta2),
+        device.type == "cuda",
+    )
     if training.optimizer is Optimizer.SGD:
         momentum = training.momentum
         return torch.optim.SGD(
-            chosen, lr=training.learning_rate, momentum=momentum, weight_decay=decay, foreach=False, fused=fused
+            chosen,
+            lr=training.learning_rate,
+            momentum=momentum,
+            weight_decay=decay,
+            foreach=False,
+            fused=fused,
         )
     if training.optimizer is Optimizer.ADAFACTOR:
-        return torch.optim.Adafactor(chosen, lr=training.learning_rate, weight_decay=decay, foreach=False)
+        return torch.optim.Adafactor(
+            chosen, lr=training.learning_rate, weight_decay=decay, foreach=False
+        )
     if training.optimizer is Optimizer.ADAMW_8BIT:
         return eight_bit.adamw(chosen, training)
     return torch.optim.AdamW(
-        chosen, lr=training.learning_rate, betas=betas, weight_decay=decay, foreach=False, fused=fused
+        chosen,
+        lr=training.learning_rate,
+        betas=betas,
+        weight_decay=decay,
+        foreach=False,
+        fused=fused,
     )
 
 
@@ -215,7 +243,12 @@ def _new_state(optimizer: Any, training: TrainingSpec, tensor: Tensor) -> dict[s
     fused = bool(optimizer.defaults.get("fused"))
     counter = {"step": torch.tensor(0.0, device=tensor.device if fused else "cpu")}
     if training.optimizer is Optimizer.ADAFACTOR:
-        factors = {"row_var": (*tensor.shape[:-1], 1), "col_var": (*tensor.shape[:-2], 1, *tensor.shape[-1:])}
-        moments = {name: tensor.detach().new_zeros(factors.get(name, tensor.shape)) for name in names}
+        factors = {
+            "row_var": (*tensor.shape[:-1], 1),
+            "col_var": (*tensor.shape[:-2], 1, *tensor.shape[-1:]),
+        }
+        moments = {
+            name: tensor.detach().new_zeros(factors.get(name, tensor.shape)) for name in names
+        }
         return {**counter, "row_var": None, "col_var": None, "variance": None, **moments}
     return counter | {name: torch.zeros_like(tensor, requires_grad=False) for name in names}

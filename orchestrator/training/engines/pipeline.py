@@ -42,7 +42,9 @@ class Share:
     """A rank's part of a model that is split into pipeline stages."""
 
     stages: tuple[Recipe, ...]  # one per stage of the rank: its module and layers
-    names: dict[str, str]  # every whole-model name of a parameter -> its first name, which the checkpoint uses
+    names: dict[
+        str, str
+    ]  # every whole-model name of a parameter -> its first name, which the checkpoint uses
     shared: tuple[str, ...]  # parameters that the first and the last stage both have
 
 
@@ -55,7 +57,11 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
     if recipe.stages is None:
         hint = "a factory may return a Recipe with `stages`"
         raise SpecError(
-            "this model defines no pipeline stages", path="plan.layout.pp", got=plan.layout.pp, allowed="1", hint=hint
+            "this model defines no pipeline stages",
+            path="plan.layout.pp",
+            got=plan.layout.pp,
+            allowed="1",
+            hint=hint,
         )
     ranges = plan_ranges(len(recipe.layers), plan)
     names, shared = _names(recipe, ranges)
@@ -85,7 +91,11 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
         layers = tuple(recipe.layers[index] for index in ranges[stage])
         made = by_first_name if initialise else None
         stages.append(replace(recipe, module=module, layers=layers, initialise=made))
-    return Share(stages=tuple(stages), names=names, shared=shared if {0, count - 1} & set(stage_indices) else ())
+    return Share(
+        stages=tuple(stages),
+        names=names,
+        shared=shared if {0, count - 1} & set(stage_indices) else (),
+    )
 
 
 def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
@@ -94,7 +104,9 @@ def plan_ranges(layers: int, plan: Plan) -> tuple[range, ...]:
     try:
         return layer_ranges(layers, count, plan.first_stage_layers, plan.last_stage_layers)
     except ValueError as error:
-        raise SpecError("every pipeline stage needs a layer", path="plan.layout.pp", got=str(error)) from None
+        raise SpecError(
+            "every pipeline stage needs a layer", path="plan.layout.pp", got=str(error)
+        ) from None
 
 
 class Stage(nn.Module):
@@ -116,7 +128,9 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         with self._autocast():
-            hidden = self._stages.hidden(self.module, self._tokens.stand_in(x) if self._tokens else x)
+            hidden = self._stages.hidden(
+                self.module, self._tokens.stand_in(x) if self._tokens else x
+            )
             if not self._is_last:
                 return hidden
             assert labels is not None
@@ -127,7 +141,12 @@ class Pipeline:
     """The pipeline stages of a rank, with their schedule."""
 
     def __init__(
-        self, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device, randomness: Randomness
+        self,
+        roots: Sequence[nn.Module],
+        plan: Plan,
+        mesh: DeviceMesh,
+        device: torch.device,
+        randomness: Randomness,
     ) -> None:
         """`roots`: the rank's stages, each a Stage or its wrapper; `mesh`: the pipeline axis."""
         self._randomness = randomness
@@ -138,7 +157,9 @@ class Pipeline:
         count = len(roots) * self._ranks
         kind = _Stage if len(roots) == 1 else _InterleavedStage
         stages = [
-            kind(self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group)
+            kind(
+                self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group
+            )
             for turn, root in enumerate(roots)
         ]
         self._stages = stages
@@ -168,17 +189,25 @@ class Pipeline:
         if self._rank == 0 or self.is_last:  # the others need no data
             batches = list(micro_batches)
             if self._rank == 0:
-                inputs = [torch.cat([batch[0] for batch in batches]).to(self._device, non_blocking=True)]
+                inputs = [
+                    torch.cat([batch[0] for batch in batches]).to(self._device, non_blocking=True)
+                ]
             else:
-                target = torch.cat([batch[1] for batch in batches]).to(self._device, non_blocking=True)
+                target = torch.cat([batch[1] for batch in batches]).to(
+                    self._device, non_blocking=True
+                )
                 keywords["labels"] = target
         with own_out_of_memory(), contextlib.ExitStack() as quiet:
-            for root in self._replicated:  # the schedule itself reduces after the last backward pass
+            for (
+                root
+            ) in self._replicated:  # the schedule itself reduces after the last backward pass
                 quiet.enter_context(root.no_sync())
             losses = self._schedule.step(*inputs, target=target, **keywords)
             for stage in self._stages:
                 stage.finish()
-        return losses.detach().double().sum() if self.is_last else torch.zeros((), dtype=torch.float64)
+        return (
+            losses.detach().double().sum() if self.is_last else torch.zeros((), dtype=torch.float64)
+        )
 
     def add_up(self, gradients: Iterable[Tensor]) -> None:
         """Sum the gradients of parameters shared by the first and the last stage, in place."""
@@ -220,11 +249,17 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._seed(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._release(self.args_recv_info[fwd_chunk_id])  # `fwd_cache` keeps the input for the backward pass
+        self._release(
+            self.args_recv_info[fwd_chunk_id]
+        )  # `fwd_cache` keeps the input for the backward pass
         return output
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._release(self.grad_recv_info[bwd_chunk_id])
@@ -268,8 +303,12 @@ class _Stage(PipelineStage):
 
     def _allocate(self, infos: Iterable[Any], *, trained: bool) -> None:
         for info in infos:
-            if getattr(info, "buffer", None) is not None:  # torch 2.11: what the schedule is handed has none at all
-                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=trained)
+            if (
+                getattr(info, "buffer", None) is not None
+            ):  # torch 2.11: what the schedule is handed has none at all
+                info.buffer = torch.empty_like(
+                    info.buffer, device=self.device, requires_grad=trained
+                )
 
     def _release(self, infos: Iterable[Any]) -> None:
         for info in infos:
@@ -302,11 +341,16 @@ class _InterleavedStage(_Stage):
         self._forward, self._backward = _sent([], self._forward), _sent([], self._backward)
 
 
-def _sent(ops: Iterable[dist.P2POp], before: Iterable[tuple[dist.Work, Tensor]]) -> list[tuple[dist.Work, Tensor]]:
+def _sent(
+    ops: Iterable[dist.P2POp], before: Iterable[tuple[dist.Work, Tensor]]
+) -> list[tuple[dist.Work, Tensor]]:
     """Begin to send, once the messages before have gone."""
     for work, _ in before:
         work.wait()
-    return [(op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer), op.tensor) for op in ops]
+    return [
+        (op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer), op.tensor)
+        for op in ops
+    ]
 
 
 @contextlib.contextmanager
@@ -336,16 +380,25 @@ def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tup
     holders: dict[str, set[int]] = {}
     for name, parameter in recipe.module.named_parameters(remove_duplicate=False):
         names[name] = first_names.setdefault(id(parameter), name)
-        stage = next((stage for part, stage in stage_of.items() if name.startswith(f"{part}.")), None)
+        stage = next(
+            (stage for part, stage in stage_of.items() if name.startswith(f"{part}.")), None
+        )
         if stage is None:
             raise SpecError(
-                "a parameter belongs to no pipeline stage", path="plan.layout.pp", got=name, allowed="pp = 1"
+                "a parameter belongs to no pipeline stage",
+                path="plan.layout.pp",
+                got=name,
+                allowed="pp = 1",
             )
         holders.setdefault(names[name], set()).add(stage)
     for name, stages in holders.items():
         if len(stages) > 1 and stages != {0, count - 1}:
             got = f"{name}, of stages {sorted(stages)}"
-            raise SpecError("only the first and the last stage may share a parameter", path="plan.layout.pp", got=got)
+            raise SpecError(
+                "only the first and the last stage may share a parameter",
+                path="plan.layout.pp",
+                got=got,
+            )
     return names, tuple(name for name, stages in holders.items() if len(stages) > 1)
 
 
@@ -379,5 +432,7 @@ def _copy_parts(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
     for key, child in module._modules.items():
         path = f"{name}.{key}".lstrip(".")
         around = child is not None and any(part.startswith(f"{path}.") for part in parts)
-        twin._modules[key] = _copy_parts(child, path, parts) if child is not None and around else child
+        twin._modules[key] = (
+            _copy_parts(child, path, parts) if child is not None and around else child
+        )
     return twin

@@ -18,7 +18,8 @@ from torch import nn
 
 from orchestrator.training.contract.recipe import Recipe
 
-_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: Fibonacci hashing (Knuth, TAOCP 3, section 6.4)
+# 2**64 over the golden ratio: Fibonacci hashing (Knuth, TAOCP 3, section 6.4)
+_ODD = 0x9E3779B97F4A7C15
 _MASK = 2**63 - 1
 _UPDATE = 1  # where the seeds of updates start; those of micro-batches start at 0
 

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.errors import SpecError
@@ -19,19 +23,35 @@ from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
 from orchestrator.training.guard.virtual_device import host_memory
 
 aten = torch.ops.aten
-# Expensive operations, which selective checkpointing saves: matrix products, convolutions and attention.
+# Expensive operations, which selective checkpointing saves: matrix products, convolutions and
+# attention.
 KEPT = frozenset(
     {
-        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
-        *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
+        *(
+            aten.mm.default,
+            aten.addmm.default,
+            aten.bmm.default,
+            aten.baddbmm.default,
+            aten.convolution.default,
+        ),
+        *(
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+        ),
         SUMMED_PRODUCT,  # of sequence-parallel ranks
-        *(aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
+        *(
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+        ),
     }
 )
 
 
 def recompute(
-    layers: Sequence[nn.Module], mode: ActivationCheckpointing, full_layers: int = 0, stages: Sequence[range] = ()
+    layers: Sequence[nn.Module],
+    mode: ActivationCheckpointing,
+    full_layers: int = 0,
+    stages: Sequence[range] = (),
 ) -> None:
     """Apply activation checkpointing to every layer, in place.
 
@@ -50,7 +70,9 @@ def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
     if norms:
         settings["context_fn"] = functools.partial(_contexts, mode, norms)
     elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
-        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
+        settings["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, _keep_what_is_dear
+        )
     layer.forward = functools.partial(checkpoint, layer.forward, **settings)
 
 
@@ -84,7 +106,9 @@ class _OnHost:
         self._device = tensor.device
         with host_memory():
             pinned = tensor.device.type == "cuda"
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            self._copy = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned
+            )
             self._copy.copy_(tensor, non_blocking=pinned)
 
     def on_device(self) -> Tensor:
@@ -101,12 +125,16 @@ def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[A
 
 
 @contextlib.contextmanager
-def _again(selective: contextlib.AbstractContextManager[Any], norms: list[_BatchNorm]) -> Iterator[None]:
+def _again(
+    selective: contextlib.AbstractContextManager[Any], norms: list[_BatchNorm]
+) -> Iterator[None]:
     with counted_once(norms), selective:
         yield
 
 
-def _keep_what_is_dear(_context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
+def _keep_what_is_dear(
+    _context: object, operation: object, *_: object, **__: object
+) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -119,6 +147,9 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     """
     for layer in layers:
         if isinstance(layer.forward, functools.partial) and batch_norms(layer):
-            got, hint = "activation checkpointing of layers with BatchNorm", "turn off one of the two"
+            got, hint = (
+                "activation checkpointing of layers with BatchNorm",
+                "turn off one of the two",
+            )
             raise SpecError("cannot be compiled", path="training.compile", got=got, hint=hint)
         layer.forward = torch.compile(layer.forward)

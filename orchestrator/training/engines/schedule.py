@@ -19,5 +19,9 @@ def learning_rate(training: TrainingSpec, step: int) -> float:
     if training.schedule is Schedule.CONSTANT:
         return peak
     progress = min(1.0, (step - warmup) / max(1, training.max_steps - warmup))
-    left = 1.0 - progress if training.schedule is Schedule.LINEAR else (1.0 + math.cos(math.pi * progress)) / 2
+    left = (
+        1.0 - progress
+        if training.schedule is Schedule.LINEAR
+        else (1.0 + math.cos(math.pi * progress)) / 2
+    )
     return training.min_learning_rate + (peak - training.min_learning_rate) * left

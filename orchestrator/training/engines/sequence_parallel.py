@@ -123,8 +123,13 @@ def own_tokens(x_BTD: Tensor) -> Tensor:
     """Return this rank's tokens behind a stand-in. Raises SpecError if the model replaced it by another tensor."""
     own_1ND: Tensor | None = getattr(x_BTD, "own", None)
     if own_1ND is None:
-        problem, hint = "the model changes hidden states before its first layer", "leave out `gathered`"
-        raise SpecError(problem, path="tensor_parallel", allowed="an embedding that layers follow", hint=hint)
+        problem, hint = (
+            "the model changes hidden states before its first layer",
+            "leave out `gathered`",
+        )
+        raise SpecError(
+            problem, path="tensor_parallel", allowed="an embedding that layers follow", hint=hint
+        )
     return own_1ND
 
 
@@ -134,20 +139,29 @@ def column_product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> T
     `x` is kept if it is not the gathered tensor itself, since a hook or the model replaced it.
     """
     if not hasattr(x_BTD, "gathered"):
-        return functional.linear(x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype))
+        return functional.linear(
+            x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype)
+        )
     return _ColumnProduct.apply(x_BTD, x_BTD.own, weight_FD, bias_F, x_BTD.gathered)  # type: ignore[attr-defined, no-untyped-call]
 
 
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTD: Tensor, x_1ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, gathered: Gathered
+        ctx: Any,
+        x_BTD: Tensor,
+        x_1ND: Tensor,
+        weight_FD: Tensor,
+        bias_F: Tensor | None,
+        gathered: Gathered,
     ) -> Tensor:
         ctx.save_for_backward(x_1ND, weight_FD)
         ctx.gathered = gathered
         if ctx.needs_input_grad[2]:
             gathered.read()
-        return functional.linear(x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype))
+        return functional.linear(
+            x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype)
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -199,7 +213,9 @@ class _RowFactors(torch.autograd.Function):
 
 class _RowSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, _product_BTD: Tensor, x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens) -> Tensor:
+    def forward(
+        ctx: Any, _product_BTD: Tensor, x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens
+    ) -> Tensor:
         ctx.tokens = tokens
         weight_DF = weight_DF.to(x_BTF.dtype)
         return summed_product(x_BTF.flatten(0, 1), weight_DF, tokens.group.group_name).unsqueeze(0)
@@ -244,4 +260,7 @@ def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     summed = torch.split(flat, [gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(list(gradients), [total.view_as(part) for total, part in zip(summed, gradients, strict=True)])
+    torch._foreach_copy_(
+        list(gradients),
+        [total.view_as(part) for total, part in zip(summed, gradients, strict=True)],
+    )

@@ -22,9 +22,16 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import Recipe
-from orchestrator.training.engines.sequence_parallel import Tokens, add_up, column_product, own_tokens, row_product
+from orchestrator.training.engines.sequence_parallel import (
+    Tokens,
+    add_up,
+    column_product,
+    own_tokens,
+    row_product,
+)
 
-# word -> the axis along which a parameter is cut, by the parameter's name in its module; None: whole on every rank
+# word -> the axis along which a parameter is cut, by the parameter's name in its module; None:
+# whole on every rank
 CUTS: Mapping[str, Mapping[str, int | None]] = {
     "colwise": {"weight": 0, "bias": 0},
     "rowwise": {"weight": 1, "bias": None},
@@ -43,9 +50,13 @@ class TensorParallel:
     """The sharding of a module's parameters over the ranks of `mesh`."""
 
     mesh: DeviceMesh
-    axes: Mapping[str, int | None]  # by every whole-model name of a parameter, shared ones by all of theirs
+    axes: Mapping[
+        str, int | None
+    ]  # by every whole-model name of a parameter, shared ones by all of theirs
     styles: dict[int, ParallelStyle]  # still to be applied, by the id of the module
-    partial: frozenset[str]  # parameters that a rank applies to its own tokens or heads: their gradients are added up
+    partial: frozenset[
+        str
+    ]  # parameters that a rank applies to its own tokens or heads: their gradients are added up
     tokens: Tokens | None  # with sequence parallelism
 
     def place(self, name: str, values: Tensor) -> Tensor:
@@ -70,7 +81,9 @@ class TensorParallel:
     def spread(self, layers: Sequence[nn.Module]) -> None:
         """Make the first of consecutive layers take this rank's tokens, in place, under sequence parallelism only."""
         if self.tokens:
-            layers[0].register_forward_pre_hook(_changing_first(own_tokens), prepend=True, with_kwargs=True)
+            layers[0].register_forward_pre_hook(
+                _changing_first(own_tokens), prepend=True, with_kwargs=True
+            )
 
     def partial_of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:
         """Return the parameters whose gradients must be summed over ranks, in the same order on every rank."""
@@ -82,7 +95,9 @@ class TensorParallel:
         add_up([_local(gradient) for gradient in gradients], self.mesh.get_group())
 
 
-def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, length: int) -> TensorParallel:
+def tensor_parallel(
+    recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, length: int
+) -> TensorParallel:
     """Make the recipe's modules compute on their shards, in place; return the sharding of their parameters.
 
     `length`: tokens of each sample that the group's ranks have together. Raises SpecError if the recipe's plan is
@@ -103,15 +118,22 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, len
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
         if isinstance(word, ParallelStyle):
-            styles[id(module)] = word  # for the module's own parameters; submodules have entries of their own
+            # for the module's own parameters; submodules have entries of their own
+            styles[id(module)] = word
             continue
-        paths = {key: f"{name}.{key}".lstrip(".") for key, values in module._parameters.items() if values is not None}
+        paths = {
+            key: f"{name}.{key}".lstrip(".")
+            for key, values in module._parameters.items()
+            if values is not None
+        }
         if word == GATHERED:
             assert tokens
             module.register_forward_pre_hook(_changing_first(tokens.gather), with_kwargs=True)
         elif word and "weight" not in paths:
             got = f"{name}, a {type(module).__name__}"
-            raise SpecError(f"{word} cuts modules that have a weight", path="tensor_parallel", got=got)
+            raise SpecError(
+                f"{word} cuts modules that have a weight", path="tensor_parallel", got=got
+            )
         is_inside = any(name.startswith(f"{outer}.") for outer in gathering)
         if is_inside:
             _check_inside(name, module, word, paths)
@@ -130,7 +152,9 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int, len
     _check_shared(recipe.module, axes)
     if tokens:
         _check_ends(chosen)
-    return TensorParallel(mesh=mesh, axes=axes, styles=styles, partial=frozenset(partial), tokens=tokens)
+    return TensorParallel(
+        mesh=mesh, axes=axes, styles=styles, partial=frozenset(partial), tokens=tokens
+    )
 
 
 def is_sequence_parallel(recipe: Recipe) -> bool:
@@ -148,7 +172,12 @@ def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
     for word in ("embedding", "head"):
         if word not in chosen.values():
             got, allowed = f"gathered, without {word}", "gathered beside embedding and head"
-            raise SpecError("own tokens go from embedding to head", path="tensor_parallel", got=got, allowed=allowed)
+            raise SpecError(
+                "own tokens go from embedding to head",
+                path="tensor_parallel",
+                got=got,
+                allowed=allowed,
+            )
 
 
 def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, str]) -> None:
@@ -158,11 +187,16 @@ def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, s
         got = f"{name}, a {type(module).__name__}"
         allowed = "Linear modules that are colwise or rowwise, and headwise ones"
         raise SpecError(
-            "a gathered module has a part that is not cut", path="tensor_parallel", got=got, allowed=allowed
+            "a gathered module has a part that is not cut",
+            path="tensor_parallel",
+            got=got,
+            allowed=allowed,
         )
 
 
-def _changing_first(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+def _changing_first(
+    change: Callable[[Tensor], Tensor],
+) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
     """A hook that changes the first argument of a call, the hidden states."""
 
     def hook(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -179,10 +213,17 @@ def _check_sizes(recipe: Recipe, degree: int) -> None:
     path = "plan.layout.tp"
     if not recipe.tensor_parallel:
         hint = "a factory may return a Recipe with `tensor_parallel`"
-        raise SpecError("this model has no tensor-parallel plan", path=path, got=degree, allowed="1", hint=hint)
+        raise SpecError(
+            "this model has no tensor-parallel plan", path=path, got=degree, allowed="1", hint=hint
+        )
     for name, size in recipe.tensor_parallel_sizes.items():
         if size % degree:
-            raise SpecError(f"tp does not divide {name} = {size}", path=path, got=degree, allowed="a divisor of it")
+            raise SpecError(
+                f"tp does not divide {name} = {size}",
+                path=path,
+                got=degree,
+                allowed="a divisor of it",
+            )
 
 
 def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
@@ -191,11 +232,20 @@ def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
     for pattern, word in recipe.tensor_parallel.items():
         path = f"tensor_parallel: {pattern}"
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise SpecError("no module matches", path=path, got=pattern, allowed=f"names such as {names[-1]}")
+            raise SpecError(
+                "no module matches", path=path, got=pattern, allowed=f"names such as {names[-1]}"
+            )
         if isinstance(word, str) and word not in WORDS:
-            raise SpecError("no such word", path=path, got=word, allowed=f"{', '.join(WORDS)}, or a ParallelStyle")
+            raise SpecError(
+                "no such word",
+                path=path,
+                got=word,
+                allowed=f"{', '.join(WORDS)}, or a ParallelStyle",
+            )
     return {
-        name: next(word for pattern, word in recipe.tensor_parallel.items() if fnmatchcase(name, pattern))
+        name: next(
+            word for pattern, word in recipe.tensor_parallel.items() if fnmatchcase(name, pattern)
+        )
         for name in names
         if any(fnmatchcase(name, pattern) for pattern in recipe.tensor_parallel)
     }
@@ -209,13 +259,21 @@ def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int
     if key not in cuts:
         got, allowed = f"{name} of a {type(module).__name__}", f"parameters {', '.join(cuts)}"
         raise SpecError(
-            f"{word} does not say how to cut this parameter", path="tensor_parallel", got=got, allowed=allowed
+            f"{word} does not say how to cut this parameter",
+            path="tensor_parallel",
+            got=got,
+            allowed=allowed,
         )
     axis = cuts[key]
     size = 0 if axis is None else module._parameters[key].shape[axis]  # type: ignore[union-attr]
     if size % degree:
         got = f"{size} in axis {axis} of {name}"
-        raise SpecError(f"tp={degree} does not divide a parameter", path="plan.layout.tp", got=got, allowed="a divisor")
+        raise SpecError(
+            f"tp={degree} does not divide a parameter",
+            path="plan.layout.tp",
+            got=got,
+            allowed="a divisor",
+        )
     return axis
 
 
@@ -232,7 +290,11 @@ def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first in axes and name in axes and axes[first] != axes[name]:
-            raise SpecError("a shared parameter is cut in two ways", path="tensor_parallel", got=f"{first} and {name}")
+            raise SpecError(
+                "a shared parameter is cut in two ways",
+                path="tensor_parallel",
+                got=f"{first} and {name}",
+            )
 
 
 def _computing_locally(
@@ -250,7 +312,9 @@ def _computing_locally(
     if word == "colwise" and tokens is not None:
         body["forward"] = lambda self, x: column_product(x, self.weight, self.bias)
     elif word == "colwise" and not issubclass(kind, nn.Embedding):
-        body["forward"] = lambda self, x, *args, **kwargs: forward(self, _summed_backward(x, group), *args, **kwargs)
+        body["forward"] = lambda self, x, *args, **kwargs: forward(
+            self, _summed_backward(x, group), *args, **kwargs
+        )
     if word == "rowwise":
         body["bias"] = None  # added once, after the sum
 
@@ -309,7 +373,8 @@ class _SumForward(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.contiguous().clone()  # not in place: selective checkpointing saves the output of the matrix product
+        # not in place: selective checkpointing saves the output of the matrix product
+        total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
 

@@ -32,7 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +59,11 @@ from orchestrator.training.engines.expert_parallel import ExpertParallel
 from orchestrator.training.engines.freezing import freeze_for
 from orchestrator.training.engines.optimizers import Updates, clip_factor, scale_gradients
 from orchestrator.training.engines.randomness import Randomness
-from orchestrator.training.engines.tensor_parallel import TensorParallel, is_sequence_parallel, tensor_parallel
+from orchestrator.training.engines.tensor_parallel import (
+    TensorParallel,
+    is_sequence_parallel,
+    tensor_parallel,
+)
 
 if TYPE_CHECKING:
     from orchestrator.training.engines.pipeline import Pipeline, Share
@@ -89,20 +99,33 @@ class TorchEngine:
         self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
         self._step = step
         is_rounded = plan.master_weights is MasterWeights.BF16
-        seed = (lambda name: self._randomness.begin_update(self._step, name)) if is_rounded else None
-        self._updates = Updates(self._named.items(), training, _state_device(plan, device), step, seed)
+        seed = (
+            (lambda name: self._randomness.begin_update(self._step, name)) if is_rounded else None
+        )
+        self._updates = Updates(
+            self._named.items(), training, _state_device(plan, device), step, seed
+        )
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
         self._spread = self._experts.of(self._updates.parameters) if self._experts else ()
         shared = self._share.shared if self._share else ()
         self._shared = [self._named[name] for name in shared if self._named[name].requires_grad]
         counted = self._updates.parameters.items()
-        again = shared if self._pipeline and self._pipeline.is_last else ()  # counted by the first stage
-        self._by_copies = _by_copies([parameter for name, parameter in counted if name not in again], plan)
-        self._squared = torch.zeros((), dtype=torch.float64, device=device)  # of gradients that are gone
+        # counted by the first stage
+        again = shared if self._pipeline and self._pipeline.is_last else ()
+        self._by_copies = _by_copies(
+            [parameter for name, parameter in counted if name not in again], plan
+        )
+        self._squared = torch.zeros(
+            (), dtype=torch.float64, device=device
+        )  # of gradients that are gone
         if plan.optimizer_in_backward:
-            assert training.clip_norm is None, "planning/strategies.py offers it to jobs that do not clip"
-            self._copies = {parameter: copies for copies, some in self._by_copies.items() for parameter in some}
+            assert training.clip_norm is None, (
+                "planning/strategies.py offers it to jobs that do not clip"
+            )
+            self._copies = {
+                parameter: copies for copies, some in self._by_copies.items() for parameter in some
+            }
             self._updates.update_in_backward(self._count_norm)
         if resume_from:
             checkpoint.load(resume_from.path, self._state(known_at=step))
@@ -149,7 +172,9 @@ class TorchEngine:
         self._updates.prepare(step)
         if self._pipeline:
             loss = self._pipeline.step(step, first, micro_batches, scale)
-            self._pipeline.add_up(parameter.grad for parameter in self._shared if parameter.grad is not None)
+            self._pipeline.add_up(
+                parameter.grad for parameter in self._shared if parameter.grad is not None
+            )
         else:
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
             for turn, batch in enumerate(micro_batches):
@@ -189,7 +214,9 @@ class TorchEngine:
         if self._cut:
             _settle(self._trained)
             self._cut.add_up(self._partial)
-        scale_gradients(self._spread, 1 / self._plan.expert_parallel)  # FSDP2 averaged over the ranks that share them
+        scale_gradients(
+            self._spread, 1 / self._plan.expert_parallel
+        )  # FSDP2 averaged over the ranks that share them
         norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
             scale_gradients(self._trained, clip_factor(norm, self._clip_norm) / factor)
@@ -201,7 +228,9 @@ class TorchEngine:
         """The global norm of the gradients, bitwise equal on all ranks: it decides whether a fp16 step is skipped."""
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
-            gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            gradients = [
+                _local(parameter.grad) for parameter in parameters if parameter.grad is not None
+            ]
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
                 squared += norms.to(squared).square().sum() / copies
@@ -227,7 +256,11 @@ class TorchEngine:
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """Autocast if weights stay fp32; FSDP2 casts gathered weights instead."""
         is_held_low = self._plan.master_weights is MasterWeights.BF16
-        if self._plan.precision in LOW_PRECISION and self._plan.mechanics.autocasts and not is_held_low:
+        if (
+            self._plan.precision in LOW_PRECISION
+            and self._plan.mechanics.autocasts
+            and not is_held_low
+        ):
             return torch.autocast(self._device.type, dtype=LOW_PRECISION[self._plan.precision])
         return contextlib.nullcontext()
 
@@ -248,7 +281,12 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     except dp_shard: each axis costs a communicator.
     """
     layout, copies = plan.layout, plan.dp_replicate
-    degrees = {"pp": layout.pp, "dp_replicate": copies, "dp_shard": layout.dp_cp // copies, "tp": layout.tp}
+    degrees = {
+        "pp": layout.pp,
+        "dp_replicate": copies,
+        "dp_shard": layout.dp_cp // copies,
+        "tp": layout.tp,
+    }
     axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "dp_shard"}
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -258,14 +296,18 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
     layout, path = plan.layout, "plan.layout.cp"
     if recipe.context_parallel is None:
         hint = "a factory may return a Recipe with `context_parallel`"
-        raise SpecError("this model cannot share a context", path=path, got=layout.cp, allowed="1", hint=hint)
+        raise SpecError(
+            "this model cannot share a context", path=path, got=layout.cp, allowed="1", hint=hint
+        )
     sizes, length = recipe.tensor_parallel_sizes, recipe.dataset.batch([0])[0].shape[1]
     if length % layout.cp:
         raise SpecError(f"no divisor of sequence_length = {length}", path=path, got=layout.cp)
     heads, kv_heads = (sizes.get(name, layout.cp * layout.tp) for name in HEADS)
     if not share_heads(heads, kv_heads, layout):
         cut = ", ".join(f"{name} = {sizes[name]}" for name in HEADS if name in sizes)
-        raise SpecError(f"ranks cannot share {cut}", path=path, got=f"{layout.cp}, and tp = {layout.tp}")
+        raise SpecError(
+            f"ranks cannot share {cut}", path=path, got=f"{layout.cp}, and tp = {layout.tp}"
+        )
     among = range(0, layout.cp * layout.tp, layout.tp)
     starts = (rank for rank in range(layout.world_size) if rank // layout.tp % layout.cp == 0)
     groups = [[start + step for step in among] for start in starts]
@@ -282,7 +324,11 @@ def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list
         copies = plan.layout.dp_cp
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            repeated = (axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+            repeated = (
+                axis
+                for axis, placement in enumerate(parameter.placements)
+                if placement.is_replicate()
+            )
             copies = math.prod(mesh.size(axis) for axis in repeated)
         by_copies.setdefault(copies, []).append(parameter)
     return by_copies
@@ -292,7 +338,11 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
     """Redistribute every gradient to its parameter's placements, in place: torch styles may leave partial sums."""
     for parameter in parameters:
         grad = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(grad, DTensor)
+            and grad.placements != parameter.placements
+        ):
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
@@ -306,7 +356,10 @@ def _state_device(plan: Plan, device: torch.device) -> torch.device:
 
 def _named_parameters(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
     """Return the rank's parameters by their checkpoint names."""
-    return {share.names[name] if share else name: parameter for name, parameter in module.named_parameters()}
+    return {
+        share.names[name] if share else name: parameter
+        for name, parameter in module.named_parameters()
+    }
 
 
 def _wrap(
@@ -348,7 +401,12 @@ def _make(
 
 
 def _replicate(
-    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+    recipe: Recipe,
+    root: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    device: torch.device,
+    cut: TensorParallel | None,
 ) -> nn.Module:
     _make(recipe.module, recipe, plan, device, cut)
     root.to(device)
@@ -364,7 +422,8 @@ def _replicate(
             process_group=mesh["dp_shard"].get_group(),
             broadcast_buffers=False,  # equal at the start, and batch_norm.py keeps them equal
             gradient_as_bucket_view=True,
-            init_sync=recipe.initialise is None,  # else already equal on every rank: saves the flat copy of a broadcast
+            init_sync=recipe.initialise
+            is None,  # else already equal on every rank: saves the flat copy of a broadcast
         )
 
 
@@ -379,7 +438,11 @@ def _shard(
     experts: ExpertParallel | None,
 ) -> nn.Module:
     low = LOW_PRECISION.get(plan.precision) if plan.master_weights is MasterWeights.FP32 else None
-    mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    mixed = (
+        MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        if low
+        else MixedPrecisionPolicy()
+    )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for part in (*recipe.layers, root):
         _make(part, recipe, plan, device, cut, experts)

@@ -110,7 +110,9 @@ class FailureReporter:
         """Report the end of this process if it is a rank that the script spawned, outside guard.py."""
         hook = sys.excepthook
 
-        def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        def excepthook(
+            kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+        ) -> None:
             if not self._is_wrapped:
                 self.report_rank_end(error)
             hook(kind, error, trace)
@@ -171,11 +173,17 @@ class FailureReporter:
             steps_done=monitor.steps_done,
             phase=monitor.phase,
             pass_done=done,
-            requested_bytes=oom_report.requested_bytes(message) if requested_bytes is None else requested_bytes,
+            requested_bytes=oom_report.requested_bytes(message)
+            if requested_bytes is None
+            else requested_bytes,
             live_bytes=live_bytes,
-            capacity_bytes=capacity_bytes if monitor.device or stated_bytes is None else stated_bytes,
+            capacity_bytes=capacity_bytes
+            if monitor.device or stated_bytes is None
+            else stated_bytes,
             foreign_bytes=foreign_bytes,
-            overhead_bytes=0 if room_bytes is None else max(0, capacity_bytes - room_bytes - foreign_bytes),
+            overhead_bytes=0
+            if room_bytes is None
+            else max(0, capacity_bytes - room_bytes - foreign_bytes),
             injected=monitor.injected,
             message=message,
         )

@@ -38,5 +38,9 @@ def _allocate_everything(virtual_capacity_bytes: int | None) -> None:
     if virtual_capacity_bytes is not None:
         torch.empty(virtual_capacity_bytes, dtype=torch.uint8)  # the model is allocated already
     elif torch.cuda.is_available():
-        torch.empty(torch.cuda.get_device_properties().total_memory, dtype=torch.uint8, device="cuda")
-    raise torch.cuda.OutOfMemoryError("Device out of memory (rehearsed: this device has no memory of its own).")
+        torch.empty(
+            torch.cuda.get_device_properties().total_memory, dtype=torch.uint8, device="cuda"
+        )
+    raise torch.cuda.OutOfMemoryError(
+        "Device out of memory (rehearsed: this device has no memory of its own)."
+    )

@@ -38,8 +38,12 @@ USAGE = "usage: guard.py GUARD_JSON -- script.py args... | guard.py GUARD_JSON -
 def main(argv: list[str]) -> None:
     """Run the target under the guard. Returns on success; otherwise the process ends as the target did."""
     target = _split_target(argv)
-    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11; before the first import from this folder
-        sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
+    if not getattr(
+        sys.flags, "safe_path", False
+    ):  # since Python 3.11; before the first import from this folder
+        sys.path[0] = (
+            os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
+        )
     _bring_package()
     from orchestrator.specs.run import GUARDED_RANK, AttemptFolder, GuardSettings
     from orchestrator.training.guard.failure_reporter import FailureReporter
@@ -49,7 +53,9 @@ def main(argv: list[str]) -> None:
     _show(argv[0])
     rank = int(os.environ.get(GUARDED_RANK) or os.environ.get("RANK", "0"))
     inherited = _withdraw_inherited()
-    reporter = inherited or FailureReporter(Monitor(settings, rank), AttemptFolder(settings.attempt_folder))
+    reporter = inherited or FailureReporter(
+        Monitor(settings, rank), AttemptFolder(settings.attempt_folder)
+    )
     monitor = reporter.monitor
     if inherited:
         reporter.wrap(rank)
@@ -57,7 +63,9 @@ def main(argv: list[str]) -> None:
         _when_imported("torch", functools.partial(_attach, reporter))
     if settings.virtual_capacity_bytes is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher in between may have set some
-        with contextlib.suppress(Exception):  # the script will fail too, or finds torch elsewhere (python -S)
+        with contextlib.suppress(
+            Exception
+        ):  # the script will fail too, or finds torch elsewhere (python -S)
             importlib.import_module("torch")  # in this thread: it is the one that the device counts
     _buffer_lines()
     monitor.beat()
@@ -235,7 +243,10 @@ def _note_unwatched(settings_path: str, why: str) -> None:
     version = ".".join(map(str, sys.version_info[:3]))
     line = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"
     print(f"guard: not watched: {line}", file=sys.stderr)
-    with contextlib.suppress(OSError), open(Path(settings_path).with_name("unwatched"), "a") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(Path(settings_path).with_name("unwatched"), "a") as file,
+    ):
         file.write(f"{line}\n".replace("\n", " ")[:1000] + "\n")
 
 
@@ -244,7 +255,9 @@ def _withdraw_inherited() -> FailureReporter | None:
 
     `inherit` ran in another module object of this file (inherited/sitecustomize.py).
     """
-    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _ImportHook.__name__]
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if type(finder).__name__ != _ImportHook.__name__
+    ]
     return next(iter(getattr(sys.modules.get("_orchestrator_guard"), "_inherited", ())), None)
 
 

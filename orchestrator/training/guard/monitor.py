@@ -27,10 +27,24 @@ if TYPE_CHECKING:
 
 # Libraries by which ranks can meet without a process group of torch.distributed.
 OTHER_GROUPS = (
-    *("bagua", "byteps", "cupy", "grpc", "hivemind", "horovod", "jax", "mpi4py", "ray", "tensorflow", "torch_xla"),
+    *(
+        "bagua",
+        "byteps",
+        "cupy",
+        "grpc",
+        "hivemind",
+        "horovod",
+        "jax",
+        "mpi4py",
+        "ray",
+        "tensorflow",
+        "torch_xla",
+    ),
     *("torchft", "zmq"),
 )
-DRIVER_VERSION = Path("/sys/module/nvidia/version")  # as the kernel shows MODULE_VERSION of a loaded module
+DRIVER_VERSION = Path(
+    "/sys/module/nvidia/version"
+)  # as the kernel shows MODULE_VERSION of a loaded module
 RECENT_STEPS = 50  # the step time is the median of this many intervals
 
 
@@ -52,7 +66,11 @@ class Monitor:
         self.beat_after_next_step = False  # memory ran out since the last step
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
-        self._fault, self._fault_rank, self._fault_step = settings.fault_kind, settings.fault_rank, settings.fault_step
+        self._fault, self._fault_rank, self._fault_step = (
+            settings.fault_kind,
+            settings.fault_rank,
+            settings.fault_step,
+        )
         self._loop_reports = False  # the training loop reports its own steps
         self._loss: float | None = None
         self._cycle: set[int] = set()  # ids of the optimizers that stepped in this cycle
@@ -63,7 +81,8 @@ class Monitor:
         self._torch_version = self._cuda_version = self._model = ""
         self._group_size = 0
         self._allocator_room_bytes: int | None = None
-        self._peak_bytes = self._reserved_bytes = 0  # on CUDA, before the peaks of its allocator were reset
+        # on CUDA, before the peaks of its allocator were reset
+        self._peak_bytes = self._reserved_bytes = 0
 
     def become(self, rank: int) -> None:
         """Write heartbeats as this rank from now on."""
@@ -82,13 +101,18 @@ class Monitor:
 
     def attach(self, torch: Any) -> None:
         """Create the virtual device, if the settings ask for one, and install the hooks in the module `torch`."""
-        self._torch_version, self._cuda_version = str(torch.__version__), str(torch.version.cuda or "")
+        self._torch_version, self._cuda_version = (
+            str(torch.__version__),
+            str(torch.version.cuda or ""),
+        )
         os.register_at_fork(after_in_child=self._after_fork)
         if self._capacity_bytes is not None:
-            self.device = importlib.import_module("orchestrator.training.guard.virtual_device").VirtualDevice(
-                self._capacity_bytes
-            )
-        optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim does not keep the name
+            self.device = importlib.import_module(
+                "orchestrator.training.guard.virtual_device"
+            ).VirtualDevice(self._capacity_bytes)
+        optimizers = importlib.import_module(
+            "torch.optim.optimizer"
+        )  # torch.optim does not keep the name
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
         progress.listen(self._on_reported_step)
@@ -107,7 +131,9 @@ class Monitor:
                     self._passes.begin_forward()
                     self._enter("forward")
 
-        handle = importlib.import_module("torch.nn.modules.module").register_module_forward_pre_hook(begun)
+        handle = importlib.import_module(
+            "torch.nn.modules.module"
+        ).register_module_forward_pre_hook(begun)
 
     @property
     def pass_done(self) -> float | None:
@@ -181,7 +207,8 @@ class Monitor:
         if self._group_size:
             return self._group_size
         rpc = sys.modules.get("torch.distributed.rpc.api")
-        has_agent = rpc is not None and rpc._is_current_rpc_agent_set()  # init_rpc makes no process group
+        # init_rpc makes no process group
+        has_agent = rpc is not None and rpc._is_current_rpc_agent_set()
         return None if has_agent or any(name in sys.modules for name in OTHER_GROUPS) else 0
 
     def peak_bytes(self) -> int:
@@ -193,7 +220,9 @@ class Monitor:
         if self.device is not None:
             return self.device.peak_bytes
         cuda = self._cuda()
-        return self._peak_bytes if cuda is None else max(self._peak_bytes, _requested_peak_bytes(cuda))
+        return (
+            self._peak_bytes if cuda is None else max(self._peak_bytes, _requested_peak_bytes(cuda))
+        )
 
     def _peak_of_step(self) -> int:
         """Peak bytes of live tensors since this was last called; the peaks of PyTorch's allocator begin anew."""
@@ -205,7 +234,10 @@ class Monitor:
         if cuda is None:
             return 0
         peak_bytes = _requested_peak_bytes(cuda)
-        self._peak_bytes, self._reserved_bytes = max(self._peak_bytes, peak_bytes), self.reserved_bytes()
+        self._peak_bytes, self._reserved_bytes = (
+            max(self._peak_bytes, peak_bytes),
+            self.reserved_bytes(),
+        )
         cuda.reset_peak_memory_stats()
         return peak_bytes
 
@@ -228,11 +260,14 @@ class Monitor:
         """
         cuda = self._cuda()
         if cuda is not None and not cuda.is_current_stream_capturing():
-            # After a CUDA error the queries raise. Free memory is read first: what the allocator reserves in between
+            # After a CUDA error the queries raise. Free memory is read first: what the allocator
+            # reserves in between
             # then counts as available.
             with contextlib.suppress(RuntimeError):
                 room_bytes = int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved())
-                self._allocator_room_bytes = min(room_bytes, self._allocator_room_bytes or room_bytes)
+                self._allocator_room_bytes = min(
+                    room_bytes, self._allocator_room_bytes or room_bytes
+                )
         return self._allocator_room_bytes
 
     def _device_model(self) -> str:
@@ -264,7 +299,12 @@ class Monitor:
             self.beat()
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._depth == 0 and self._fault and self.rank == self._fault_rank and self.step + 1 >= self._fault_step:
+        if (
+            self._depth == 0
+            and self._fault
+            and self.rank == self._fault_rank
+            and self.step + 1 >= self._fault_step
+        ):
             kind, self._fault = self._fault, None
             self.phase, self.injected = "optimizer", kind == "oom"
             self.beat()
@@ -313,7 +353,10 @@ class Monitor:
         except (OSError, ValueError):
             return
         if folder.name.isdigit() and newest > int(folder.name):
-            print(f"guard: attempt {newest} of this job exists; attempt {folder.name} ends", file=sys.stderr)
+            print(
+                f"guard: attempt {newest} of this job exists; attempt {folder.name} ends",
+                file=sys.stderr,
+            )
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(STALE_EXIT_CODE)

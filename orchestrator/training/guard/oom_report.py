@@ -8,7 +8,8 @@ from collections.abc import Iterator
 BYTES = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 AMOUNT = r"([\d.]+) ([KMGT]?i?B|bytes)"
 
-# Texts of PyTorch's allocators, the CUDA runtime and its libraries, and NCCL (pytorch/pytorch, NVIDIA/nccl).
+# Texts of PyTorch's allocators, the CUDA runtime and its libraries, and NCCL (pytorch/pytorch,
+# NVIDIA/nccl).
 OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate"
     r"|MPS backend out of memory"
@@ -22,12 +23,15 @@ OUT_OF_MEMORY = re.compile(
     r"|ncclUnhandledCudaError[^\n]*out of memory"
     r"|Failed to CUDA (?:calloc|host alloc)"
 )
-NOT_OUT_OF_MEMORY = "Tried to allocate more than 1EB memory"  # desynchronised ranks (NVIDIA/nccl issue 1284)
+# desynchronised ranks (NVIDIA/nccl issue 1284)
+NOT_OUT_OF_MEMORY = "Tried to allocate more than 1EB memory"
 OUT_OF_MEMORY_TYPES = (("torch", "OutOfMemoryError"), ("torch.cuda", "OutOfMemoryError"))
 
 # Three generations of PyTorch's message, and that of its asynchronous allocator.
 REQUESTED = (re.compile(rf"Tried to allocate {AMOUNT}"), re.compile(rf"Requested +: {AMOUNT}"))
-ALLOWED = re.compile(rf"{AMOUNT} allowed")  # a cap set by torch.cuda.set_per_process_memory_fraction
+ALLOWED = re.compile(
+    rf"{AMOUNT} allowed"
+)  # a cap set by torch.cuda.set_per_process_memory_fraction
 CAPACITY = (
     re.compile(rf"total capaci?ty of {AMOUNT}"),  # 2.1 misspells it
     re.compile(rf"; {AMOUNT} total capaci?ty"),
@@ -43,11 +47,15 @@ ALLOCATED = (
     re.compile(rf"; {AMOUNT} already allocated"),
     re.compile(rf"Currently allocated +: {AMOUNT}"),
 )
-RESERVED = (re.compile(rf"; {AMOUNT} reserved in total by PyTorch"), re.compile(rf"; {AMOUNT} cached"))
+RESERVED = (
+    re.compile(rf"; {AMOUNT} reserved in total by PyTorch"),
+    re.compile(rf"; {AMOUNT} cached"),
+)
 UNALLOCATED = (re.compile(rf"{AMOUNT} is reserved by PyTorch but unallocated"),)
 OWN = (re.compile(rf"this process has {AMOUNT} memory in use"),)
 NAMED = re.compile(rf"(?<!this )\bProcess \d+ has {AMOUNT} memory in use")
-# Memory that is neither free nor PyTorch's counts as CUDA context and desktop, up to this or a quarter of the device.
+# Memory that is neither free nor PyTorch's counts as CUDA context and desktop, up to this or a
+# quarter of the device.
 # A context has 0.47 to 1.78 GiB (stas00/ml-engineering, training/performance/README.md).
 OVERHEAD_BYTES = 2 * 2**30
 ROUNDING_BYTES = 2**25  # messages give hundredths of a GiB
@@ -100,7 +108,11 @@ def foreign_bytes(message: str) -> int:
     named = [_amount(match) or 0 for match in NAMED.finditer(message)]
     own_bytes, allocated = _first(OWN, message), _first(ALLOCATED, message)
     torch_bytes = None if allocated is None else allocated + (unallocated_bytes(message) or 0)
-    if own_bytes is None and torch_bytes is not None and any(count >= torch_bytes for count in named):
+    if (
+        own_bytes is None
+        and torch_bytes is not None
+        and any(count >= torch_bytes for count in named)
+    ):
         named.remove(min(count for count in named if count >= torch_bytes))
         return sum(named)
     total, free = _first(CAPACITY, message), free_bytes(message)
@@ -139,7 +151,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _first(patterns: tuple[re.Pattern[str], ...], message: str) -> int | None:
-    return next((_amount(match) for match in (pattern.search(message) for pattern in patterns) if match), None)
+    return next(
+        (_amount(match) for match in (pattern.search(message) for pattern in patterns) if match),
+        None,
+    )
 
 
 def _amount(match: re.Match[str] | None) -> int | None:

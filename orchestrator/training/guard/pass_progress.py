@@ -45,7 +45,9 @@ class PassProgress:
 
     def fraction_done(self, phase: str) -> float | None:
         """Return the done fraction of the pass in `phase`; None if no such pass has completed before."""
-        reference = self._last[len(self._now) : len(self._now) + 1] or self._now[-1:] or self._last[-1:]
+        reference = (
+            self._last[len(self._now) : len(self._now) + 1] or self._now[-1:] or self._last[-1:]
+        )
         if not reference or phase not in ("forward", "backward"):
             return None
         whole = reference[0][0] if phase == "forward" else reference[0][1]
@@ -62,17 +64,26 @@ def fraction_of_modules_done(frame: types.FrameType | None) -> float | None:
     running: list[Any] = []
     functions: list[str] = []  # of the innermost module
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl":  # torch.nn.Module.__call__; its locals are gone once it returns
+        if (
+            frame.f_code.co_name == "_call_impl"
+        ):  # torch.nn.Module.__call__; its locals are gone once it returns
             running.append(frame.f_locals.get("self"))
         elif not running:
             functions.append(frame.f_code.co_name)
         frame = frame.f_back
-    running = [module for module in running if hasattr(module, "modules") and hasattr(module, "children")]
+    running = [
+        module for module in running if hasattr(module, "modules") and hasattr(module, "children")
+    ]
     if not running:
         return None
-    if any(LOSS.search(name) for name in (*functions, *(type(module).__name__ for module in running[:-1]))):
+    if any(
+        LOSS.search(name)
+        for name in (*functions, *(type(module).__name__ for module in running[:-1]))
+    ):
         return 1.0
-    leaves = [id(module) for module in running[-1].modules() if not any(True for _ in module.children())]
+    leaves = [
+        id(module) for module in running[-1].modules() if not any(True for _ in module.children())
+    ]
     here = {id(module) for module in running[0].modules()}
     before = next((place for place, leaf in enumerate(leaves) if leaf in here), None)
     if before is None or len(leaves) < 2 or here.issuperset(leaves):

@@ -24,12 +24,15 @@ from torch.utils._pytree import tree_flatten
 MIB = 2**20
 UNLIMITED_BYTES = 2**63 - 1
 
-# After a collective, gloo's thread keeps its tensors until it next gets the interpreter lock. A busy main thread yields
-# that lock only every 5 ms (sys.getswitchinterval), and gloo's thread needs a free core, too. Without waiting, 12 of
+# After a collective, gloo's thread keeps its tensors until it next gets the interpreter lock. A
+# busy main thread yields
+# that lock only every 5 ms (sys.getswitchinterval), and gloo's thread needs a free core, too.
+# Without waiting, 12 of
 # 120 peaks were up to 11 % too high on a busy machine, always by the same amounts (2026-11).
 LET_GO_S = 0.0002  # per new peak: some hundred in the first step of a training, none later
 LET_GO_TRIES = 25  # at most; before an out-of-memory error each sleep is ten times as long
-GLOO_THREAD = "(pt_gloo_runloop"  # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, runLoop; as in proc(5), stat
+# torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, runLoop; as in proc(5), stat
+GLOO_THREAD = "(pt_gloo_runloop"
 
 
 class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,10 +75,15 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recent_peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # wrapper tensors (DTensor, ...) unwrap themselves; inner operations arrive here
+            # wrapper tensors (DTensor, ...) unwrap themselves; inner operations arrive here
+            return NotImplemented
         out = func(*args, **kwargs) if kwargs else func(*args)
         added = 0
         if isinstance(out, torch.Tensor):
@@ -88,7 +96,11 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 except NotImplementedError:  # sparse and opaque layouts have no storage
                     added = self._count_parts(out)
         elif out is not None:
-            added = sum(self._count_tensor(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, torch.Tensor))
+            added = sum(
+                self._count_tensor(leaf)
+                for leaf in tree_flatten(out)[0]
+                if isinstance(leaf, torch.Tensor)
+            )
         if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
             out = storage = args = kwargs = None  # type: ignore[assignment]  # the traceback keeps nothing alive
             raise self._out_of_memory(added)
@@ -191,9 +203,19 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.layout is torch.sparse_coo:
             return self._count_tensor(tensor._indices()) + self._count_tensor(tensor._values())
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return sum(map(self._count_tensor, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
+            return sum(
+                map(
+                    self._count_tensor,
+                    (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
+                )
+            )
         if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return sum(map(self._count_tensor, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
+            return sum(
+                map(
+                    self._count_tensor,
+                    (tensor.ccol_indices(), tensor.row_indices(), tensor.values()),
+                )
+            )
         return 0
 
     def _count_resized(self, storage: torch.UntypedStorage) -> None:
@@ -202,7 +224,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
                 raise self._out_of_memory(added)
 
-    def _count_parameter(self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None) -> None:
+    def _count_parameter(
+        self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None
+    ) -> None:
         """Count a registered parameter: it may come from a file. Wrapper tensors were counted at construction."""
         if parameter is not None and not is_traceable_wrapper_subclass(parameter):
             added = self._count_tensor(parameter)
@@ -235,7 +259,10 @@ def host_memory() -> Iterator[None]:
 
     Storages that are counted already stay counted. Without a virtual device it does nothing.
     """
-    device = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, VirtualDevice)), None)
+    device = next(
+        (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, VirtualDevice)),
+        None,
+    )
     if device is None or device.host:
         yield
         return
@@ -276,7 +303,13 @@ def _in_gang() -> bool:
 
 
 def _amount(count: int) -> str:
-    return f"{count / MIB:.2f} MiB" if count >= MIB else f"{count / 1024:.2f} KiB" if count >= 1024 else f"{count} B"
+    return (
+        f"{count / MIB:.2f} MiB"
+        if count >= MIB
+        else f"{count / 1024:.2f} KiB"
+        if count >= 1024
+        else f"{count} B"
+    )
 
 
 class _Death(weakref.ref[torch.UntypedStorage]):

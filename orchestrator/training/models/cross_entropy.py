@@ -20,7 +20,8 @@ from torch.nn import functional
 from orchestrator.training.contract.collectives import all_gather, reduce_scatter
 from orchestrator.training.contract.recipe import IGNORED_LABEL
 
-CHUNK_TOKENS = 1024  # 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix products of this size are efficient
+# 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix products of this size are efficient
+CHUNK_TOKENS = 1024
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) -> Tensor:
@@ -43,16 +44,29 @@ def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) ->
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, first: int, group: dist.ProcessGroup | None
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        first: int,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
         device = hidden_ND.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+        dtype = (
+            torch.get_autocast_dtype(device)
+            if torch.is_autocast_enabled(device)
+            else hidden_ND.dtype
+        )
         cast_VD = weight_VD.to(dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         hidden_grad = torch.empty_like(hidden_ND) if needs_hidden else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        spread = _Spread(group, len(hidden_ND), labels_N) if group and len(hidden_ND) < len(labels_N) else None
+        spread = (
+            _Spread(group, len(hidden_ND), labels_N)
+            if group and len(hidden_ND) < len(labels_N)
+            else None
+        )
         step = spread.chunk_tokens if spread else CHUNK_TOKENS
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden_ND), step):
@@ -60,7 +74,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 chunk_CD, labels_C = hidden_ND[rows].to(dtype), labels_N[rows]
                 if spread:
                     chunk_CD, labels_C = spread.gather(chunk_CD), spread.labels(rows)
-                chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_C - first, group)
+                chunk_loss, grad_CV = _loss_and_gradient(
+                    chunk_CD @ cast_VD.T, labels_C - first, group
+                )
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)
                 own_grad = None if hidden_grad is None else hidden_grad[rows]
@@ -91,7 +107,9 @@ class _Spread:
     def __init__(self, group: dist.ProcessGroup, own_count: int, labels_N: Tensor) -> None:
         self._group, ranks = group, group.size()
         padding = own_count * ranks - len(labels_N)
-        self._labels = functional.pad(labels_N, (0, padding), value=IGNORED_LABEL).view(ranks, own_count)
+        self._labels = functional.pad(labels_N, (0, padding), value=IGNORED_LABEL).view(
+            ranks, own_count
+        )
         self.chunk_tokens = max(1, CHUNK_TOKENS // ranks)  # of one rank
 
     def labels(self, rows: slice) -> Tensor:
@@ -109,7 +127,11 @@ class _Spread:
 
 
 def add_gradients(
-    grad_CV: Tensor, chunk_CD: Tensor, weight_VD: Tensor, hidden_grad_CD: Tensor | None, weight_grad_VD: Tensor | None
+    grad_CV: Tensor,
+    chunk_CD: Tensor,
+    weight_VD: Tensor,
+    hidden_grad_CD: Tensor | None,
+    weight_grad_VD: Tensor | None,
 ) -> None:
     """Compute a chunk's gradient for the hidden states and add to the weight's gradient, both in place."""
     if hidden_grad_CD is not None:
@@ -120,7 +142,9 @@ def add_gradients(
         weight_grad_VD += grad_CV.T @ chunk_CD
 
 
-def _loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(
+    logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
     """The summed loss of a chunk and its gradient for the logits, fp32; reuses the memory of fp32 logits.
 
     `labels` count from this rank's first word, so the words of other ranks are outside the logits.

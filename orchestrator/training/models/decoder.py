@@ -27,7 +27,11 @@ class Attention(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width = spec.num_attention_heads, spec.kv_heads, spec.head_dim
+        self.heads, self.kv_heads, self.width = (
+            spec.num_attention_heads,
+            spec.kv_heads,
+            spec.head_dim,
+        )
         self.context: Context | None = None  # where other ranks have tokens of the same samples
         self.q_proj = nn.Linear(spec.hidden_size, self.heads * self.width, bias=False)
         self.k_proj = nn.Linear(spec.hidden_size, self.kv_heads * self.width, bias=False)
@@ -47,7 +51,9 @@ class Attention(nn.Module):
 
     def _attend(self, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
         grouped = self.heads != self.kv_heads
-        out_BNTH = functional.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
+        out_BNTH = functional.scaled_dot_product_attention(
+            q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped
+        )
         return out_BNTH.transpose(1, 2)
 
 
@@ -120,7 +126,8 @@ class Decoder(nn.Module):
                 module.context = context
 
 
-# Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3); the rest by tokens
+# Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3); the rest
+# by tokens
 # (arXiv:2205.05198, section 4.2.2).
 TENSOR_PARALLEL = {
     "layers.*.self_attn": "gathered",
@@ -145,7 +152,12 @@ STAGES = Stages(
 def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
     """Return a decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is below 256."""
     if spec.vocab_size < BYTE_VOCABULARY:
-        raise SpecError("text is read as bytes", path="model.decoder.vocab_size", got=spec.vocab_size, allowed=">= 256")
+        raise SpecError(
+            "text is read as bytes",
+            path="model.decoder.vocab_size",
+            got=spec.vocab_size,
+            allowed=">= 256",
+        )
     with torch.device("meta"):
         module = Decoder(spec)
     return Recipe(
@@ -177,8 +189,12 @@ def _initialise(name: str, parameter: Tensor, *, seed: int) -> None:
         parameter.fill_(1.0)  # norm weights
 
 
-def _rotary_tables(first: int, length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    frequencies = ROTARY_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+def _rotary_tables(
+    first: int, length: int, width: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    frequencies = ROTARY_BASE ** (
+        -torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    )
     places = torch.arange(first, first + length, device=device, dtype=torch.float32)
     angles = torch.outer(places, frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()

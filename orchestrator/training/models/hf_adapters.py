@@ -42,7 +42,13 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
     try:
         return inject_adapter_in_model(config, module)
     except ValueError as error:
-        linear = sorted({name.rpartition(".")[2] for name, layer in module.named_modules() if hasattr(layer, "weight")})
+        linear = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, layer in module.named_modules()
+                if hasattr(layer, "weight")
+            }
+        )
         raise SpecError(
             f"no layer takes adapters: {error}",
             path="model.lora.target_modules",
@@ -60,7 +66,9 @@ def in_four_bits(module: Any) -> frozenset[str]:
     return frozenset(
         f"{name}.weight"
         for name, layer in module.named_modules()
-        if isinstance(layer, torch.nn.Linear) and layer is not head and not layer.weight.requires_grad
+        if isinstance(layer, torch.nn.Linear)
+        and layer is not head
+        and not layer.weight.requires_grad
     )
 
 
@@ -72,7 +80,9 @@ def hold_tables_in(module: Any, low: torch.dtype) -> None:
     tables: dict[int, torch.nn.Parameter] = {}
     head = module.get_output_embeddings()
     for layer in module.modules():
-        if (layer is not head and not isinstance(layer, torch.nn.Embedding)) or layer.weight.requires_grad:
+        if (
+            layer is not head and not isinstance(layer, torch.nn.Embedding)
+        ) or layer.weight.requires_grad:
             continue
         table = torch.nn.Parameter(layer.weight.to(low), requires_grad=False)
         layer.weight = tables.setdefault(id(layer.weight), table)
@@ -91,9 +101,19 @@ def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
         raise SpecError("4-bit layers need CUDA and bitsandbytes", path=path, got=run.device)
     if not isinstance(plan.mechanics, Replicated):
         got = f"engine={plan.engine}, zero_stage={int(plan.zero_stage)}"
-        raise SpecError("4-bit layers cannot be sharded", path=path, got=got, allowed="engine=torch with zero_stage=0")
+        raise SpecError(
+            "4-bit layers cannot be sharded",
+            path=path,
+            got=got,
+            allowed="engine=torch with zero_stage=0",
+        )
     if not isinstance(hf, str):
-        raise SpecError("random weights are not quantised", path="model.hf", got=hf, allowed="a folder or a name")
+        raise SpecError(
+            "random weights are not quantised",
+            path="model.hf",
+            got=hf,
+            allowed="a folder or a name",
+        )
     low = LOW_PRECISION.get(plan.precision)
     settings = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -103,7 +123,10 @@ def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     )
     try:
         module = auto_class.from_pretrained(
-            hf, quantization_config=settings, device_map={"": int(os.environ["LOCAL_RANK"])}, dtype=torch.float32
+            hf,
+            quantization_config=settings,
+            device_map={"": int(os.environ["LOCAL_RANK"])},
+            dtype=torch.float32,
         )
     except (OSError, ValueError) as error:
         raise SpecError(f"the model cannot be loaded: {error}", path="model.hf", got=hf) from None

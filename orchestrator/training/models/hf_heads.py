@@ -65,7 +65,11 @@ def reads_signals(head: Any) -> bool:
 def constants(head: Any) -> dict[str, Any]:
     """Return the non-tensor arguments of `forward`: a loss is requested, a cache is not."""
     flags = {"return_loss": True, "use_cache": False, "return_dict": True}
-    return {name: value for name, value in flags.items() if name in inspect.signature(head.forward).parameters}
+    return {
+        name: value
+        for name, value in flags.items()
+        if name in inspect.signature(head.forward).parameters
+    }
 
 
 def arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -77,7 +81,9 @@ def arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
     for name, values in named.items():
         argument, _, key = name.partition(".")
         if key:
-            for sample, row in zip(result.setdefault(argument, [{} for _ in values]), values, strict=True):
+            for sample, row in zip(
+                result.setdefault(argument, [{} for _ in values]), values, strict=True
+            ):
                 sample[key] = row
         else:
             result[name.rstrip("[]*")] = (
@@ -100,7 +106,9 @@ class AnySamples:
 class OwnBatch:
     """A synthetic batch for a head: the first that it accepts, determined by `fit`."""
 
-    def __init__(self, head: type[PreTrainedModel], config: PreTrainedConfig, any_samples: AnySamples) -> None:
+    def __init__(
+        self, head: type[PreTrainedModel], config: PreTrainedConfig, any_samples: AnySamples
+    ) -> None:
         self._head, self._config, self._length = head, config, any_samples.tokens.token_count(0)
         self.at, self.places = any_samples.batch
 
@@ -125,7 +133,9 @@ class OwnBatch:
             try:
                 with prepared(named) as passed:
                     loss_of(module, passed).backward()  # type: ignore[no-untyped-call]
-            except Exception as error:  # a guessed batch may break a model in any way: the next one is tried
+            except (
+                Exception
+            ) as error:  # a guessed batch may break a model in any way: the next one is tried
                 failure = failure or error
             else:
                 self.at = place
@@ -151,7 +161,11 @@ class OwnBatch:
 
 
 def batches(
-    head: type[PreTrainedModel], config: PreTrainedConfig, samples: int, length: int, places: int | None
+    head: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    samples: int,
+    length: int,
+    places: int | None,
 ) -> Iterator[Named]:
     """Yield batches that the head may accept, the likeliest first. `places` is the result of `places_of`."""
     takes = {*inspect.signature(head.forward).parameters}
@@ -189,10 +203,24 @@ def _tokens(config: Any, samples: int, length: int) -> Tensor:
     """Words [samples, tokens] that no configuration gives a meaning, and the end of the text behind them."""
     text = _text_config(config)
     vocabulary = _size(text, _size(config, 2, "vocab_size"), "vocab_size")
-    places = _size(text, length, "max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+    places = _size(
+        text,
+        length,
+        "max_position_embeddings",
+        "n_positions",
+        "max_target_positions",
+        "max_seq_len",
+    )
     count = max(2, min(length, places - 4))
-    special = {value for item in (config, text) for name, value in item.to_dict().items() if name.endswith("token_id")}
-    plain = torch.tensor([word for word in range(min(vocabulary, 64)) if word not in special] or [0])
+    special = {
+        value
+        for item in (config, text)
+        for name, value in item.to_dict().items()
+        if name.endswith("token_id")
+    }
+    plain = torch.tensor(
+        [word for word in range(min(vocabulary, 64)) if word not in special] or [0]
+    )
     tokens = plain[torch.arange(samples * count) % len(plain)].reshape(samples, count)
     end = getattr(text, "eos_token_id", None)
     if type(end) is int and end < vocabulary:
@@ -200,13 +228,17 @@ def _tokens(config: Any, samples: int, length: int) -> Tensor:
     return tokens
 
 
-def _inputs(takes: set[str], config: Any, samples: int, length: int, places: int | None) -> Iterator[Named]:
+def _inputs(
+    takes: set[str], config: Any, samples: int, length: int, places: int | None
+) -> Iterator[Named]:
     signals = list(_signals(takes, config, samples))
     if "input_ids" not in takes:
         yield from signals
         return
     tokens = _tokens(config, samples, length)
-    beside: Named = {"bbox": torch.zeros(*tokens.shape, 4, dtype=torch.int64)} if "bbox" in takes else {}
+    beside: Named = (
+        {"bbox": torch.zeros(*tokens.shape, 4, dtype=torch.int64)} if "bbox" in takes else {}
+    )
     for signal in signals:
         for holders in _holders(config, tokens, places):
             yield {"input_ids": holders} | beside | signal
@@ -214,13 +246,23 @@ def _inputs(takes: set[str], config: Any, samples: int, length: int, places: int
     if "decoder_input_ids" in takes:
         yield {"input_ids": tokens, "decoder_input_ids": tokens}
     choices = tokens.unsqueeze(1).repeat(1, CHOICES, 1)
-    yield {"input_ids": choices} | {name: item.unsqueeze(1).repeat(1, CHOICES, 1, 1) for name, item in beside.items()}
+    yield {"input_ids": choices} | {
+        name: item.unsqueeze(1).repeat(1, CHOICES, 1, 1) for name, item in beside.items()
+    }
 
 
 def _holders(config: Any, tokens: Tensor, places: int | None) -> Iterator[Tensor]:
     """Yield the tokens, behind the places of an image's or a sound's features where a token stands for each."""
-    names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id")
-    token = next((getattr(config, name) for name in names if type(getattr(config, name, None)) is int), None)
+    names = (
+        "image_token_id",
+        "image_token_index",
+        "audio_token_id",
+        "audio_token_index",
+        "video_token_id",
+    )
+    token = next(
+        (getattr(config, name) for name in names if type(getattr(config, name, None)) is int), None
+    )
     if token is not None and places:
         yield torch.cat([torch.full((len(tokens), places), token), tokens], dim=1)
     yield tokens
@@ -236,7 +278,11 @@ def places_of(module: Any, named: Mapping[str, Tensor], samples: int) -> int | N
             out = features(**passed)
             result = tree_leaves(getattr(out, "pooler_output", out))
             count = sum(item.numel() for item in result if isinstance(item, Tensor))
-            return count // samples // _size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
+            return (
+                count
+                // samples
+                // _size(_text_config(module.config), 1, "hidden_size", "d_model", "n_embd")
+            )
     return None
 
 
@@ -246,9 +292,15 @@ def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
     sides = [*sizes_of(config, "image_size"), IMAGE, 224]
     patch = _size(config, 16, "patch_size")
     if "image_grid_thw" in takes:
-        depth, side = _size(config, 1, "temporal_patch_size"), 2 * _size(config, 1, "spatial_merge_size")
+        depth, side = (
+            _size(config, 1, "temporal_patch_size"),
+            2 * _size(config, 1, "spatial_merge_size"),
+        )
         grid = torch.tensor([[1, side, side]] * samples)
-        yield {"pixel_values*": torch.zeros(samples, side**2, channels * depth * patch**2), "image_grid_thw": grid}
+        yield {
+            "pixel_values*": torch.zeros(samples, side**2, channels * depth * patch**2),
+            "image_grid_thw": grid,
+        }
     elif "pixel_values" in takes:
         for side in dict.fromkeys(sides):
             image = torch.zeros(samples, channels, side, side)
@@ -262,7 +314,9 @@ def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
             yield {"pixel_values": image.unsqueeze(1).repeat(1, frames, 1, 1, 1)}
     if "flattened_patches" in takes:
         yield {"flattened_patches": torch.ones(samples, FRAMES, channels * patch**2 + 2)}
-    mels = _size(config, 80, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_channels")
+    mels = _size(
+        config, 80, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_channels"
+    )
     times = [2 * item for item in sizes_of(config, "max_source_positions")] + [FRAMES]
     if "input_features" in takes:
         for time in times:
@@ -273,20 +327,33 @@ def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
         yield {"input_values": torch.zeros(samples, 1, AUDIO)}
         yield {"input_values": torch.zeros(samples, _size(config, FRAMES, "max_length"), mels)}
     if "past_values" in takes:
-        time, width = _size(config, FRAMES, "context_length"), _size(config, 1, "num_input_channels")
+        time, width = (
+            _size(config, FRAMES, "context_length"),
+            _size(config, 1, "num_input_channels"),
+        )
         yield {"past_values": torch.zeros(samples, time, width)}
 
 
 def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
     tokens, image = inputs.get("input_ids"), inputs.get("pixel_values")
-    ones, kinds = torch.ones(samples, dtype=torch.int64), max(1, getattr(config, "num_labels", 0) or 1)
+    ones, kinds = (
+        torch.ones(samples, dtype=torch.int64),
+        max(1, getattr(config, "num_labels", 0) or 1),
+    )
     if "start_positions" in takes:
         yield {"start_positions": ones, "end_positions": ones}
     if "mask_labels" in takes:
-        yield {"mask_labels[]": torch.ones(samples, 1, IMAGE, IMAGE), "class_labels[]": ones.unsqueeze(1)}
+        yield {
+            "mask_labels[]": torch.ones(samples, 1, IMAGE, IMAGE),
+            "class_labels[]": ones.unsqueeze(1),
+        }
     if "future_values" in takes:
         past = inputs["past_values"]
-        yield {"future_values": torch.zeros(samples, _size(config, FRAMES, "prediction_length"), past.shape[-1])}
+        yield {
+            "future_values": torch.zeros(
+                samples, _size(config, FRAMES, "prediction_length"), past.shape[-1]
+            )
+        }
     if "labels" not in takes:
         yield {}
         return
@@ -302,7 +369,11 @@ def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterat
         result.append({"labels": pixels})
         result.append({"labels.class_labels": ones.unsqueeze(1), "labels.boxes": boxes})
         result.append(
-            {"labels.class_labels": ones.unsqueeze(1), "labels.boxes": boxes, "labels.masks": pixels[:, None]}
+            {
+                "labels.class_labels": ones.unsqueeze(1),
+                "labels.boxes": boxes,
+                "labels.masks": pixels[:, None],
+            }
         )
         result += [{"labels": pixels.float()}, {"labels": image}]
     result.append({"labels": torch.ones(samples, kinds)})
@@ -310,7 +381,13 @@ def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterat
         result.append({"labels": torch.ones(samples, SHORT, dtype=torch.int64)})
     mels = _size(config, 80, "num_mel_bins", "feature_size")
     result.append({"labels": torch.zeros(samples, FRAMES, mels)})
-    result.append({"labels": torch.ones(samples, FRAMES, _size(config, 4, "num_codebooks"), dtype=torch.int64)})
+    result.append(
+        {
+            "labels": torch.ones(
+                samples, FRAMES, _size(config, 4, "num_codebooks"), dtype=torch.int64
+            )
+        }
+    )
     more = [name for name in takes if name != "labels" and name.endswith(("_label", "_labels"))]
     yield from result
     if more:

@@ -52,11 +52,19 @@ from orchestrator.training.models.hf_parallel import (
     tensor_parallel_of,
     tensor_parallel_sizes_of,
 )
-from orchestrator.training.models.hf_weights import FirstValues, fill, stored_weights, untie, without_memory
+from orchestrator.training.models.hf_weights import (
+    FirstValues,
+    fill,
+    stored_weights,
+    untie,
+    without_memory,
+)
 
-# Parameters of a model that is built to compute some of its first values; larger ones need a folder. 4 GiB in fp32.
+# Parameters of a model that is built to compute some of its first values; larger ones need a
+# folder. 4 GiB in fp32.
 COMPUTED_MAX = 2**30
-# Settings that models read but that no configuration class has, or that Qwen's classes of models with experts lack.
+# Settings that models read but that no configuration class has, or that Qwen's classes of models
+# with experts lack.
 UNLISTED = ("decoder_start_token_id", "head_dim")
 
 
@@ -67,11 +75,14 @@ class Built:
     module: PreTrainedModel
     initialise: Callable[[str, Tensor], None]
     stored_dtype: torch.dtype  # of the source's weights; fp32 for random ones
-    own_loss: bool  # the head is no language model on tokens: it takes tensors by name, and its loss is its own
+    # the head is no language model on tokens: it takes tensors by name, and its loss is its own
+    own_loss: bool
 
 
 def hf_recipe(
-    run: TrainingRun, dataset: Dataset | AnySamples | None = None, config: PreTrainedConfig | None = None
+    run: TrainingRun,
+    dataset: Dataset | AnySamples | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> Recipe:
     """Return the recipe (model, loss, data) of a run with a transformers model, on `dataset` or the run's data.
 
@@ -107,7 +118,9 @@ def hf_recipe(
     )
 
 
-def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_samples: bool = False) -> Built:
+def build(
+    run: TrainingRun, config: PreTrainedConfig | None = None, *, own_samples: bool = False
+) -> Built:
     """Return the module of a run, with its adapters. Raises SpecError if it cannot be built.
 
     `own_samples`: the samples have the tensors that the head takes, as those of `data.tensors`.
@@ -130,7 +143,9 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
         module.tie_weights()
         if isinstance(spec.hf, str):
             stored = stored_weights(spec.hf, module)
-        elif spec.hf.get("tie_word_embeddings") is False and (tied := _tied_head(module)) is not None:
+        elif (
+            spec.hf.get("tie_word_embeddings") is False and (tied := _tied_head(module)) is not None
+        ):
             noted.copy(*untie(module, tied))
         _fill_buffers(module, stored)
     base_names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -162,10 +177,14 @@ def build(run: TrainingRun, config: PreTrainedConfig | None = None, *, own_sampl
         elif size <= COMPUTED_MAX and base_name is not None and base_name in computed():
             values.copy_(computed()[base_name])
         else:
-            raise SpecError("transformers does not initialise it", path="model.hf", got=name, allowed="a folder")
+            raise SpecError(
+                "transformers does not initialise it", path="model.hf", got=name, allowed="a folder"
+            )
 
     dtype = stored_dtype if stored else torch.float32
-    return Built(module=module, initialise=initialise, stored_dtype=dtype, own_loss=head is not None)
+    return Built(
+        module=module, initialise=initialise, stored_dtype=dtype, own_loss=head is not None
+    )
 
 
 def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
@@ -178,7 +197,9 @@ def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(hf, local_files_only=folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise SpecError(f"no such transformers model: {reason}", path="model.hf", got=hf, hint=hint) from None
+        raise SpecError(
+            f"no such transformers model: {reason}", path="model.hf", got=hf, hint=hint
+        ) from None
 
 
 def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
@@ -189,11 +210,18 @@ def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         hint = "install a transformers that has it, or give a `factory`"
-        raise SpecError("no such family in transformers", path="model.config.model_type", got=model_type, hint=hint)
+        raise SpecError(
+            "no such family in transformers",
+            path="model.config.model_type",
+            got=model_type,
+            hint=hint,
+        )
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(values))
     except (ValueError, TypeError) as error:
-        raise SpecError(f"not a configuration of {model_type}: {error}", path="model.config") from None
+        raise SpecError(
+            f"not a configuration of {model_type}: {error}", path="model.config"
+        ) from None
     return config
 
 
@@ -203,16 +231,22 @@ def _make_config(raw: dict[str, Any]) -> PreTrainedConfig:
     try:
         default = AutoConfig.for_model(model_type)
     except ValueError:
-        raise SpecError("no such family in transformers", path="model.hf.model_type", got=model_type) from None
+        raise SpecError(
+            "no such family in transformers", path="model.hf.model_type", got=model_type
+        ) from None
     settings = {*default.to_dict(), *default.attribute_map, *UNLISTED}
     for key in values:
         if key not in settings:
             allowed = closest(key, settings) or f"what {type(default).__name__} takes"
-            raise SpecError("the family has no such setting", path=f"model.hf.{key}", got=key, allowed=allowed)
+            raise SpecError(
+                "the family has no such setting", path=f"model.hf.{key}", got=key, allowed=allowed
+            )
     try:
         return AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError) as error:
-        raise SpecError(f"not a configuration of {model_type}: {error}", path="model.hf", got=raw) from None
+        raise SpecError(
+            f"not a configuration of {model_type}: {error}", path="model.hf", got=raw
+        ) from None
 
 
 def _own_head(config: PreTrainedConfig, *, own_samples: bool) -> Any:
@@ -224,7 +258,11 @@ def _own_head(config: PreTrainedConfig, *, own_samples: bool) -> Any:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     language = auto._model_mapping.get(type(config), ())
     is_language = named in (language if isinstance(language, (tuple, list)) else (language,))
-    return None if named is None or (is_language and not (own_samples and reads_signals(named))) else named
+    return (
+        None
+        if named is None or (is_language and not (own_samples and reads_signals(named)))
+        else named
+    )
 
 
 def _samples_of_head(run: TrainingRun, module: Any, dataset: Dataset | AnySamples | None) -> Any:
@@ -234,7 +272,13 @@ def _samples_of_head(run: TrainingRun, module: Any, dataset: Dataset | AnySample
     if not run.data.tensors:
         got = f"{type(module).__name__}, with its own loss"
         hint = f"give its arguments by name in safetensors files, or {FACTORY}"
-        raise SpecError("the head takes no running text", path="data", got=got, allowed="data.tensors", hint=hint)
+        raise SpecError(
+            "the head takes no running text",
+            path="data",
+            got=got,
+            allowed="data.tensors",
+            hint=hint,
+        )
     return TensorFiles(run.data.tensors)
 
 
@@ -245,8 +289,14 @@ def _auto_class(config: PreTrainedConfig) -> Any:
         hint = f"name a head with a loss in `architectures` of its configuration, or {FACTORY}"
         what = "transformers has no language model of this family, and no head with a loss is named"
         raise SpecError(what, path="model.hf", got=got, hint=hint)
-    is_encoder = auto is AutoModelForCausalLM and type(config) in AutoModelForMaskedLM._model_mapping
-    if is_encoder and not getattr(config, "is_decoder", False) and not getattr(config, "causal", False):
+    is_encoder = (
+        auto is AutoModelForCausalLM and type(config) in AutoModelForMaskedLM._model_mapping
+    )
+    if (
+        is_encoder
+        and not getattr(config, "is_decoder", False)
+        and not getattr(config, "causal", False)
+    ):
         raise SpecError(
             "an encoder sees the tokens that it would have to predict",
             path="model.hf",
@@ -263,7 +313,11 @@ def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
     """
     named, kind = named_head(config), type(config)
     is_encoder = not config.is_encoder_decoder and kind in AutoModelForMaskedLM._model_mapping
-    if not is_encoder or getattr(config, "is_decoder", True) or kind not in AutoModelForCausalLM._model_mapping:
+    if (
+        not is_encoder
+        or getattr(config, "is_decoder", True)
+        or kind not in AutoModelForCausalLM._model_mapping
+    ):
         return config
     language: Any = AutoModelForCausalLM._model_mapping[kind]
     if named is not language:
@@ -279,14 +333,25 @@ def _tied_head(module: PreTrainedModel) -> str | None:
     The families of T5 tie them whatever the configuration says, and part them by what a file of weights holds.
     """
     head: Any = module.get_output_embeddings()
-    names = [name for name in module.all_tied_weights_keys if module.get_parameter(name) is head.weight] if head else []
-    return next((name for name in names if module.get_submodule(name.rpartition(".")[0]) is head), None)
+    names = (
+        [name for name in module.all_tied_weights_keys if module.get_parameter(name) is head.weight]
+        if head
+        else []
+    )
+    return next(
+        (name for name in names if module.get_submodule(name.rpartition(".")[0]) is head), None
+    )
 
 
 def _check_layout(plan: Plan) -> None:
     if plan.world_size > plan.layout.dp:
         allowed = "cp=tp=pp=1"
-        raise SpecError("adapters are trained data parallel only", path="model.lora", got=plan.layout, allowed=allowed)
+        raise SpecError(
+            "adapters are trained data parallel only",
+            path="model.lora",
+            got=plan.layout,
+            allowed=allowed,
+        )
 
 
 def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> None:
@@ -333,7 +398,9 @@ def _padding(module: PreTrainedModel) -> int | None:
     if not module.config.is_encoder_decoder:
         return None
     if module.config.pad_token_id is None:
-        raise SpecError("an encoder-decoder needs a padding token", path="model.hf", allowed="pad_token_id")
+        raise SpecError(
+            "an encoder-decoder needs a padding token", path="model.hf", allowed="pad_token_id"
+        )
     return module.config.pad_token_id
 
 
@@ -363,12 +430,18 @@ def _head_loss(head: nn.Linear, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor
     return linear_cross_entropy(hidden_BTD.flatten(0, 1), head.weight, labels_BT.flatten())
 
 
-def _loss_of_logits(module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+def _loss_of_logits(
+    module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor
+) -> Tensor:
     where = positions(module, tokens_BT)
-    return _cross_entropy(forward(module, input_ids=tokens_BT, use_cache=False, **where).logits, labels_BT)
+    return _cross_entropy(
+        forward(module, input_ids=tokens_BT, use_cache=False, **where).logits, labels_BT
+    )
 
 
-def _seq2seq_loss(module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+def _seq2seq_loss(
+    module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor
+) -> Tensor:
     out = forward(
         module,
         input_ids=tokens_BT,
@@ -381,7 +454,9 @@ def _seq2seq_loss(module: Any, forward: Callable[..., Any], tokens_BT: Tensor, l
 
 def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     flat = logits_BTV.float().flatten(0, 1)
-    return functional.cross_entropy(flat, labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    return functional.cross_entropy(
+        flat, labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
 
 
 class _Hidden:

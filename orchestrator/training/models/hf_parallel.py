@@ -61,7 +61,10 @@ def tensor_parallel_of(module: Any) -> Mapping[str, str]:
 
 def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
     """Return {name: size} that a tensor-parallel degree must divide."""
-    sizes = {name: getattr(module.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    sizes = {
+        name: getattr(module.config, name, None)
+        for name in ("num_attention_heads", "num_key_value_heads")
+    }
     return {name: size for name, size in sizes.items() if size is not None}
 
 
@@ -77,7 +80,10 @@ def stages_of(module: Any) -> Stages | None:
     if module.config.model_type not in STAGED:
         return None
     return Stages(
-        first=("model.embed_tokens",), last=("model.norm", "lm_head"), hidden=_hidden, loss_sum=_stage_loss_sum
+        first=("model.embed_tokens",),
+        last=("model.norm", "lm_head"),
+        hidden=_hidden,
+        loss_sum=_stage_loss_sum,
     )
 
 
@@ -95,7 +101,9 @@ def _share_context(module: Any, context: Context) -> None:
             part.context = context
 
 
-def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **settings: Any) -> tuple[Tensor, None]:
+def _attend(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **settings: Any
+) -> tuple[Tensor, None]:
     """transformers' call of SDPA, over all tokens.
 
     For an implementation that transformers does not know it makes no mask, so that a sliding window is masked here.
@@ -103,7 +111,8 @@ def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, _mask: None, **setting
     assert _mask is None, "a decoder's own mask needs none"
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        module.num_key_value_groups = q.shape[1] // k.shape[1]  # fewer where ranks share a key-value head
+        # fewer where ranks share a key-value head
+        module.num_key_value_groups = q.shape[1] // k.shape[1]
         mask = module.context.window_mask(q, settings.get("sliding_window"))
         return sdpa_attention_forward(module, q, k, v, mask, **settings)[0]
 
@@ -117,7 +126,11 @@ def experts_of(module: Any) -> Experts | None:
     mixtures = tuple(part for part in module.modules() if hasattr(part, "gate_up_proj"))
     if not mixtures:
         return None
-    return Experts(modules=mixtures, count=mixtures[0].num_experts, spread=functools.partial(_spread, module, mixtures))
+    return Experts(
+        modules=mixtures,
+        count=mixtures[0].num_experts,
+        spread=functools.partial(_spread, module, mixtures),
+    )
 
 
 def _spread(module: Any, mixtures: Sequence[Any], dispatch: Dispatch) -> None:
@@ -132,7 +145,9 @@ def _dispatch_experts(mixture: Any, x_ND: Tensor, chosen_NK: Tensor, weights_NK:
 
     def experts(x_RD: Tensor, ends_L: Tensor) -> Tensor:
         gate_up, down = (weight.to_local() for weight in (mixture.gate_up_proj, mixture.down_proj))
-        gated_RF = mixture._apply_gate(_grouped_linear(x_RD, gate_up, ends_L, is_transposed=mixture.is_transposed))
+        gated_RF = mixture._apply_gate(
+            _grouped_linear(x_RD, gate_up, ends_L, is_transposed=mixture.is_transposed)
+        )
         return _grouped_linear(gated_RF, down, ends_L, is_transposed=mixture.is_transposed)
 
     return mixture.dispatch.answer(x_ND, chosen_NK, weights_NK, experts)
@@ -149,7 +164,9 @@ def positions(module: Any, x: Tensor) -> dict[str, Tensor]:
 
 def _hidden(module: Any, x: Tensor) -> Tensor:
     base = module.base_model
-    if base.norm is None:  # the model calls it; a placeholder without parameters leaves all names unchanged
+    if (
+        base.norm is None
+    ):  # the model calls it; a placeholder without parameters leaves all names unchanged
         base.norm = nn.Identity()
     argument = "inputs_embeds" if base.embed_tokens is None else "input_ids"
     return base(**{argument: x}, **positions(module, x), use_cache=False).last_hidden_state

@@ -21,7 +21,8 @@ from transformers.utils.hub import cached_file
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import seeded_generator
 
-# An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that large.
+# An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that
+# large.
 PARAMETER_ELEMENTS = 2**28
 
 
@@ -42,7 +43,12 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**(kwargs or {}), "device": "meta"}
         out = op(*args, **(kwargs or {}))
         target = args[0] if args else None
-        if isinstance(target, Tensor) and target.is_meta and op._schema.is_mutable and not target._is_view():
+        if (
+            isinstance(target, Tensor)
+            and target.is_meta
+            and op._schema.is_mutable
+            and not target._is_view()
+        ):
             self._filled[id(target)] = (op, tuple(args[1:]))
             self._seen.append(target)
         return out
@@ -55,11 +61,14 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Return {parameter name: the last operation that filled it}, without copies of unavailable values."""
-        filled = {name: self._filled.get(id(parameter)) for name, parameter in module.named_parameters()}
+        filled = {
+            name: self._filled.get(id(parameter)) for name, parameter in module.named_parameters()
+        }
         return {
             name: operation
             for name, operation in filled.items()
-            if operation is not None and not any(isinstance(argument, Tensor) for argument in operation[1])
+            if operation is not None
+            and not any(isinstance(argument, Tensor) for argument in operation[1])
         }
 
 
@@ -122,7 +131,9 @@ def _files_by_name(source: str) -> dict[str, str]:
         files = {file: found_file(source, file) for file in set(names.values())}
         missing = sorted(file for file, path in files.items() if path is None)
         if missing:
-            raise SpecError("a file of weights is missing", path="model.hf", got=source, allowed=missing[0])
+            raise SpecError(
+                "a file of weights is missing", path="model.hf", got=source, allowed=missing[0]
+            )
         return {name: str(files[file]) for name, file in names.items()}
     single = found_file(source, SAFE_WEIGHTS_NAME)
     if single is None:
@@ -163,7 +174,11 @@ def _places(model: PreTrainedModel, stored_names: Mapping[str, str]) -> dict[str
 
 def _find_stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: str) -> str | None:
     """The first of these names that is known, with or without the base model's prefix."""
-    spellings = (spelling for name in names for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"))
+    spellings = (
+        spelling
+        for name in names
+        for spelling in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+    )
     return next((spelling for spelling in spellings if spelling in stored_names), None)
 
 
@@ -171,13 +186,23 @@ def _loaded_whole(source: str, model: PreTrainedModel) -> Callable[[str], Tensor
     family: Any = type(model)
     try:
         loaded, report = family.from_pretrained(
-            source, dtype=torch.float32, local_files_only=Path(source).is_dir(), output_loading_info=True
+            source,
+            dtype=torch.float32,
+            local_files_only=Path(source).is_dir(),
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise SpecError(f"the weights cannot be loaded: {error}", path="model.hf", got=source) from None
+        raise SpecError(
+            f"the weights cannot be loaded: {error}", path="model.hf", got=source
+        ) from None
     for name in model.all_tied_weights_keys.keys() - loaded.all_tied_weights_keys.keys():
         untie(model, name)
     missing = sorted(report["missing_keys"])
     if missing:
-        raise SpecError("weights of the model are missing", path="model.hf", got=source, allowed=missing[0])
-    return {**dict(loaded.named_parameters(remove_duplicate=False)), **dict(loaded.named_buffers())}.__getitem__
+        raise SpecError(
+            "weights of the model are missing", path="model.hf", got=source, allowed=missing[0]
+        )
+    return {
+        **dict(loaded.named_parameters(remove_duplicate=False)),
+        **dict(loaded.named_buffers()),
+    }.__getitem__

@@ -101,8 +101,12 @@ class CachingAllocator:
     def _release_whole_segments(self) -> None:
         """Release segments without a block in use, as `release_cached_blocks` does."""
         for pool in (self._small, self._large):
-            partial = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
-            self.reserved_bytes -= sum(size for size, _, _ in pool) - sum(size for size, _, _ in partial)
+            partial = [
+                entry for entry in pool if entry[2].before is not None or entry[2].after is not None
+            ]
+            self.reserved_bytes -= sum(size for size, _, _ in pool) - sum(
+                size for size, _, _ in partial
+            )
             pool[:] = partial
 
     def _keep(self, block: Block) -> None:
@@ -159,7 +163,9 @@ def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, L
             ledger.resident, ledger.requests = many.resident, many.requests
             beyond, apart = wanted - samples[1], samples[1] - samples[0]
             pairs = zip(few.sizes, many.sizes, strict=True)
-            ledger.sizes = [max(0, second + (second - first) * beyond // apart) for first, second in pairs]
+            ledger.sizes = [
+                max(0, second + (second - first) * beyond // apart) for first, second in pairs
+            ]
     return steps
 
 
@@ -172,7 +178,9 @@ def fragmentation(steps: Iterable[Ledger], states: Sequence[int]) -> float:
     steps_up = 0
     for step in steps:
         peak = step.peak_bytes + sum(states)
-        while steps_up < STEPS_UP_MAX and not _runs(step, states, peak * _factor(steps_up) + SEGMENTS_BYTES):
+        while steps_up < STEPS_UP_MAX and not _runs(
+            step, states, peak * _factor(steps_up) + SEGMENTS_BYTES
+        ):
             steps_up += 1
     return _factor(steps_up)
 

@@ -12,23 +12,76 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in torch/include/ATen/autocast_mode.h, torch 2.13.0.
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in torch/include/ATen/autocast_mode.h, torch
+# 2.13.0.
 FP32 = (
-    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+    *(
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+    ),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
     *("layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
-    *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss"),
-    *("cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss"),
+    *(
+        "frobenius_norm.dim",
+        "nuclear_norm",
+        "nuclear_norm.dim",
+        "cosine_similarity",
+        "poisson_nll_loss",
+    ),
+    *(
+        "cosine_embedding_loss",
+        "nll_loss",
+        "nll_loss2d",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+    ),
     *("smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss"),
-    *("soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
+    *(
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "binary_cross_entropy_with_logits",
+    ),
     *("dist", "pdist", "cdist", "renorm", "logsumexp"),
-    *("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d"),
-    *("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
-    *("_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+    *(
+        "upsample_nearest1d",
+        "_upsample_nearest_exact1d",
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+    ),
+    *(
+        "upsample_nearest3d",
+        "_upsample_nearest_exact3d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+    ),
+    *(
+        "_upsample_bilinear2d_aa",
+        "upsample_trilinear3d",
+        "upsample_bicubic2d",
+        "_upsample_bicubic2d_aa",
+    ),
 )
 FP32_UNLESS_SAID = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
-    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
+    *(
+        "linalg_vector_norm",
+        "linalg_matrix_norm",
+        "linalg_matrix_norm.str_ord",
+        "sum",
+        "sum.dim_IntList",
+    ),
 )
 LOW = (torch.bfloat16, torch.float16)
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
@@ -43,7 +96,9 @@ def as_on_cuda() -> Iterator[None]:
     in fp32 (pooling, padding, image sampling) stay so.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    names = [(name, _in_fp32) for name in FP32] + [(name, _in_fp32_by_default) for name in FP32_UNLESS_SAID]
+    names = [(name, _in_fp32) for name in FP32] + [
+        (name, _in_fp32_by_default) for name in FP32_UNLESS_SAID
+    ]
     for name, kernel in names:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
@@ -76,9 +131,19 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
         enable_gqa: bool = False,
     ) -> Tensor:
         if dropout_p == 0.0 and query.shape[-1] == value.shape[-1]:
-            return on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return on_cpu(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-        bias = attn_mask.to(low) if attn_mask is not None else None  # a boolean mask becomes as many numbers
+        # a boolean mask becomes as many numbers
+        bias = attn_mask.to(low) if attn_mask is not None else None
         inputs = query.to(low), key.to(low), value.to(low), bias
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         return kernel(*inputs, True, dropout_p, is_causal, scale=scale)[0]
@@ -100,7 +165,9 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.ops.aten.dropout.default._op_dk(_PUT_TOGETHER, x, p, train)
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """RMS norm by CUDA's kernel, which saves its input and one number for each row; a CPU saves every intermediate.
 
     As `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp chooses (2.13.0). Seen on an H100 under 2.11.0.

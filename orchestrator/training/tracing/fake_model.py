@@ -48,13 +48,17 @@ def without_memory(
                 if parameter is not None and id(parameter) not in made:
                     stored = dtype if dtype and parameter.is_floating_point() else parameter.dtype
                     values = torch.empty(parameter.shape, dtype=stored, device="cpu")
-                    new = made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    new = made[id(parameter)] = nn.Parameter(
+                        values, requires_grad=parameter.requires_grad
+                    )
                     held_bytes[id(new)] = parameter.element_size()
                 if parameter is not None:
                     part._parameters[name] = made[id(parameter)]
             for name, buffer in part._buffers.items():
                 if buffer is not None:
-                    new_buffer = part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                    new_buffer = part._buffers[name] = torch.empty(
+                        buffer.shape, dtype=buffer.dtype, device="cpu"
+                    )
                     if note is not None:
                         note(new_buffer, buffer)
     return held_bytes
@@ -72,18 +76,25 @@ def as_with_values() -> Iterator[None]:
     """
     instead: dict[str, tuple[str, Callable[..., Any]]] = {
         "transformers.masking_utils": ("find_packed_sequence_indices", lambda _positions: None),
-        "transformers.integrations.moe": ("_can_use_grouped_mm", lambda _, weight, __: weight.dtype is torch.bfloat16),
+        "transformers.integrations.moe": (
+            "_can_use_grouped_mm",
+            lambda _, weight, __: weight.dtype is torch.bfloat16,
+        ),
     }
     with contextlib.ExitStack() as stack:
         for module, (name, function) in instead.items():
             if module in sys.modules:
                 stack.enter_context(patch(f"{module}.{name}", function))
         for name, answer in (("isfinite", True), ("isinf", False), ("isnan", False)):
-            stack.enter_context(patch.object(torch, name, _answer_with(getattr(torch, name), answer=answer)))
+            stack.enter_context(
+                patch.object(torch, name, _answer_with(getattr(torch, name), answer=answer))
+            )
         yield
 
 
-def _answer_with(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
+def _answer_with(
+    question: Callable[[Tensor], Tensor], *, answer: bool
+) -> Callable[[Tensor], Tensor]:
     """A function of values that runs as before, so that its tensors count, but returns a constant tensor."""
 
     def asked(values: Tensor) -> Tensor:

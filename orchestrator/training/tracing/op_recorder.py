@@ -33,7 +33,8 @@ LEAF_MODULES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
 MATRICES = "matrices of scores"  # made by attention on a CPU if no fused kernel supports it
-# Products of rows with the matrices of their experts. torch's flop_registry (2.13.0) has neither. The second is that of
+# Products of rows with the matrices of their experts. torch's flop_registry (2.13.0) has neither.
+# The second is that of
 # transformers (integrations/moe.py, 5.23) for dtypes that the first does not support.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
@@ -44,10 +45,15 @@ def _group_norm_backward(
     """Gradients in the dtypes of their tensors. torch's fake version makes all fp32 if the weight is."""
     of_each = (x, weight, weight)  # a bias has the type of its weight
     wanted = zip(of_each, sizes[-1], strict=True)
-    return [torch.empty_like(like) if like is not None and is_asked else None for like, is_asked in wanted]
+    return [
+        torch.empty_like(like) if like is not None and is_asked else None
+        for like, is_asked in wanted
+    ]
 
 
-AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.default: _group_norm_backward}
+AS_REAL: dict[Any, Callable[..., Any]] = {
+    aten.native_group_norm_backward.default: _group_norm_backward
+}
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,25 +68,42 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []
         self.places: list[Place] = []
         self.attention = ""  # the attention kernel that ran
-        self.is_alike_on_cuda = True  # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
+        # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
+        self.is_alike_on_cuda = True
         self.buffer_bytes = 0
         self._recipes, self._held_bytes = recipes, held_bytes
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
         self._parameters = list(
-            {id(parameter): parameter for recipe in recipes for parameter in recipe.module.parameters()}.values()
+            {
+                id(parameter): parameter
+                for recipe in recipes
+                for parameter in recipe.module.parameters()
+            }.values()
         )
-        inside = {id(parameter): index for index, layer in enumerate(self._layers) for parameter in layer.parameters()}
-        self._layer_of = {id(parameter): inside.get(id(parameter), NO_LAYER) for parameter in self._parameters}
+        inside = {
+            id(parameter): index
+            for index, layer in enumerate(self._layers)
+            for parameter in layer.parameters()
+        }
+        self._layer_of = {
+            id(parameter): inside.get(id(parameter), NO_LAYER) for parameter in self._parameters
+        }
         self._names = {
             id(part): f"{recipe.name}.{name}" if recipe.name else name
             for recipe in recipes
             for name, part in (*recipe.module.named_modules(), *recipe.module.named_parameters())
         }
-        self._place_of: dict[tuple[int, int], int] = {}  # (NO_LAYER, layer) or (turn, layers passed before)
+        self._place_of: dict[
+            tuple[int, int], int
+        ] = {}  # (NO_LAYER, layer) or (turn, layers passed before)
         self._layer_at: dict[int, int] = {}  # place -> layer
         self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
         self._looked_up: set[int] = set()
-        self._unread = {id(parameter) for parameter in self._parameters if self._layer_of[id(parameter)] == NO_LAYER}
+        self._unread = {
+            id(parameter)
+            for parameter in self._parameters
+            if self._layer_of[id(parameter)] == NO_LAYER
+        }
         self._arrived: dict[int, Tensor] = {}  # in the order of their first gradients
         self._home: dict[int, Place] = {}  # parameter id -> its place
         self._in_leaf = {
@@ -101,7 +124,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = Ledger()  # of the latest step
         # With size, number in the ledger, and the place that made it.
         self._storages: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
-        self.bytes_by_place: Counter[int] = Counter()  # of the latest step, when its backward pass begins
+        # of the latest step, when its backward pass begins
+        self.bytes_by_place: Counter[int] = Counter()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -120,7 +144,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(buffer)
         self._resident_bytes, self.buffer_bytes = self._live_bytes, self._live_bytes - weights
         self.ledger.begin()
-        self._held_by = {parameter.untyped_storage()._cdata: parameter for parameter in self._parameters}
+        self._held_by = {
+            parameter.untyped_storage()._cdata: parameter for parameter in self._parameters
+        }
         handles = [
             parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
             for parameter in self._parameters
@@ -130,7 +156,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handles.append(recipe.module.register_forward_pre_hook(self._comes_back, prepend=True))
             handles.append(recipe.module.register_forward_hook(self._end_pass))
         for index, layer in enumerate(self._layers):
-            handles.append(layer.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True))
+            handles.append(
+                layer.register_forward_pre_hook(self._before(index), with_kwargs=True, prepend=True)
+            )
             handles.append(layer.register_forward_hook(self._behind(index)))
         try:
             with self:
@@ -214,16 +242,24 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             last = max(passed for number, passed in self._place_of if number == turn)
             rest = self.places[self._place_of[turn, last]]
             # A shared parameter counts at its first place.
-            for parameter in {id(tensor): tensor for tensor in _behind_those_of_parts(recipe.module)}.values():
+            for parameter in {
+                id(tensor): tensor for tensor in _behind_those_of_parts(recipe.module)
+            }.values():
                 if id(parameter) in self._trained:
                     is_free = self._layer_of[id(parameter)] == NO_LAYER
-                    (rest if is_free else self._home[id(parameter)]).last_parameter = parameter.numel()
+                    (
+                        rest if is_free else self._home[id(parameter)]
+                    ).last_parameter = parameter.numel()
 
     @property
     def updated_before_largest(self) -> int:
         """Value of `ModelProfile.updated_before_largest`; each optimizer updates its recipe's parameters in order."""
         sizes = [
-            [parameter.numel() for parameter in recipe.module.parameters() if id(parameter) in self._trained]
+            [
+                parameter.numel()
+                for parameter in recipe.module.parameters()
+                if id(parameter) in self._trained
+            ]
             for recipe in self._recipes
         ]
         pairs = [pair for counts in sizes for pair in zip((0, *counts), counts, strict=False)]
@@ -356,7 +392,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _when_gradient_comes(self, made: Any, place: int) -> None:
         """Start the backward pass of a place once the gradient of its output is complete."""
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and tensor not in self._hooked:
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.grad_fn is not None
+                and tensor not in self._hooked
+            ):
                 self._hooked[tensor] = True
                 tensor.register_hook(lambda _: self._enter(place, backward=True))  # type: ignore[no-untyped-call]
 
@@ -367,7 +407,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = self.places[self.phases[-1].place]
 
         def parameter_of(leaf: Any) -> nn.Parameter | None:
-            return self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+            return (
+                self._held_by.get(leaf.untyped_storage()._cdata)
+                if isinstance(leaf, Tensor)
+                else None
+            )
 
         for leaf in tree_leaves((args, kwargs)):
             parameter = parameter_of(leaf)
@@ -385,14 +429,35 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_products(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operation's FLOPs and matrix products; note which attention runs, and dropout."""
-        place, samples, packet = self.places[self.phases[-1].place], self._samples, op._overloadpacket
-        if packet in (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention):
+        place, samples, packet = (
+            self.places[self.phases[-1].place],
+            self._samples,
+            op._overloadpacket,
+        )
+        if packet in (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            aten._scaled_dot_product_efficient_attention,
+        ):
             is_flash = packet is aten._scaled_dot_product_flash_attention_for_cpu
-            arguments = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
-            batch, heads, rows, width = arguments["query"].shape  # torch 2.11's sdpa_flop_count knows no shared keys
-            flops = 2 * batch * heads * rows * arguments["key"].shape[2] * (width + arguments["value"].shape[3])
+            arguments = (
+                dict(zip([argument.name for argument in op._schema.arguments], args, strict=False))
+                | kwargs
+            )
+            batch, heads, rows, width = arguments[
+                "query"
+            ].shape  # torch 2.11's sdpa_flop_count knows no shared keys
+            flops = (
+                2
+                * batch
+                * heads
+                * rows
+                * arguments["key"].shape[2]
+                * (width + arguments["value"].shape[3])
+            )
             place.flops += (flops / 2 if arguments.get("is_causal") else flops) / samples
-            self.attention = "flash" if is_flash and arguments.get("attn_mask") is None else "memory-efficient"
+            self.attention = (
+                "flash" if is_flash and arguments.get("attn_mask") is None else "memory-efficient"
+            )
         elif op.name() in GROUPED_PRODUCTS:
             (rows, inner), columns = args[0].shape, args[1].shape[-1]
             place.flops += 2 * rows * inner * columns / samples
@@ -400,7 +465,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet in flop_registry:
             place.flops += flop_registry[packet](*args, **kwargs, out_val=out) / samples
             products = _products(packet, args, out)
-            place.matmuls += tuple((-(-rows // samples), inner, columns) for rows, inner, columns in products)
+            place.matmuls += tuple(
+                (-(-rows // samples), inner, columns) for rows, inner, columns in products
+            )
         elif packet is aten._safe_softmax:
             self.attention, self.is_alike_on_cuda = MATRICES, False
         elif packet is aten.bernoulli_:  # dropout of any kind
@@ -418,7 +485,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place.parameters += count
         place.largest_parameter = max(place.largest_parameter, count)
         if id(parameter) in self._packed:
-            place.viewed += count  # ZeRO-3 passes its inputs one by one: torch does not see one tensor
+            # ZeRO-3 passes its inputs one by one: torch does not see one tensor
+            place.viewed += count
         if id(parameter) in self._trained:
             place.trained += count
             place.factored += _factored_elements(parameter.shape)

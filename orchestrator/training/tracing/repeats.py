@@ -66,7 +66,8 @@ def kinds_of(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
     numbers = {
         key
         for key, first in (stack[0].items() if len(stack) > 1 else ())
-        if type(first) is int and all(layer.get(key) == first + index for index, layer in enumerate(stack))
+        if type(first) is int
+        and all(layer.get(key) == first + index for index, layer in enumerate(stack))
     }
     rows = [
         value

@@ -15,7 +15,14 @@ from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMome
 from orchestrator.specs.replace import replace
 from orchestrator.training.tracing.repeats import Stack
 
-LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done")  # along equal layers
+LINEAR = (
+    "fixed_bytes",
+    "sample_bytes",
+    "own",
+    "done",
+    "ends_done",
+    "units_done",
+)  # along equal layers
 
 
 class Unlike(Exception):
@@ -80,10 +87,15 @@ class Steps:
     zero3: bool
     samples: tuple[int, int]
     phases: tuple[list[Phase], list[Phase]]
-    bytes_by_place: tuple[Mapping[int, int], Mapping[int, int]] = ({}, {})  # when the backward pass begins
+    bytes_by_place: tuple[Mapping[int, int], Mapping[int, int]] = (
+        {},
+        {},
+    )  # when the backward pass begins
 
 
-Stretch = tuple[TracedMoment, ...]  # a phase as linear functions of the micro-batch, its start first
+Stretch = tuple[
+    TracedMoment, ...
+]  # a phase as linear functions of the micro-batch, its start first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,16 +124,24 @@ def timeline(
         more = _More(places, stack, depth)
         stretches = more.stretches(stretches, recorded)
         keys = tuple(saved)
-        saved = {(n, mode): saved.get((more.origin(n), mode), 0) for n in more.places for _, mode in keys}
+        saved = {
+            (n, mode): saved.get((more.origin(n), mode), 0) for n in more.places for _, mode in keys
+        }
         groups, dropped = more.groups(groups)
         places = [*more.places.values()]
-    segment_of = {place: (i, len(group) - 1 - n) for i, group in enumerate(groups) for n, place in enumerate(group)}
+    segment_of = {
+        place: (i, len(group) - 1 - n)
+        for i, group in enumerate(groups)
+        for n, place in enumerate(group)
+    }
     chosen = []
     for stretch in stretches:
         segment, position = segment_of[stretch[0].segment]
         is_end = position < 2 or position >= len(groups[segment]) - 2
         if is_end and stretch[0].segment not in dropped:
-            chosen.append(tuple(moment._replace(segment=segment, position=position) for moment in stretch))
+            chosen.append(
+                tuple(moment._replace(segment=segment, position=position) for moment in stretch)
+            )
     return Timeline(
         segments=tuple((places[group[-1]], len(group)) for group in groups),
         stretches=tuple(chosen),
@@ -147,10 +167,15 @@ class _More:
         if len(self._layers) < depth:
             raise Unlike("some layers do not run")
         head = stack.lead + 2 * stack.period
-        self._from, self._width = self._layers[head], self._layers[head] - self._layers[head - stack.period]
+        self._from, self._width = (
+            self._layers[head],
+            self._layers[head] - self._layers[head - stack.period],
+        )
         self._times = (stack.length - depth) // stack.period
         self._shift = self._times * self._width
-        self._inner = self._layers[head - stack.period]  # the first place that the start of the model does not change
+        self._inner = self._layers[
+            head - stack.period
+        ]  # the first place that the start of the model does not change
         self._last = self._layers[-1 - stack.period]  # the first place of the last period
         added = self._times * stack.period
         self.places = dict(enumerate(places[: self._from]))
@@ -158,13 +183,19 @@ class _More:
             later = (number - self._from) // self._width + 1
             self.places[number] = _rename_place(places[self.origin(number)], later * stack.period)
         for number, place in enumerate(places[self._from :], self._from):
-            self.places[number + self._shift] = _rename_place(place, added) if number in self._layers else place
+            self.places[number + self._shift] = (
+                _rename_place(place, added) if number in self._layers else place
+            )
 
     def origin(self, number: int) -> int:
         """Return the recorded place of which a place of the whole model is a repeat, or itself."""
         if number >= self._from + self._shift:
             return number - self._shift
-        return number if number < self._from else self._from - self._width + (number - self._from) % self._width
+        return (
+            number
+            if number < self._from
+            else self._from - self._width + (number - self._from) % self._width
+        )
 
     def groups(self, groups: Sequence[list[int]]) -> tuple[list[list[int]], range]:
         """Return (groups of all places, places between both ends where layers of several kinds form no group)."""
@@ -176,13 +207,19 @@ class _More:
             origin = self.origin(number)
             if origin in of_origin:
                 is_alone = not is_alike and (self._layers[0] <= origin <= self._layers[-1])
-                parts.setdefault(("place", number) if is_alone else of_origin[origin], []).append(number)
-        return [*parts.values()], range(0) if is_alike else range(self._from, self._last + self._shift)
+                parts.setdefault(("place", number) if is_alone else of_origin[origin], []).append(
+                    number
+                )
+        return [*parts.values()], range(0) if is_alike else range(
+            self._from, self._last + self._shift
+        )
 
     def stretches(self, stretches: Sequence[Stretch], recorded: Sequence[Steps]) -> list[Stretch]:
         """Return the stretches of the whole model. Raises Unlike where periods do not grow by equal amounts."""
         slopes = self._slopes(stretches)
-        holdings = {(steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps) for steps in recorded}
+        holdings = {
+            (steps.mode, steps.sharded, steps.zero3): self._held_slopes(steps) for steps in recorded
+        }
         grown = []
         for stretch in stretches:
             start = stretch[0]
@@ -192,7 +229,11 @@ class _More:
             slope, before = slopes[kind], holdings[start.mode, start.sharded, start.zero3]
             is_behind = start.segment >= self._from
             if start.backward:
-                growth = before if is_behind else [all_ - part for all_, part in zip(before, slope, strict=True)]
+                growth = (
+                    before
+                    if is_behind
+                    else [all_ - part for all_, part in zip(before, slope, strict=True)]
+                )
             else:
                 growth = slope if is_behind else [0] * len(LINEAR)
             number = start.segment + (self._shift if is_behind else 0)
@@ -209,10 +250,15 @@ class _More:
             pair = number, number + self._width
             parts = [replace(self._recorded[place], name="") for place in pair]
             first, second = (lives.get(place, []) for place in pair)
-            shapes = [[(*_kind(stretch[0])[1:], len(stretch)) for stretch in life] for life in (first, second)]
+            shapes = [
+                [(*_kind(stretch[0])[1:], len(stretch)) for stretch in life]
+                for life in (first, second)
+            ]
             if parts[0] != parts[1] or shapes[0] != shapes[1]:
                 raise Unlike("the operations of layers differ")
-            for earlier, later in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
+            for earlier, later in zip(
+                itertools.chain(*first), itertools.chain(*second), strict=True
+            ):
                 slope = [getattr(later, name) - getattr(earlier, name) for name in LINEAR]
                 if slopes.setdefault(_kind(earlier)[1:], slope) != slope:
                     raise Unlike("layers do not grow by equal amounts")
@@ -222,7 +268,10 @@ class _More:
         """Return what a period holds when the backward pass begins, as a slope."""
         few, many = steps.samples
         periods = {
-            tuple(sum(by_place.get(first + n, 0) for n in range(self._width)) for by_place in steps.bytes_by_place)
+            tuple(
+                sum(by_place.get(first + n, 0) for n in range(self._width))
+                for by_place in steps.bytes_by_place
+            )
             for first in range(self._inner, self._last + 1)
         }
         if len(periods) > 1:
@@ -235,7 +284,8 @@ class _More:
 
 def _move(moment: TracedMoment, segment: int, slope: Sequence[int], times: int) -> TracedMoment:
     numbers: dict[str, Any] = {
-        name: getattr(moment, name) + times * growth for name, growth in zip(LINEAR, slope, strict=True)
+        name: getattr(moment, name) + times * growth
+        for name, growth in zip(LINEAR, slope, strict=True)
     }
     return moment._replace(segment=segment, **numbers)
 
@@ -295,7 +345,11 @@ def _lines(steps: Steps) -> list[Stretch]:
     few, many = steps.samples
     lines = []
     for first, second in zip(*steps.phases, strict=False):
-        if (first.place, first.turn, first.backward) != (second.place, second.turn, second.backward):
+        if (first.place, first.turn, first.backward) != (
+            second.place,
+            second.turn,
+            second.backward,
+        ):
             raise Unlike("the micro-batch changes the order of layers")
         ones, twos = first.events, second.events
         if [event[1:] for event in ones] != [event[1:] for event in twos]:
@@ -346,14 +400,18 @@ def _saved_bytes(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationChec
     saved: dict[tuple[int, ActivationCheckpointing], int] = {}
     for this, following in itertools.pairwise(stretches):
         start, end = this[0], following[0]
-        passes = [(moment.mode, moment.turn, moment.sharded, moment.zero3) for moment in (start, end)]
+        passes = [
+            (moment.mode, moment.turn, moment.sharded, moment.zero3) for moment in (start, end)
+        ]
         if passes[0] == passes[1] and not (start.backward or start.sharded or start.zero3):
             key = start.segment, start.mode
             saved[key] = saved.get(key, 0) + max(0, end.sample_bytes - start.sample_bytes)
     return saved
 
 
-def _groups(places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[list[int]]:
+def _groups(
+    places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]
+) -> Iterator[list[int]]:
     """Places in order, with equal layers grouped."""
     by_place: dict[int, list[Stretch]] = {}
     for stretch in stretches:
@@ -371,7 +429,9 @@ def _alike(group: list[int], by_place: dict[int, list[Stretch]]) -> Iterator[lis
     """The layers as one group if all but the first and the last grow linearly, else each alone."""
     lives = [by_place.get(place, []) for place in group]
     kinds = {tuple(_kind(stretch[0])[1:] for stretch in life) for life in lives}
-    if len(kinds) == 1 and all(_is_line(*stretches) for stretches in zip(*lives[1:-1], strict=True)):
+    if len(kinds) == 1 and all(
+        _is_line(*stretches) for stretches in zip(*lives[1:-1], strict=True)
+    ):
         yield group
     else:
         yield from ([place] for place in group)
@@ -408,7 +468,9 @@ def _worst(traced: Timeline) -> tuple[TracedMoment, ...]:
     for stretch in reversed(traced.stretches):  # the backward pass first
         start, *others = stretch
         place, _ = traced.segments[start.segment]
-        moments = [peer for peer in (others if place.is_layer else [start, *others]) if not peer.fresh]
+        moments = [
+            peer for peer in (others if place.is_layer else [start, *others]) if not peer.fresh
+        ]
         moments.sort(key=lambda m: (m.own + m.done, m.fixed_bytes + m.sample_bytes), reverse=True)
         worst = [start] if place.is_layer else []
         for moment in moments:
@@ -416,7 +478,8 @@ def _worst(traced: Timeline) -> tuple[TracedMoment, ...]:
             comparable = passes, moment.outside, moment.own < place.leaf_until
             beaten = by_part.setdefault((*_kind(start)[:-1], start.position, *comparable), [])
             if not any(
-                peer.fixed_bytes >= moment.fixed_bytes and peer.sample_bytes >= moment.sample_bytes for peer in beaten
+                peer.fixed_bytes >= moment.fixed_bytes and peer.sample_bytes >= moment.sample_bytes
+                for peer in beaten
             ):
                 beaten.append(moment)
                 worst.append(moment)
@@ -429,5 +492,7 @@ def _arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
     arrivals = [moment for moment in stretch if moment.fresh]
     for this, following in itertools.zip_longest(arrivals, arrivals[1:]):
         names = ("fixed_bytes", "sample_bytes", "fresh")
-        if following is None or any(getattr(this, name) > getattr(following, name) for name in names):
+        if following is None or any(
+            getattr(this, name) > getattr(following, name) for name in names
+        ):
             yield this

@@ -55,7 +55,11 @@ from orchestrator.training.models import cross_entropy
 from orchestrator.training.models.decoder import decoder_recipe
 from orchestrator.training.tracing.allocator import Ledger, fragmentation, on_lines
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
-from orchestrator.training.tracing.fake_model import as_with_values, parameters_on_meta, without_memory
+from orchestrator.training.tracing.fake_model import (
+    as_with_values,
+    parameters_on_meta,
+    without_memory,
+)
 from orchestrator.training.tracing.op_recorder import OpRecorder
 from orchestrator.training.tracing.repeats import Stack, cut, kinds_of, layer_count, stack_of
 from orchestrator.training.tracing.timeline import Phase, Steps, Unlike, profile, timeline
@@ -65,8 +69,10 @@ from orchestrator.training.tracing.zero3_linear import zero3_linear
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
 BAD_JOB_EXIT_CODE = 2
 LAST_STEP = 2**62  # after every thaw step
-# Address space of a trace beyond that of imported torch. Fake tensors are a few hundred MB of Python objects (measured:
-# a decoder of 70 billion parameters). A model that allocates real weights exceeds it and is stopped.
+# Address space of a trace beyond that of imported torch. Fake tensors are a few hundred MB of
+# Python objects (measured:
+# a decoder of 70 billion parameters). A model that allocates real weights exceeds it and is
+# stopped.
 ADDRESS_SPACE_BYTES = 16 * 2**30
 
 
@@ -91,7 +97,10 @@ class Request:
     modes: tuple[ActivationCheckpointing, ...] = tuple(ActivationCheckpointing)
     tensors: tuple[str, ...] = ()  # files of samples by the names of a head's arguments
     any_samples: bool = False  # a script brings its own
-    batch: tuple[int | None, int | None] = (None, None)  # of them, the one that a head takes, once it is known
+    batch: tuple[int | None, int | None] = (
+        None,
+        None,
+    )  # of them, the one that a head takes, once it is known
 
 
 def request_from_json(data: dict[str, Any]) -> Request:
@@ -102,7 +111,9 @@ def request_from_json(data: dict[str, Any]) -> Request:
         family=data["family"],
         sequence_length=data["sequence_length"],
         arithmetics=tuple(
-            Arithmetic(precision=Precision(raw["precision"]), autocast=raw["autocast"], cuda=raw["cuda"])
+            Arithmetic(
+                precision=Precision(raw["precision"]), autocast=raw["autocast"], cuda=raw["cuda"]
+            )
             for raw in data["arithmetics"]
         ),
         modes=tuple(map(ActivationCheckpointing, data["modes"])),
@@ -128,7 +139,9 @@ def profiles(request: Request) -> list[ModelProfile | None]:
             continue
         try:
             traced[arithmetic] = _profile(request, arithmetic)
-        except Exception as error:  # a user's model may raise anything: other settings are still traced
+        except (
+            Exception
+        ) as error:  # a user's model may raise anything: other settings are still traced
             print(f"{arithmetic}: {type(error).__name__}: {error}", file=sys.stderr)
             traced[arithmetic], failure = (None, True), failure or error
     if failure is not None and not any(profile for profile, _ in traced.values()):
@@ -144,14 +157,17 @@ def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bo
     kinds, buffer_bytes = kinds_of(whole.layers, config, length), _buffer_bytes(whole)
     stack = stack_of(kinds, length)
     if stack is not None:
-        # A model's code may refuse what it never had; then the whole model says what is wrong, if anything is.
+        # A model's code may refuse what it never had; then the whole model says what is wrong, if
+        # anything is.
         with contextlib.suppress(Exception):
             few_layers = cut(config, stack.depth)
             few = build(request, arithmetic, few_layers)
             if kinds_of(few.layers, few_layers, length) == kinds[: stack.depth] + kinds[length:]:
                 traced = _Traced(request, arithmetic, few)
                 extended = replace(traced.profile(stack, stack.depth), workspace_bytes=buffer_bytes)
-                if extended.parameters == sum(parameter.numel() for parameter in whole.module.parameters()):
+                if extended.parameters == sum(
+                    parameter.numel() for parameter in whole.module.parameters()
+                ):
                     return extended, traced.is_alike_on_cuda
     try:
         traced = _Traced(request, arithmetic, whole)
@@ -163,27 +179,40 @@ def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bo
 
 
 def _buffer_bytes(recipe: Recipe) -> int:
-    buffers = [buffer for part in recipe.module.modules() for buffer in part._buffers.values() if buffer is not None]
+    buffers = [
+        buffer
+        for part in recipe.module.modules()
+        for buffer in part._buffers.values()
+        if buffer is not None
+    ]
     return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
 class _Traced:
     """A model's recorded steps at both micro-batches, under every mode of activation checkpointing."""
 
-    def __init__(self, request: Request, arithmetic: Arithmetic, recipe: Recipe, *, reads: bool = False) -> None:
+    def __init__(
+        self, request: Request, arithmetic: Arithmetic, recipe: Recipe, *, reads: bool = False
+    ) -> None:
         """`reads`: the model's code reads values."""
         self._request, self._arithmetic = request, arithmetic
         self._recipes = (recipe, *recipe.then)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._values = Values(self._fake) if reads or request.any_samples or request.tensors else None
+        self._values = (
+            Values(self._fake) if reads or request.any_samples or request.tensors else None
+        )
         low = LOW_PRECISION.get(arithmetic.precision)
         self._autocast = low if arithmetic.autocast else None
         held_bytes: dict[int, float] = {}
         for member in self._recipes:
             four_bits = _in_four_bits(request.model, member.module, low)
             note = self._values.note if self._values else None
-            held_bytes |= without_memory(member.module, self._fake, None if arithmetic.autocast else low, note)
-            held_bytes |= {id(member.module.get_parameter(name)): width for name, width in four_bits.items()}
+            held_bytes |= without_memory(
+                member.module, self._fake, None if arithmetic.autocast else low, note
+            )
+            held_bytes |= {
+                id(member.module.get_parameter(name)): width for name, width in four_bits.items()
+            }
             if low and not arithmetic.autocast:
                 for part in (member.module, *member.layers):
                     part.register_forward_pre_hook(_round_inputs(low), with_kwargs=True)
@@ -192,12 +221,20 @@ class _Traced:
         self._recorder = OpRecorder(self._recipes, held_bytes)
         gc.freeze()  # excludes imported objects from collection: scanning them took 7 % of a trace
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
-        gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
-        with as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
+        gradients = patch.object(
+            cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients)
+        )
+        with (
+            as_with_values(),
+            gradients,
+            as_on_cuda() if arithmetic.cuda else contextlib.nullcontext(),
+        ):
             cases = [(False, False)]
             if recipe.then and self._autocast is None:
                 cases.append((True, False))
-            elif self._autocast is None and not all(weight.requires_grad for weight in recipe.module.parameters()):
+            elif self._autocast is None and not all(
+                weight.requires_grad for weight in recipe.module.parameters()
+            ):
                 cases.append((False, True))
             self._recorded = [
                 steps
@@ -210,7 +247,10 @@ class _Traced:
     def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
         """Return the profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
         traced = timeline(self._places, self._recorded, stack, depth)
-        turns = tuple(sum(p.numel() for p in part.module.parameters() if p.requires_grad) for part in self._recipes)
+        turns = tuple(
+            sum(p.numel() for p in part.module.parameters() if p.requires_grad)
+            for part in self._recipes
+        )
         return profile(
             traced,
             family=self._request.family,
@@ -247,7 +287,9 @@ class _Traced:
             self._values.note(fake, real)
         return fake
 
-    def _steps_or_none(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps | None:
+    def _steps_or_none(
+        self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool
+    ) -> Steps | None:
         """The steps; None where a kind of checkpointing, or stage 3, fails alone. Raises what fails without both."""
         try:
             return self._steps(mode, sharded=sharded, zero3=zero3)
@@ -261,14 +303,21 @@ class _Traced:
     def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps:
         layers = [layer for recipe in self._recipes for layer in recipe.layers]
         norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
-        linear = patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
+        linear = (
+            patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
+        )
         with _forwards_put_back((*layers, *norms)), linear:
             recompute(layers, mode)
             recorder = self._recorder
-            steps = [(*self._step(samples, norms, sharded=sharded), recorder.bytes_by_place) for samples in SAMPLES]
+            steps = [
+                (*self._step(samples, norms, sharded=sharded), recorder.bytes_by_place)
+                for samples in SAMPLES
+            ]
         (first, few, held_by_few), (second, many, held_by_many) = steps
         if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
-            self._fragmentation[mode] = fragmentation(on_lines(few, many, SAMPLES).values(), self._adam_bytes())
+            self._fragmentation[mode] = fragmentation(
+                on_lines(few, many, SAMPLES).values(), self._adam_bytes()
+            )
         return Steps(
             mode=mode,
             sharded=sharded,
@@ -280,7 +329,9 @@ class _Traced:
 
     def _adam_bytes(self) -> list[int]:
         """Bytes of both fp32 moments, per trained parameter."""
-        trained = [p for recipe in self._recipes for p in recipe.module.parameters() if p.requires_grad]
+        trained = [
+            p for recipe in self._recipes for p in recipe.module.parameters() if p.requires_grad
+        ]
         return [4 * p.numel() for p in trained for _ in ("exp_avg", "exp_avg_sq")]
 
     def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> tuple[list[Phase], Ledger]:
@@ -289,18 +340,24 @@ class _Traced:
         `sharded`: as under FSDP2, where recipes out of turn require gradients too (engines/alternating.py).
         """
         real = self._recipes[0].dataset.batch(range(samples))
-        training = replace(self._request.training, batch_norm_samples=samples, sync_batch_norm=False)
+        training = replace(
+            self._request.training, batch_norm_samples=samples, sync_batch_norm=False
+        )
         reading = self._values.reading() if self._values else contextlib.nullcontext()
         with _forwards_put_back(norms), self._fake, reading, self._recorder.step(samples):
             prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
-                still = contextlib.nullcontext() if sharded else _freeze_others(self._recipes, recipe)
+                still = (
+                    contextlib.nullcontext() if sharded else _freeze_others(self._recipes, recipe)
+                )
                 with self._recorder.turn(turn), still:
                     self._forward_backward(recipe, tuple(map(self._as_fake, real)))
         return self._recorder.phases, self._recorder.ledger
 
     def _forward_backward(self, recipe: Recipe, batch: Batch) -> None:
-        batch = tuple(tensor.view_as(tensor) for tensor in batch)  # an operation, so that it is counted
+        batch = tuple(
+            tensor.view_as(tensor) for tensor in batch
+        )  # an operation, so that it is counted
         with torch.autocast("cpu", self._autocast) if self._autocast else contextlib.nullcontext():
             loss_sum = recipe.loss_sum(recipe.module, batch)
         self._recorder.turn_back()
@@ -318,9 +375,12 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         from orchestrator.training.models.hf_heads import AnySamples
         from orchestrator.training.models.hf_model import hf_recipe
 
-        lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # quantising needs CUDA
+        # quantising needs CUDA
+        lora = None if model.lora is None else replace(model.lora, quantise_base=False)
         published = model.hf if isinstance(model.hf, dict) else model.config
-        own_head = {"tie_word_embeddings": False} if published.get("tie_word_embeddings") is False else {}
+        own_head = (
+            {"tie_word_embeddings": False} if published.get("tie_word_embeddings") is False else {}
+        )
         shrunk = replace(model, hf={"model_type": config.model_type} | own_head, lora=lora)
         run = TrainingRun(
             model=shrunk,
@@ -421,7 +481,12 @@ def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def _freeze_others(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
     """A context in which only the parameters of recipe `but` require gradients."""
-    others = [parameter for recipe in recipes if recipe is not but for parameter in recipe.module.parameters()]
+    others = [
+        parameter
+        for recipe in recipes
+        if recipe is not but
+        for parameter in recipe.module.parameters()
+    ]
     trained = [parameter for parameter in others if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -442,7 +507,9 @@ def _limit_address_space(more_bytes: int) -> None:
         used_bytes = int(mapped.read_text().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = used_bytes + more_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -459,7 +526,9 @@ def main(arguments: list[str]) -> int:
         try:
             results = profiles(request)
         except SpecError as error:
-            problem = {name: getattr(error, name) for name in ("what", "path", "got", "allowed", "hint")}
+            problem = {
+                name: getattr(error, name) for name in ("what", "path", "got", "allowed", "hint")
+            }
             json.dump(problem, answer, default=str)
             return BAD_JOB_EXIT_CODE
         json.dump([entry and dataclasses.asdict(entry) for entry in results], answer)

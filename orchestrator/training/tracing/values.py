@@ -48,7 +48,12 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Open a context in which fake tensors can also become arrays."""
-        with patch.object(FakeTensor, "numpy", lambda tensor, **_: self._real(tensor).numpy(), create=True), self:
+        with (
+            patch.object(
+                FakeTensor, "numpy", lambda tensor, **_: self._real(tensor).numpy(), create=True
+            ),
+            self,
+        ):
             yield
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,14 +63,20 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except READS:
             return self._as_fake(self._run(op, args, kwargs))
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        integral = [leaf for leaf in made if not leaf.is_floating_point() and leaf.numel() <= ELEMENTS_MAX]
+        integral = [
+            leaf for leaf in made if not leaf.is_floating_point() and leaf.numel() <= ELEMENTS_MAX
+        ]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if (integral and (len(integral) == len(made) or any(self._has(leaf) for leaf in inputs))) or self._writes(
-            op, args
-        ):
+        if (
+            integral and (len(integral) == len(made) or any(self._has(leaf) for leaf in inputs))
+        ) or self._writes(op, args):
             real = self._run(op, args, kwargs)
             for leaf, values in zip(tree_leaves(out), tree_leaves(real), strict=True):
-                if isinstance(leaf, Tensor) and isinstance(leaf, FakeTensor) and not leaf.is_floating_point():
+                if (
+                    isinstance(leaf, Tensor)
+                    and isinstance(leaf, FakeTensor)
+                    and not leaf.is_floating_point()
+                ):
                     self._values[leaf] = values
         elif integral:  # chosen by activations
             for leaf in integral:
@@ -75,7 +86,12 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _writes(self, op: Any, args: Any) -> bool:
-        return op._schema.is_mutable and bool(args) and isinstance(args[0], Tensor) and self._has(args[0])
+        return (
+            op._schema.is_mutable
+            and bool(args)
+            and isinstance(args[0], Tensor)
+            and self._has(args[0])
+        )
 
     def _has(self, tensor: Tensor) -> bool:
         return tensor in self._values or not isinstance(tensor, FakeTensor)
@@ -111,7 +127,9 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value.numel() > ELEMENTS_MAX:
             raise ValueError(f"the values of {tuple(value.shape)} are read")
         with _disable_current_modes():
-            if value.numel() == 1 and value.dtype.is_floating_point:  # such as a draw that may drop a layer
+            if (
+                value.numel() == 1 and value.dtype.is_floating_point
+            ):  # such as a draw that may drop a layer
                 return torch.full(value.shape, 0.5, dtype=value.dtype)
             if not value.dtype.is_floating_point:
                 return torch.zeros(value.shape, dtype=value.dtype)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def zero3_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # torch's name
+def zero3_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:  # torch's name
     """Return `torch.nn.functional.linear` of the same arguments, as DeepSpeed's stage 3 computes it."""
     return Zero3Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 

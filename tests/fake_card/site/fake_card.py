@@ -44,7 +44,9 @@ class _Around(importlib.abc.MetaPathFinder):
         }
 
     def find_spec(self, name, *_):
-        if name == "torch._C" and _Runtime.library is None:  # before PyTorch asks for the first time what there is
+        if (
+            name == "torch._C" and _Runtime.library is None
+        ):  # before PyTorch asks for the first time what there is
             _Runtime.library = _library()
         if name not in self._waiting:
             return None
@@ -96,7 +98,13 @@ def _before_cuda():
 
     library = _Runtime.library
     functions = {**_devices(torch, library), **_memory(library), **_streams(torch, library)}
-    marks = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA")  # of NVTX: DeepSpeed makes them
+    marks = (
+        "rangePushA",
+        "rangePop",
+        "rangeStartA",
+        "rangeEnd",
+        "markA",
+    )  # of NVTX: DeepSpeed makes them
     torch._C._nvtx = types.SimpleNamespace(**dict.fromkeys(marks, lambda *_: 0))
     for name, value in functions.items():
         setattr(torch._C, name, value if isinstance(value, type | bool) else _plain(value))
@@ -157,7 +165,9 @@ def _memory(library):
         library.card_fraction(index, fraction)
 
     return {
-        "_cuda_emptyCache": lambda: [library.card_empty(index) for index in range(library.card_count())] and None,
+        "_cuda_emptyCache": lambda: (
+            [library.card_empty(index) for index in range(library.card_count())] and None
+        ),
         "_cuda_memoryStats": _memory_stats,
         "_cuda_resetPeakMemoryStats": library.card_reset_peaks,
         "_cuda_resetAccumulatedMemoryStats": _nothing,
@@ -180,7 +190,9 @@ def _memory_stats(index):
 
     allocated = stat(counters["allocated"], counters["allocated_peak"])
     reserved = stat(counters["reserved"], counters["reserved_peak"])
-    blocks = stat(counters["allocations"] - counters["frees"], 0, counters["allocations"], counters["frees"])
+    blocks = stat(
+        counters["allocations"] - counters["frees"], 0, counters["allocations"], counters["frees"]
+    )
     return {
         "allocated_bytes": allocated,
         "requested_bytes": allocated,
@@ -207,7 +219,9 @@ def _streams(torch, library):
     return {
         "_cuda_synchronize": _nothing,
         "_cuda_sleep": _nothing,
-        "_cuda_setStream": lambda stream_id, device_index, **_: library.card_set_stream(device_index, stream_id),
+        "_cuda_setStream": lambda stream_id, device_index, **_: library.card_set_stream(
+            device_index, stream_id
+        ),
         "_cuda_getCurrentStream": lambda index: (library.card_stream(index), index, 1),
         "_cuda_getDefaultStream": lambda index: (0, index, 1),
         "_cuda_getCurrentRawStream": library.card_stream,
@@ -249,8 +263,14 @@ def _after_storage(module):
 
     def __new__(cls, *args, device=None, **kwargs):
         if device is not None and torch.device(device).type == "cuda":
-            return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
-        return new(cls, *args, **kwargs) if device is None else new(cls, *args, device=device, **kwargs)
+            return torch.empty(
+                args[0] if args else 0, dtype=torch.uint8, device=device
+            ).untyped_storage()
+        return (
+            new(cls, *args, **kwargs)
+            if device is None
+            else new(cls, *args, device=device, **kwargs)
+        )
 
     def resize_(storage, size):
         if storage.device.type != "cuda":
@@ -264,14 +284,26 @@ def _after_storage(module):
 class _Properties:
     def __init__(self, total_memory):
         self.name, self.total_memory, (self.major, self.minor) = NAME, total_memory, CAPABILITY
-        self.multi_processor_count, self.warp_size, self.max_threads_per_multi_processor = 132, 32, 2048
-        self.regs_per_multiprocessor, self.shared_memory_per_block, self.shared_memory_per_block_optin = (
+        self.multi_processor_count, self.warp_size, self.max_threads_per_multi_processor = (
+            132,
+            32,
+            2048,
+        )
+        (
+            self.regs_per_multiprocessor,
+            self.shared_memory_per_block,
+            self.shared_memory_per_block_optin,
+        ) = (
             65536,
             49152,
             232448,
         )
         self.is_integrated = self.is_multi_gpu_board = 0
-        self.gcnArchName, self.L2_cache_size, self.uuid = NAME, 50 << 20, "00000000-0000-0000-0000-000000000000"
+        self.gcnArchName, self.L2_cache_size, self.uuid = (
+            NAME,
+            50 << 20,
+            "00000000-0000-0000-0000-000000000000",
+        )
 
 
 class _Event:
@@ -315,7 +347,9 @@ def _stream(torch, library):
             if not device_type:
                 device_index = library.card_current()
                 stream_id, device_type = library.card_new_stream(device_index), 1
-            stream = super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=device_type)
+            stream = super().__new__(
+                cls, stream_id=stream_id, device_index=device_index, device_type=device_type
+            )
             stream.priority = priority
             return stream
 

@@ -55,8 +55,14 @@ def main() -> int:
     out = Path(os.environ.get("OUT") or install.FOLDER / "out").resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.environ |= {runner.RESULTS: str(out / "results.jsonl"), "KIT_LOGS": str(out)}
-    runner.record({"name": "machine", "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")})
-    chosen = [step for step in steps("tiny" if options.tiny else "full") if step.name in (options.steps or STEPS)]
+    runner.record(
+        {"name": "machine", "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    )
+    chosen = [
+        step
+        for step in steps("tiny" if options.tiny else "full")
+        if step.name in (options.steps or STEPS)
+    ]
     runner.run(chosen, out / "log.txt")
     return 0
 

@@ -40,19 +40,28 @@ SHOWN = 30  # functions of Python in the log
 ONE = replace(PLAIN, micro_batch_size=1)
 HOST_PLANS = {
     "plain": ONE,
-    "selective checkpointing": replace(ONE, activation_checkpointing=ActivationCheckpointing.SELECTIVE),
+    "selective checkpointing": replace(
+        ONE, activation_checkpointing=ActivationCheckpointing.SELECTIVE
+    ),
     "full checkpointing": replace(ONE, activation_checkpointing=FULL),
     "fsdp2": replace(SHARDED, micro_batch_size=1),
 }
 
 
-def measured_step(model: ModelSpec, plan: Plan, tokens: int, *, is_profiled: bool) -> dict[str, Any]:
+def measured_step(
+    model: ModelSpec, plan: Plan, tokens: int, *, is_profiled: bool
+) -> dict[str, Any]:
     """Return the median seconds of a step in this process; where profiled, also its kernels and operators.
 
     The weights begin as zeros.
     """
     training = Measurement(
-        name="host", model=model, sequence_length=tokens, plan=plan, capacity_bytes=2**50, steps=STEPS + 2
+        name="host",
+        model=model,
+        sequence_length=tokens,
+        plan=plan,
+        capacity_bytes=2**50,
+        steps=STEPS + 2,
     )
     with tempfile.TemporaryDirectory() as name:
         run = TrainingRun(
@@ -100,7 +109,10 @@ def launch_s() -> float:
 def main(size: Size) -> None:
     """Record a line for each model, plan and length."""
     is_tiny = size.config is TINY
-    models = {"hf": ModelSpec(hf=dict(size.config)), "decoder": ModelSpec(decoder=SMALL if is_tiny else BILLION)}
+    models = {
+        "hf": ModelSpec(hf=dict(size.config)),
+        "decoder": ModelSpec(decoder=SMALL if is_tiny else BILLION),
+    }
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -113,7 +125,9 @@ def main(size: Size) -> None:
                     line |= measured_step(model, plan, tokens, is_profiled=not is_tiny)
                     torch.cuda.empty_cache()
                     more = replace(plan, gradient_accumulation_steps=ACCUMULATED)
-                    line["accumulated_step_s"] = measured_step(model, more, tokens, is_profiled=False)["step_s"]
+                    line["accumulated_step_s"] = measured_step(
+                        model, more, tokens, is_profiled=False
+                    )["step_s"]
                 torch.cuda.empty_cache()
 
 

@@ -31,7 +31,9 @@ def split(archive: Path, folders: list[Path]) -> None:
     size = -(-len(content) // len(folders))
     for number, folder in enumerate(folders):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{archive.name}.{number}").write_bytes(content[number * size : (number + 1) * size])
+        (folder / f"{archive.name}.{number}").write_bytes(
+            content[number * size : (number + 1) * size]
+        )
     archive.unlink()
 
 
@@ -54,22 +56,41 @@ def main() -> None:
     with tarfile.open(archive) as file:
         file.extractall(wheels, filter="data")
     _call(sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV))
-    # `--system-site-packages` shows those of the system, not of an environment that this Python may be of.
+    # `--system-site-packages` shows those of the system, not of an environment that this Python may
+    # be of.
     there = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site_packages,) = VENV.glob("lib/python*/site-packages")
-    (site_packages / "there.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in there))
-    pip = (sys.executable, "-m", "pip", "--python", str(PYTHON), "install", "--no-index", "--no-deps", "--quiet")
+    (site_packages / "there.pth").write_text(
+        "".join(f"import site; site.addsitedir({path!r})\n" for path in there)
+    )
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(PYTHON),
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--quiet",
+    )
     # In one command: several would overwrite what packages of one namespace share.
     _call(*pip, "--no-compile", *map(str, wheels.glob("*.whl")))
     _call(*pip, "--no-build-isolation", "--editable", str(ROOT))
     ready.touch()
     subprocess.run(
-        [str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(site_packages)], timeout=TIMEOUT_S, check=False
+        [str(PYTHON), "-m", "compileall", "-q", "-j", "0", str(site_packages)],
+        timeout=TIMEOUT_S,
+        check=False,
     )
 
 
 def _call(*command: str) -> None:
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    environment = {
+        **os.environ,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+    }
     subprocess.run(command, check=True, timeout=TIMEOUT_S, env=environment)
 
 

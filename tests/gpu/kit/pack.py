@@ -21,16 +21,50 @@ from packaging.requirements import Requirement
 
 from tests.gpu.kit.install import ARCHIVE, FOLDER, ROOT, parts_of, split
 
-ROOTS = ("orchestrator", "orchestrator[finetune]", "pytest", "pytest-timeout", "setuptools", "ninja")
-# What the machine has, or what only these need: large, or tied to the torch and the transformers that are there.
+ROOTS = (
+    "orchestrator",
+    "orchestrator[finetune]",
+    "pytest",
+    "pytest-timeout",
+    "setuptools",
+    "ninja",
+)
+# What the machine has, or what only these need: large, or tied to the torch and the transformers
+# that are there.
 THERE = {
-    *("torch", "triton", "fsspec", "sympy", "mpmath", "networkx", "numpy", "scipy", "pandas", "pyarrow", "pillow"),
+    *(
+        "torch",
+        "triton",
+        "fsspec",
+        "sympy",
+        "mpmath",
+        "networkx",
+        "numpy",
+        "scipy",
+        "pandas",
+        "pyarrow",
+        "pillow",
+    ),
     *("scikit-learn", "joblib", "threadpoolctl"),
     *("matplotlib", "contourpy", "cycler", "fonttools", "kiwisolver", "pyparsing"),
-    *("transformers", "tokenizers", "huggingface-hub", "hf-xet", "safetensors", "regex", "accelerate", "peft"),
+    *(
+        "transformers",
+        "tokenizers",
+        "huggingface-hub",
+        "hf-xet",
+        "safetensors",
+        "regex",
+        "accelerate",
+        "peft",
+    ),
 }
 MACHINE = "3.12"  # its Python
-PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_34_x86_64",
+    "manylinux_2_28_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 MIB = 2**20
 CALL_BYTES = 57 * MIB  # of the 64 MiB that a call carries; the tree has 6
 PRESET = 3  # of xz: 2 minutes of a core
@@ -49,12 +83,16 @@ def pack(python: str = MACHINE) -> int:
         _archive(wheels, FOLDER / ARCHIVE)
         split(FOLDER / ARCHIVE, [parts_of(python, call) for call in (1, 2)])
         listed.write_text(content)
-    sizes = [sum(part.stat().st_size for part in parts_of(python, call).iterdir()) for call in (1, 2)]
+    sizes = [
+        sum(part.stat().st_size for part in parts_of(python, call).iterdir()) for call in (1, 2)
+    ]
     print(f"Python {python}: {len(versions)} packages, of them the largest:")
     for path in sorted(wheels.glob("*.whl"), key=lambda path: -path.stat().st_size)[:SHOWN]:
         print(f"  {path.stat().st_size / MIB:6.1f} MiB  {path.name}")
     for call, size in enumerate(sizes, 1):
-        print(f"call {call} carries {parts_of(python, call).relative_to(ROOT)}: {size / MIB:.1f} MiB, and the tree")
+        print(
+            f"call {call} carries {parts_of(python, call).relative_to(ROOT)}: {size / MIB:.1f} MiB, and the tree"
+        )
     return int(max(sizes) > CALL_BYTES)
 
 
@@ -70,7 +108,10 @@ def versions_of(roots: Iterable[str], leave_out: Collection[str] = ()) -> dict[s
         distribution = importlib.metadata.distribution(name)
         versions[name] = distribution.version
         for need in map(Requirement, distribution.requires or ()):
-            if any(need.marker is None or need.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+            if any(
+                need.marker is None or need.marker.evaluate({"extra": extra})
+                for extra in ("", *wanted.extras)
+            ):
                 waiting.append(need)
     return dict(sorted(versions.items()))
 
@@ -96,7 +137,14 @@ def _collect(versions: Mapping[str, str], folder: Path, python: str) -> None:
     lacking = {name: f"{name}=={versions[name]}" for name in versions.keys() - present}
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
     if plain := [wanted for name, wanted in lacking.items() if name not in SOURCES]:
-        options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder)]
+        options = [
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version",
+            python,
+            "--dest",
+            str(folder),
+        ]
         options += [word for platform in PLATFORMS for word in ("--platform", platform)]
         subprocess.run([*pip, "download", *options, *plain], check=True, timeout=TIMEOUT_S)
     for name in SOURCES & lacking.keys():
@@ -107,10 +155,16 @@ def _collect(versions: Mapping[str, str], folder: Path, python: str) -> None:
 
 def _archive(wheels: Path, archive: Path) -> None:
     """Pack all wheels into a single file, each without compression: together they are a fifth smaller so."""
-    with tempfile.TemporaryDirectory() as name, tarfile.open(archive, "w:xz", preset=PRESET) as file:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        tarfile.open(archive, "w:xz", preset=PRESET) as file,
+    ):
         for path in sorted(wheels.glob("*.whl")):
             stored = Path(name) / path.name
-            with zipfile.ZipFile(path) as old, zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as new:
+            with (
+                zipfile.ZipFile(path) as old,
+                zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as new,
+            ):
                 for info in old.infolist():  # with its mode: Ray has programs among its files
                     new.writestr(info, old.read(info), compress_type=zipfile.ZIP_STORED)
             file.add(stored, path.name)

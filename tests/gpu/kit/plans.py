@@ -14,9 +14,16 @@ from typing import Any
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.service.server.detection import detect_machine, host_bytes
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, Offload, Optimizer, Precision, ZeroStage
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.service.intake.detection import detect_machine, host_bytes
+from orchestrator.specs.choices import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    Optimizer,
+    Precision,
+    ZeroStage,
+)
+from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.plan import Plan
 from tests.gpu.configurations import H100, H200, MODELS, TINY, Measurement, on_cuda
@@ -46,16 +53,22 @@ BATCH = 4  # samples of a step
 PLAIN = Plan(engine=Engine.TORCH, micro_batch_size=BATCH, precision=Precision.BF16)
 FULL = ActivationCheckpointing.FULL
 SHARDED = replace(PLAIN, zero_stage=ZeroStage.PARAMETERS)
-DEEPSPEED = replace(PLAIN, engine=Engine.DEEPSPEED, zero_stage=ZeroStage.OPTIMIZER)  # in bf16 it has no stage 0
+DEEPSPEED = replace(
+    PLAIN, engine=Engine.DEEPSPEED, zero_stage=ZeroStage.OPTIMIZER
+)  # in bf16 it has no stage 0
 ZERO = {
     "zero 2": replace(DEEPSPEED, zero_stage=ZeroStage.GRADIENTS),
     "zero 3": replace(DEEPSPEED, zero_stage=ZeroStage.PARAMETERS),
-    "zero 2, optimizer on host": replace(DEEPSPEED, zero_stage=ZeroStage.GRADIENTS, offload=Offload.OPTIMIZER),
+    "zero 2, optimizer on host": replace(
+        DEEPSPEED, zero_stage=ZeroStage.GRADIENTS, offload=Offload.OPTIMIZER
+    ),
 }
 PAIRS = {
     "plain": PLAIN,
     "full checkpointing": replace(PLAIN, activation_checkpointing=FULL),
-    "selective checkpointing": replace(PLAIN, activation_checkpointing=ActivationCheckpointing.SELECTIVE),
+    "selective checkpointing": replace(
+        PLAIN, activation_checkpointing=ActivationCheckpointing.SELECTIVE
+    ),
     "fsdp2": SHARDED,
     "deepspeed zero 1": DEEPSPEED,
     "micro-batch 1": replace(PLAIN, micro_batch_size=1, gradient_accumulation_steps=BATCH),
@@ -83,14 +96,18 @@ def measurement(name: str, plan: Plan, size: Size, total_bytes: int) -> Measurem
 def hardware() -> Hardware:
     """Return the hardware here, detected once: each detection starts and stops NVML, and threads would disturb it."""
     kind = detect_machine("here").node.device
-    return Hardware(device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes())
+    return Hardware(
+        device=kind, devices_per_node=1, nodes=1, network_bandwidth=1, host_memory=host_bytes()
+    )
 
 
 def measure_beside(case: Measurement, device: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a measured training, with the memory and step time that the planner predicts here."""
     line = measure_training(case, DeviceKind.CUDA, device, TRAINING_S)
     line["predicted"]["step_s"] = step_s(case.profile(DeviceKind.CUDA), case.plan, hardware())
-    line["predicted"]["needed_bytes"] = plan_needed_bytes(case.plan, case.predict(DeviceKind.CUDA), UNMEASURED)
+    line["predicted"]["needed_bytes"] = plan_needed_bytes(
+        case.plan, case.predict(DeviceKind.CUDA), UNMEASURED
+    )
     return line
 
 
@@ -103,7 +120,9 @@ def main(group: str, size_name: str) -> None:
         todo = list_unmeasured(total_bytes, size)
     else:
         names = (
-            () if size.config is TINY else {line["name"] for line in H200["trainings"] if line["measured"]["step_s"]}
+            ()
+            if size.config is TINY
+            else {line["name"] for line in H200["trainings"] if line["measured"]["step_s"]}
         )
         todo = (
             measurement(name, plan, size, total_bytes)
@@ -117,10 +136,14 @@ def main(group: str, size_name: str) -> None:
                 line |= measure_beside(case, device)
             with MEASURED.open("a") as file:
                 file.write(f"{name_of(case)}\n")
-    if group == "deepspeed":  # what scripts of other people need for an optimizer on host; our engine keeps torch's
+    if (
+        group == "deepspeed"
+    ):  # what scripts of other people need for an optimizer on host; our engine keeps torch's
         script = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
         with recording("deepspeed: compile cpu_adam") as line:
-            line["code"] = subprocess.run([sys.executable, "-c", script], timeout=COMPILATION_S, check=False).returncode
+            line["code"] = subprocess.run(
+                [sys.executable, "-c", script], timeout=COMPILATION_S, check=False
+            ).returncode
 
 
 def list_unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
@@ -130,7 +153,9 @@ def list_unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
         yield measurement("tiny", PLAIN, size, total_bytes)
     else:
         yield from (
-            case for case in on_cuda() if case.capacity_bytes <= total_bytes and name_of(case) not in measured_ids
+            case
+            for case in on_cuda()
+            if case.capacity_bytes <= total_bytes and name_of(case) not in measured_ids
         )
 
 

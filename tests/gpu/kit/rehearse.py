@@ -23,9 +23,11 @@ from tests.gpu.measure import RAN
 
 CARD_MIB = 2048  # a context takes 752, and the planner supposes 564 for a communicator
 LIMIT_S = 3600
-# A kernel that torch compiles for a card, NVIDIA's own programs, and a compilation of minutes on two cores.
+# A kernel that torch compiles for a card, NVIDIA's own programs, and a compilation of minutes on
+# two cores.
 NOT_HERE = {"pairs: 8-bit moments", "sharing: MPS", "deepspeed: compile cpu_adam"}
-SHOWN = " name=NVIDIA_H100_REHEARSED cores=16896 sm=1785 mem=2619 bus=6016 pcie=5:16 capability=9.0"  # to NVML
+# to NVML
+SHOWN = " name=NVIDIA_H100_REHEARSED cores=16896 sm=1785 mem=2619 bus=6016 pcie=5:16 capability=9.0"
 SMI = f"""#!/bin/sh
 case "$1" in
 *memory.free*total*) echo "rehearsed, {CARD_MIB} MiB" ;;
@@ -62,7 +64,9 @@ def main() -> int:
     inside = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *kit]
     command = ["unshare", *([] if os.getuid() == 0 else ["--map-root-user"]), "--net", *inside]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, timeout=LIMIT_S, check=True)
-    lines = [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()
+    ]
     wrong = {line.get("name") or line["step"]: why for line in lines if (why := failure(line))}
     print(f"{len(lines)} lines, as they should not be: {json.dumps(wrong, indent=1)}")
     return int(bool(wrong))
@@ -91,7 +95,10 @@ def _machine(folder: Path) -> Path:
     (site_packages,) = folder.glob("lib/python*/site-packages")
     for name in versions_of(THERE - {"triton"}).keys() - packed_versions().keys():
         distribution = importlib.metadata.distribution(name)
-        tops = {Path(str(file)).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        tops = {Path(str(file)).parts[0] for file in distribution.files or ()} - {
+            "..",
+            "__pycache__",
+        }
         for top in tops:
             (site_packages / top).symlink_to(Path(str(distribution.locate_file(top))))
     return folder / "bin" / "python"

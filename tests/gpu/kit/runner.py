@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 LIMITS_MAX_S = 540  # of a call that ends after 600 s
-PATIENCE = float(os.environ.get("KIT_PATIENCE", "1"))  # factor of every limit, for a rehearsal on a few slow cores
+PATIENCE = float(
+    os.environ.get("KIT_PATIENCE", "1")
+)  # factor of every limit, for a rehearsal on a few slow cores
 ENDING_S = 10.0  # in which what a step has left must be gone
 PRINTED = 150  # characters of a line: 12,000 are shown of all that a call prints
 TAIL = 600  # characters of a failed step's log that its line holds
@@ -83,7 +85,9 @@ def run(steps: Sequence[Step], log: Path) -> None:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=lambda: library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),  # ends with the kit
+                    preexec_fn=lambda: library.prctl(
+                        PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0
+                    ),  # ends with the kit
                 )
             except OSError as error:
                 record({"step": step.name, "ended": "not started", "error": str(error)})
@@ -93,7 +97,12 @@ def run(steps: Sequence[Step], log: Path) -> None:
         except subprocess.TimeoutExpired:
             ended = "limit"
             child.kill()
-        line = {"step": step.name, "ended": ended, "code": child.wait(), "killed": _end_descendants()}
+        line = {
+            "step": step.name,
+            "ended": ended,
+            "code": child.wait(),
+            "killed": _end_descendants(),
+        }
         if ended != "done":
             with log.open("rb") as file:
                 file.seek(begin)

@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.sdk import Client, Job
-from orchestrator.service.server.client import Client as Connection
+from orchestrator.service.client.client import Client as Connection
 from tests.gpu.kit.runner import PATIENCE, TAIL, recording
 
 ORC = (sys.executable, "-m", "orchestrator.cli")
 HERE = Path(__file__).parent
 COMMAND_TIMEOUT_S = 40 * PATIENCE
-JOB_TIMEOUT_S, LYING_TIMEOUT_S = 35 * PATIENCE, 55 * PATIENCE  # what it has come to by then is in its line
+JOB_TIMEOUT_S, LYING_TIMEOUT_S = (
+    35 * PATIENCE,
+    55 * PATIENCE,
+)  # what it has come to by then is in its line
 RECORDS_S, POLL_S = 10.0, 0.2
 EXPERIMENT = "orchestrator"  # of backends/mlflow/tracker.py
 
@@ -60,10 +63,14 @@ SIZES = {
 
 def orc(*arguments: str) -> str:
     """Return the output of a command. Raises RuntimeError with the output where the command fails."""
-    ended = subprocess.run([*ORC, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+    ended = subprocess.run(
+        [*ORC, *arguments], capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+    )
     print(ended.stdout, ended.stderr, flush=True)
     if ended.returncode:
-        raise RuntimeError(f"orc {arguments[0]} exits with {ended.returncode}: {(ended.stdout + ended.stderr)[-TAIL:]}")
+        raise RuntimeError(
+            f"orc {arguments[0]} exits with {ended.returncode}: {(ended.stdout + ended.stderr)[-TAIL:]}"
+        )
     return ended.stdout
 
 
@@ -87,7 +94,9 @@ def service() -> Iterator[Path]:
 def job_of(size: Size, folder: Path, **fields: Any) -> dict[str, Any]:
     """A fine-tune by our engine of a few samples a step, as a job file says it; `fields` replace its keys."""
     text = folder / "text.txt"
-    text.write_text("All work and no play makes a dull corpus.\n" * (size.batch * size.tokens // 40))
+    text.write_text(
+        "All work and no play makes a dull corpus.\n" * (size.batch * size.tokens // 40)
+    )
     return {
         "name": "fits",
         "gpus": 1,
@@ -114,9 +123,20 @@ def report_of(job: Job, timeout_s: float = JOB_TIMEOUT_S) -> dict[str, Any]:
         view = job.wait(timeout_s)
     except TimeoutError:
         view = job.info()
-    fields = ("outcome", "plan", "predicted_bytes", "needed_bytes", "peak_bytes", "predicted_step_s", "step_s")
+    fields = (
+        "outcome",
+        "plan",
+        "predicted_bytes",
+        "needed_bytes",
+        "peak_bytes",
+        "predicted_step_s",
+        "step_s",
+    )
     attempts = [
-        {**{name: attempt[name] for name in fields}, "why": (attempt["failure"] or {}).get("reason")}  # type: ignore[literal-required]
+        {
+            **{name: attempt[name] for name in fields},
+            "why": (attempt["failure"] or {}).get("reason"),
+        }  # type: ignore[literal-required]
         for attempt in view["attempts"]
     ]
     with contextlib.suppress(Exception):
@@ -127,9 +147,13 @@ def report_of(job: Job, timeout_s: float = JOB_TIMEOUT_S) -> dict[str, Any]:
 def record_ours(size: Size) -> None:
     """Doctor, up, what it found beside nvidia-smi; a job that fits, one that runs out; the records by REST."""
     with recording("nvidia-smi") as line:
-        query = "--query-gpu=name,memory.total,memory.free,driver_version,compute_mode,mig.mode.current"
+        query = (
+            "--query-gpu=name,memory.total,memory.free,driver_version,compute_mode,mig.mode.current"
+        )
         command = ["nvidia-smi", query, "--format=csv,noheader"]
-        line["output"] = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        line["output"] = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
     with recording("orc doctor") as line:
         line["output"] = orc("doctor")
     with service() as home, Client(home) as client:
@@ -146,7 +170,9 @@ def record_ours(size: Size) -> None:
                 "checkpointed_per_sample": size.lie,
                 "selective_per_sample": size.lie,
             }
-            lying = job_of(size, home.parent, name="lies", global_batch_size=size.batch, profile=profile)
+            lying = job_of(
+                size, home.parent, name="lies", global_batch_size=size.batch, profile=profile
+            )
             lying["training"]["max_steps"] = 4
             line |= report_of(client.submit(lying), LYING_TIMEOUT_S)
         with recording("records of MLflow by REST") as line:
@@ -156,10 +182,18 @@ def record_ours(size: Size) -> None:
 def records(home: Path) -> list[dict[str, Any]]:
     """Name and state of each run, once all have ended or RECORDS_S are over; all of it goes to a file."""
     uri = f"{Connection(home).cluster()['trackers']['mlflow']}/api/2.0/mlflow"
-    signed = {"Authorization": f"Bearer {(home / 'token').read_text()}", "Content-Type": "application/json"}
-    named = urllib.request.Request(f"{uri}/experiments/get-by-name?experiment_name={EXPERIMENT}", headers=signed)
+    signed = {
+        "Authorization": f"Bearer {(home / 'token').read_text()}",
+        "Content-Type": "application/json",
+    }
+    named = urllib.request.Request(
+        f"{uri}/experiments/get-by-name?experiment_name={EXPERIMENT}", headers=signed
+    )
     with urllib.request.urlopen(named, timeout=30) as reply:
-        body = {"experiment_ids": [json.load(reply)["experiment"]["experiment_id"]], "max_results": 100}
+        body = {
+            "experiment_ids": [json.load(reply)["experiment"]["experiment_id"]],
+            "max_results": 100,
+        }
     request = urllib.request.Request(f"{uri}/runs/search", json.dumps(body).encode(), signed)
     until_s = time.monotonic() + RECORDS_S
     while True:
@@ -175,7 +209,12 @@ def records(home: Path) -> list[dict[str, Any]]:
 
 def record_strangers(size: Size) -> None:
     """Scripts of other people's that run out, one that says nothing of it, and a service that is killed."""
-    script = {"gpus": 1, "probe": "never", "workdir": str(HERE.parents[1] / "trainers" / "frameworks"), "trainer": "hf"}
+    script = {
+        "gpus": 1,
+        "probe": "never",
+        "workdir": str(HERE.parents[1] / "trainers" / "frameworks"),
+        "trainer": "hf",
+    }
     batch = int(size.options.split()[1])
     with service() as home, Client(home) as client:
         with recording("a script swallows its errors") as line:
@@ -184,13 +223,22 @@ def record_strangers(size: Size) -> None:
                 "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
             }
             program = ["python", "swallows.py", "--mib", str(size.mib)]
-            job = {"name": "swallows", "command": program, "workdir": str(HERE), "gpus": 1, "probe": "never"}
+            job = {
+                "name": "swallows",
+                "command": program,
+                "workdir": str(HERE),
+                "gpus": 1,
+                "probe": "never",
+            }
             line |= report_of(client.submit({**job, "global_batch_size": 64, "knobs": knobs}))
         with recording("kill -9 of the service") as line:
             job = job_of(size, home.parent, name="survives", training={"max_steps": 300})
             survivor = client.submit(job)
             begun_by_s = time.monotonic() + COMMAND_TIMEOUT_S
-            while not (step := (survivor.info()["progress"] or {}).get("step")) and time.monotonic() < begun_by_s:
+            while (
+                not (step := (survivor.info()["progress"] or {}).get("step"))
+                and time.monotonic() < begun_by_s
+            ):
                 time.sleep(POLL_S)
             line["killed_at_step"] = step
             os.kill(json.loads((home / "service.json").read_text())["pid"], signal.SIGKILL)
@@ -199,7 +247,11 @@ def record_strangers(size: Size) -> None:
                 line |= report_of(again.job(survivor.id))
         with recording("transformers' Trainer runs out") as line, Client(home) as again:
             command = f"python hf.py --max_steps 1 --report_to none {size.options}"
-            line |= report_of(again.submit({"name": "hf", "command": command, "global_batch_size": batch, **script}))
+            line |= report_of(
+                again.submit(
+                    {"name": "hf", "command": command, "global_batch_size": batch, **script}
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.device_kind import DeviceKind
 from tests.gpu.kit.plans import PLAIN, SIZES, Size, measure_beside, measurement
 from tests.gpu.kit.runner import PATIENCE, recording
 from tests.gpu.measure import device_facts
@@ -36,13 +36,19 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, adapters: int) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Parameter(torch.randn(adapters, base.in_features, RANK, device=base.weight.device) * 0.01)
-        self.up = nn.Parameter(torch.zeros(adapters, RANK, base.out_features, device=base.weight.device))
+        self.down = nn.Parameter(
+            torch.randn(adapters, base.in_features, RANK, device=base.weight.device) * 0.01
+        )
+        self.up = nn.Parameter(
+            torch.zeros(adapters, RANK, base.out_features, device=base.weight.device)
+        )
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         y_BTO = self.base(x_BTI)
         rows_ANI = x_BTI.reshape(len(self.down), -1, x_BTI.shape[-1])
-        return y_BTO + (rows_ANI @ self.down.to(x_BTI.dtype) @ self.up.to(x_BTI.dtype)).reshape(y_BTO.shape)
+        return y_BTO + (rows_ANI @ self.down.to(x_BTI.dtype) @ self.up.to(x_BTI.dtype)).reshape(
+            y_BTO.shape
+        )
 
 
 def train_adapters(adapters: int, size: Size) -> dict[str, float]:
@@ -61,7 +67,10 @@ def train_adapters(adapters: int, size: Size) -> dict[str, float]:
                     setattr(block, name, Adapted(linear, adapters))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    tokens = torch.arange(adapters * size.tokens, device="cuda").reshape(adapters, size.tokens) % config.vocab_size
+    tokens = (
+        torch.arange(adapters * size.tokens, device="cuda").reshape(adapters, size.tokens)
+        % config.vocab_size
+    )
     began_s = 0.0
     for step in range(WARM_UP + size.steps):
         if step == WARM_UP:
@@ -72,13 +81,18 @@ def train_adapters(adapters: int, size: Size) -> dict[str, float]:
         optimizer.zero_grad()
     torch.cuda.synchronize()
     wall_s = time.perf_counter() - began_s
-    return {"tokens_per_s": size.steps * tokens.numel() / wall_s, "peak_bytes": torch.cuda.max_memory_allocated()}
+    return {
+        "tokens_per_s": size.steps * tokens.numel() / wall_s,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
 
 
 def adapters_in(processes: int, size_name: str) -> list[dict[str, float]]:
     """ADAPTERS adapters, in so many processes at a time; what each of them prints."""
     command = [sys.executable, "-m", "tests.gpu.kit.sharing", size_name, str(ADAPTERS // processes)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)
+    ]
     printed = [process.communicate(timeout=ADAPTERS_TIMEOUT_S)[0] for process in running]
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
@@ -91,7 +105,9 @@ def mps() -> Iterator[None]:
         try:
             subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, timeout=10)
             yield
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, timeout=20)
+            subprocess.run(
+                ["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, timeout=20
+            )
         finally:
             del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
 

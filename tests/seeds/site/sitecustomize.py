@@ -12,7 +12,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 def _flash_attention(module):
     """Orpheus asks transformers for flash-attention, which needs CUDA: PyTorch's own attention stands in."""
     model = module.PreTrainedModel
-    model._check_and_enable_flash_attn_2 = classmethod(lambda cls, config, *_, **__: cls._check_and_enable_sdpa(config))
+    model._check_and_enable_flash_attn_2 = classmethod(
+        lambda cls, config, *_, **__: cls._check_and_enable_sdpa(config)
+    )
 
 
 def _count_devices(module):

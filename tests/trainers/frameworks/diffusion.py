@@ -29,12 +29,21 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 begin = 0
 if args.resume_from_checkpoint is not None:
     begin = int(args.resume_from_checkpoint.name.split("-")[1])
-    model.load_state_dict(torch.load(args.output_dir / args.resume_from_checkpoint.name / "model.pt"))
-print(f"  Instantaneous batch size per device = {args.train_batch_size}, precision {args.mixed_precision}", flush=True)
+    model.load_state_dict(
+        torch.load(args.output_dir / args.resume_from_checkpoint.name / "model.pt")
+    )
+print(
+    f"  Instantaneous batch size per device = {args.train_batch_size}, precision {args.mixed_precision}",
+    flush=True,
+)
 for step in range(begin, args.max_train_steps):
     for _ in range(args.gradient_accumulation_steps):
         images = torch.randn(args.train_batch_size, 16, 64)
-        out = checkpoint(model, images, use_reentrant=False) if args.gradient_checkpointing else model(images)
+        out = (
+            checkpoint(model, images, use_reentrant=False)
+            if args.gradient_checkpointing
+            else model(images)
+        )
         (out.square().mean() / args.gradient_accumulation_steps).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 
 @dataclass
@@ -17,7 +24,9 @@ class DataArguments:
 
     samples: int = field(default=64)
     block_size: int = field(default=128)
-    die_at: int = field(default=0, metadata={"help": "Step after which a run that began at 0 is killed."})
+    die_at: int = field(
+        default=0, metadata={"help": "Step after which a run that began at 0 is killed."}
+    )
 
 
 class Mortal(TrainerCallback):  # type: ignore[misc]
@@ -32,7 +41,9 @@ class Mortal(TrainerCallback):  # type: ignore[misc]
 
 
 def main() -> None:
-    data, training = HfArgumentParser((DataArguments, TrainingArguments)).parse_args_into_dataclasses()
+    data, training = HfArgumentParser(
+        (DataArguments, TrainingArguments)
+    ).parse_args_into_dataclasses()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=2048,
@@ -45,7 +56,10 @@ def main() -> None:
     tokens = torch.randint(0, 2048, (data.samples, data.block_size))
     samples = [{"input_ids": line, "labels": line} for line in tokens]
     trainer = Trainer(
-        model=LlamaForCausalLM(config), args=training, train_dataset=samples, callbacks=[Mortal(data.die_at)]
+        model=LlamaForCausalLM(config),
+        args=training,
+        train_dataset=samples,
+        callbacks=[Mortal(data.die_at)],
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()

@@ -16,7 +16,9 @@ parser.add_argument("-bs", type=int, default=4)
 parser.add_argument("-g", dest="gpus", default="0")
 parser.add_argument("-te", dest="epochs", type=int, default=3)
 parser.add_argument("-se", dest="save_every", type=int, default=1)
-parser.add_argument("--fail-after", type=int, default=0)  # this test's own: the machine dies in that epoch
+parser.add_argument(
+    "--fail-after", type=int, default=0
+)  # this test's own: the machine dies in that epoch
 parser.add_argument("--abandon", type=float, default=0.0)
 args = parser.parse_args()
 os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus.replace("-", ",")
@@ -38,18 +40,25 @@ class Clips(torch.utils.data.Dataset):
 
 
 def newest(pattern):
-    paths = sorted(LOGS.glob(pattern), key=lambda path: int("".join(filter(str.isdigit, path.name))))
+    paths = sorted(
+        LOGS.glob(pattern), key=lambda path: int("".join(filter(str.isdigit, path.name)))
+    )
     return paths[-1]
 
 
 def run(rank, ranks):
     os.environ["MASTER_ADDR"] = "localhost"
-    dist.init_process_group("gloo", init_method="env://?use_libuv=False", world_size=ranks, rank=rank)
+    dist.init_process_group(
+        "gloo", init_method="env://?use_libuv=False", world_size=ranks, rank=rank
+    )
     torch.manual_seed(0)
     size = args.bs * ranks  # as upstream: the sampler of every rank is given batch_size * n_gpus
     sampler = torch.utils.data.distributed.DistributedSampler(Clips(), ranks, rank, shuffle=False)
-    loader = torch.utils.data.DataLoader(Clips(), size, sampler=sampler, num_workers=1, persistent_workers=True)
-    on_card = torch.cuda.is_available()  # as upstream: then cuda tensors over gloo, in fp16 with a GradScaler
+    loader = torch.utils.data.DataLoader(
+        Clips(), size, sampler=sampler, num_workers=1, persistent_workers=True
+    )
+    # as upstream: then cuda tensors over gloo, in fp16 with a GradScaler
+    on_card = torch.cuda.is_available()
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
     if on_card:
         torch.cuda.set_device(rank)
@@ -80,7 +89,11 @@ def run(rank, ranks):
         if rank == 0:
             LOGS.mkdir(parents=True, exist_ok=True)
             if epoch % args.save_every == 0:
-                state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                state = {
+                    "model": net.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epoch": epoch,
+                }
                 torch.save(state, LOGS / f"G_{epoch}.pth")
         if epoch == args.fail_after and not (LOGS / "failed").exists():
             dist.barrier()
@@ -91,10 +104,14 @@ def run(rank, ranks):
         weights.mkdir(parents=True, exist_ok=True)
         torch.save(net.state_dict(), weights / f"{args.name}.pth")
         print("Saving final checkpoint: Success", flush=True)
-    if args.abandon:  # as upstream: the first rank leaves at once, and the others are in their next step by then
+    if (
+        args.abandon
+    ):  # as upstream: the first rank leaves at once, and the others are in their next step by then
         if rank == 0:
             os._exit(0)
-        threading.Thread(target=time.sleep, args=(args.abandon,)).start()  # of which a process is slow to end
+        threading.Thread(
+            target=time.sleep, args=(args.abandon,)
+        ).start()  # of which a process is slow to end
     dist.barrier()
     os._exit(0)
 

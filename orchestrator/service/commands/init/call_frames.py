@@ -11,7 +11,8 @@ from orchestrator.specs.replace import replace
 
 DEPTH_MAX = 12  # calls within each other, and names that stand for each other
 FRAMES_MAX = 64  # of a function
-# Conditions that hold on the rank that saves, in every run: `if rank == 0`, `if accelerator.is_main_process`.
+# Conditions that hold on the rank that saves, in every run: `if rank == 0`, `if
+# accelerator.is_main_process`.
 OF_EVERY_RUN = re.compile(
     r"(?<!lora_)rank\b.*(== 0|in [\[(])|^not [\w.]*(?<!lora_)rank\b"
     r"|rank_?0|is_main|is_master|(main|master)_process|_zero\b|__name__",
@@ -49,7 +50,9 @@ class CallReader:
     def __init__(self, trees: Sequence[ast.Module]) -> None:
         """Read the trees. Only what the first one calls is certain to run."""
         self.calls: list[tuple[ast.Call, Place]] = []
-        self.values: dict[int, dict[str, list[tuple[ast.expr, bool]]]] = {}  # id of a scope -> name -> value, certain
+        self.values: dict[
+            int, dict[str, list[tuple[ast.expr, bool]]]
+        ] = {}  # id of a scope -> name -> value, certain
         self.returns: dict[int, list[ast.expr]] = {}
         self.imports: dict[str, str] = {}
         self._functions: dict[str, list[tuple[Function, Place]]] = {}
@@ -78,7 +81,9 @@ class CallReader:
             inner |= dict.fromkeys(node.body, replace(place, owner=node.name))
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
             inner |= dict.fromkeys(node.body, replace(place, in_loop=True))
-        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda):
+        elif isinstance(
+            node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
+        ):
             inner = dict.fromkeys(inner, replace(place, in_loop=True, is_certain=False))
         elif isinstance(node, ast.If):
             inner |= dict.fromkeys(node.orelse, replace(place, is_certain=False))
@@ -92,9 +97,13 @@ class CallReader:
             self.returns.setdefault(id(place.scope), []).append(node.value)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
-            self.imports |= {alias.asname or alias.name: module + alias.name for alias in node.names}
+            self.imports |= {
+                alias.asname or alias.name: module + alias.name for alias in node.names
+            }
         for name, value in _assignments(node):
-            self.values.setdefault(id(place.scope), {}).setdefault(name, []).append((value, place.is_certain))
+            self.values.setdefault(id(place.scope), {}).setdefault(name, []).append(
+                (value, place.is_certain)
+            )
         for child, where in inner.items():
             self._visit(child, where)
 
@@ -112,7 +121,11 @@ class CallReader:
                 name, owner = "__init__", name
         elif isinstance(call.func, ast.Attribute):
             receiver = ast.unparse(call.func.value)
-            owner = place.owner if receiver in ("self", "cls", "super()") else self._class_of(call.func.value, place)
+            owner = (
+                place.owner
+                if receiver in ("self", "cls", "super()")
+                else self._class_of(call.func.value, place)
+            )
             name = call.func.attr if owner or receiver in self.imports else ""
         candidates = self._functions.get(name, [])
         methods = [function for function, where in candidates if where.owner == owner]
@@ -123,8 +136,15 @@ class CallReader:
         """Return the class of `Trainer(args)`, or of a name that has that value; empty for another value."""
         values = [receiver]
         for scope in (place.scope, self._script):
-            values += [value for value, _ in self.values.get(id(scope), {}).get(ast.unparse(receiver), ())]
-        owners = {where.owner for functions in self._functions.values() for _, where in functions if where.owner}
+            values += [
+                value for value, _ in self.values.get(id(scope), {}).get(ast.unparse(receiver), ())
+            ]
+        owners = {
+            where.owner
+            for functions in self._functions.values()
+            for _, where in functions
+            if where.owner
+        }
         calls = [ast.unparse(value.func) for value in values if isinstance(value, ast.Call)]
         return next((name for name in calls if name in owners), "")
 
@@ -150,7 +170,9 @@ class CallReader:
                         caller,
                     )
                 )
-        unknown = Frame(scope, ((scope.lineno, 0),), is_certain=False, arguments=self.bind(scope, None, None))
+        unknown = Frame(
+            scope, ((scope.lineno, 0),), is_certain=False, arguments=self.bind(scope, None, None)
+        )
         self._frames[id(scope)] = tuple(frames[:FRAMES_MAX]) or (unknown,)
         return self._frames[id(scope)]
 
@@ -160,11 +182,15 @@ class CallReader:
         """Return each parameter with what a call gives it, or with its default."""
         parameters = function.args
         names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
-        defaults = dict(zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True))
+        defaults = dict(
+            zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True)
+        )
         for argument, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
             if default is not None:
                 defaults[argument.arg] = default
-        bound: dict[str, tuple[ast.expr, Frame | None]] = {name: (value, None) for name, value in defaults.items()}
+        bound: dict[str, tuple[ast.expr, Frame | None]] = {
+            name: (value, None) for name, value in defaults.items()
+        }
         if call is None:
             return bound
         names = names[1:] if names[:1] in (["self"], ["cls"]) else names
@@ -172,7 +198,9 @@ class CallReader:
             if isinstance(value, ast.Starred):
                 break
             bound[name] = (value, caller)
-        return bound | {keyword.arg: (keyword.value, caller) for keyword in call.keywords if keyword.arg}
+        return bound | {
+            keyword.arg: (keyword.value, caller) for keyword in call.keywords if keyword.arg
+        }
 
     def value_of(self, name: ast.expr, frame: Frame) -> tuple[ast.expr, Frame, bool] | None:
         """Return what a name or an attribute stands for, in which frame, and whether every run gives it that value.
@@ -238,10 +266,16 @@ def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
         targets, value = [node.optional_vars], node.context_expr
     elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        targets, value = [node.target], ast.copy_location(ast.Starred(node.iter, ast.Load()), node.iter)
+        targets, value = (
+            [node.target],
+            ast.copy_location(ast.Starred(node.iter, ast.Load()), node.iter),
+        )
     elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         before = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)
-        targets, value = [node.target], ast.copy_location(ast.BinOp(before, node.op, node.value), node)
+        targets, value = (
+            [node.target],
+            ast.copy_location(ast.BinOp(before, node.op, node.value), node),
+        )
     else:
         return
     for target in targets:
@@ -249,5 +283,9 @@ def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield ast.unparse(target), value
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Call | ast.Starred):
             yield from ((ast.unparse(name), value) for name in target.elts)
-        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        elif (
+            isinstance(target, ast.Tuple)
+            and isinstance(value, ast.Tuple)
+            and len(target.elts) == len(value.elts)
+        ):
             yield from zip(map(ast.unparse, target.elts), value.elts, strict=True)

@@ -10,9 +10,16 @@ from typing import Literal
 from orchestrator.service.commands.init.meanings import EVALUATION, Setting, meaning_of, word_of
 from orchestrator.service.commands.init.named_files import number_of
 
-Divisor = Literal["global", "node", "tokens"]  # what is divided: a number of all ranks, of a node, or tokens
-READ = ("micro_batch_size", "gradient_accumulation_steps")  # other settings of code stay as they are, unread
-RANKS = re.compile(r"world_size|worldsize|n_?gpus|num_gpus|num_processes|device_count|nprocs|dp_size|num_devices|ngpus")
+Divisor = Literal[
+    "global", "node", "tokens"
+]  # what is divided: a number of all ranks, of a node, or tokens
+READ = (
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+)  # other settings of code stay as they are, unread
+RANKS = re.compile(
+    r"world_size|worldsize|n_?gpus|num_gpus|num_processes|device_count|nprocs|dp_size|num_devices|ngpus"
+)
 PER_NODE = re.compile(r"per_node|device_count")
 LENGTHS = re.compile(r"\bT\b|seq_?len|sequence_length|block_size|context_length|max_length")
 ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv", "os.environ", "environ")
@@ -46,7 +53,9 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
 def _defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
     """Yield each parameter that has a default, with the default."""
     positional = [*arguments.posonlyargs, *arguments.args]
-    yield from zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)
+    yield from zip(
+        positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True
+    )
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         if default is not None:
             yield argument, default
@@ -65,7 +74,11 @@ def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
         meaning = meaning_of(word) if word else None
         if meaning is None or meaning[0] not in READ:
             continue
-        by_batch = any((meaning_of(name) or ("",))[0] == READ[0] for name in map(_name, ast.walk(right)) if name)
+        by_batch = any(
+            (meaning_of(name) or ("",))[0] == READ[0]
+            for name in map(_name, ast.walk(right))
+            if name
+        )
         if LENGTHS.search(by):
             yield word, "tokens"
         elif PER_NODE.search(by):
@@ -76,7 +89,9 @@ def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
 
 def _setting(name: str, value: ast.expr | None, where: str, rank: int) -> Iterator[Setting]:
     variable = _variable(value)
-    meaning = (meaning_of(name) if name else None) or (meaning_of(variable[0]) if variable is not None else None)
+    meaning = (meaning_of(name) if name else None) or (
+        meaning_of(variable[0]) if variable is not None else None
+    )
     if meaning is None or meaning[0] not in READ:
         return
     if variable is not None:
@@ -95,7 +110,11 @@ def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
             default = number_of(call.args[1]) if len(call.args) > 1 else None
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 return name.value, None if default is None else str(default)
-        key = call.slice if isinstance(call, ast.Subscript) and ast.unparse(call.value) in ENVIRONMENT[-2:] else None
+        key = (
+            call.slice
+            if isinstance(call, ast.Subscript) and ast.unparse(call.value) in ENVIRONMENT[-2:]
+            else None
+        )
         if isinstance(key, ast.Constant) and isinstance(key.value, str):
             return key.value, None
     return None
@@ -112,4 +131,10 @@ def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
 def _name(node: ast.AST) -> str:
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         return str(node.slice.value)
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.service.commands.init.meanings import Count, Setting, Way, meaning_of, word_of
-from orchestrator.service.commands.init.named_files import REWRITABLE, SUFFIXES, read_hydra, read_settings
+from orchestrator.service.commands.init.named_files import (
+    REWRITABLE,
+    SUFFIXES,
+    read_hydra,
+    read_settings,
+)
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import TypedCommand
 from orchestrator.specs.job.frameworks import Framework, knobs_of
@@ -52,7 +57,11 @@ class Settings:
 
     def of(self, meaning: str, *counts: Count) -> list[Setting]:
         """Return the settings with this meaning; with `counts`, only batch sizes that count these samples."""
-        return [place for place in self.places if place.meaning == meaning and (not counts or place.counts in counts)]
+        return [
+            place
+            for place in self.places
+            if place.meaning == meaning and (not counts or place.counts in counts)
+        ]
 
     def first(self, meaning: str, *counts: Count) -> Setting | None:
         """Return the setting that takes effect; None without one, or where equal precedence disagrees."""
@@ -92,25 +101,39 @@ def _other_way(knob: Mapping[str, Any], way: str, new: str) -> dict[str, Any]:
         return dict(knob)
     also = {"also": [_other_way(part, way, new) for part in knob["also"]]} if "also" in knob else {}
     name = knob[way].lstrip("-")
-    return {new: f"--{name}" if new == "flag" else name, **{key: knob[key] for key in knob if key != way}, **also}
+    return {
+        new: f"--{name}" if new == "flag" else name,
+        **{key: knob[key] for key in knob if key != way},
+        **also,
+    }
 
 
 def collect_settings(typed: TypedCommand, script: Script, framework: Framework | None) -> Settings:
     """Return the settings of a command, of the files that it names, and of its parser, framework and code."""
     preset = preset_of(typed, framework)
-    argv = tuple(_parser_spelling(word, script, preset) for word in typed.command[typed.arguments :])
+    argv = tuple(
+        _parser_spelling(word, script, preset) for word in typed.command[typed.arguments :]
+    )
     launcher = [
         replace(place, way="constant", where="the launcher's options")
         for place in _argv_settings(typed.launcher_words, {}, script, {})
         if place.meaning in ("gradient_accumulation_steps", "deepspeed_config", "precision")
     ]
-    files = [*_named_files(argv, typed.folder), *_named_files(typed.launcher_words, typed.folder, is_launchers=True)]
-    nested = [str(value) for file in files if file.is_launchers for value in (file.content or {}).values()]
-    files += _named_files(nested, typed.folder, is_launchers=True)  # accelerate's deepspeed_config_file
+    files = [
+        *_named_files(argv, typed.folder),
+        *_named_files(typed.launcher_words, typed.folder, is_launchers=True),
+    ]
+    nested = [
+        str(value) for file in files if file.is_launchers for value in (file.content or {}).values()
+    ]
+    files += _named_files(
+        nested, typed.folder, is_launchers=True
+    )  # accelerate's deepspeed_config_file
     notes = [
         f"CHECK: {file.word} is not here, or has no settings: it stays in the command, unread"
         for file in files
-        if file.content is None and (file.flag is None or meaning_of(file.flag) or "config" in file.flag)
+        if file.content is None
+        and (file.flag is None or meaning_of(file.flag) or "config" in file.flag)
     ]
     variables = {place.name: place for place in script.places if place.way == "env"}
     from_env = [
@@ -139,11 +162,17 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
 def _with_counts(places: Sequence[Setting]) -> Iterator[Setting]:
     """Yield the settings, where a plain batch size beside one of a rank counts the samples of a whole step."""
     has_micro = any(
-        place.meaning == "micro_batch_size" and place.counts == "rank" for place in places if place.rank < 3
+        place.meaning == "micro_batch_size" and place.counts == "rank"
+        for place in places
+        if place.rank < 3
     )
     for place in places:
         is_plain = place.meaning == "micro_batch_size" and place.counts == "plain"
-        yield replace(place, counts="global") if is_plain and has_micro and place.rank <= OF_PARSER else place
+        yield (
+            replace(place, counts="global")
+            if is_plain and has_micro and place.rank <= OF_PARSER
+            else place
+        )
 
 
 def _parser_spelling(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
@@ -152,7 +181,11 @@ def _parser_spelling(word: str, script: Script, knobs: Mapping[str, Any]) -> str
     if not name.startswith("-"):
         return word
     by_alias = {alias: flag.name for flag in script.flags for alias in flag.also_called}
-    names = {knob.get("flag") or knob.get("switch") for knob in knobs.values() if isinstance(knob, Mapping)}
+    names = {
+        knob.get("flag") or knob.get("switch")
+        for knob in knobs.values()
+        if isinstance(knob, Mapping)
+    }
     names |= {flag.name for flag in script.flags}
     if name in names:
         return word
@@ -160,7 +193,9 @@ def _parser_spelling(word: str, script: Script, knobs: Mapping[str, Any]) -> str
     return f"{by_alias.get(name) or alike.get(name.replace('-', '_'), name)}{equals}{value}"
 
 
-def pairs_of(argv: Sequence[str], flags: Mapping[str, Flag]) -> Iterator[tuple[str, str | None, bool, int]]:
+def pairs_of(
+    argv: Sequence[str], flags: Mapping[str, Flag]
+) -> Iterator[tuple[str, str | None, bool, int]]:
     """Yield (name, value, whether joined by =, number of arguments) of each flag and each argument key=value."""
     index = 0
     while index < len(argv):
@@ -204,7 +239,11 @@ def _argv_settings(
 def _meaning(name: str, preset: Mapping[str, Any]) -> tuple[str, Count] | None:
     """Return the meaning of a name, with or without dashes, in the framework, else by the name itself."""
     for setting, knob in preset.items():
-        ways = [knob.get(way) for way in ("flag", "override", "key")] if isinstance(knob, Mapping) else []
+        ways = (
+            [knob.get(way) for way in ("flag", "override", "key")]
+            if isinstance(knob, Mapping)
+            else []
+        )
         if name in ways or f"--{name}" in ways:
             if setting == "global_batch_size":
                 return "micro_batch_size", "global"
@@ -212,9 +251,15 @@ def _meaning(name: str, preset: Mapping[str, Any]) -> tuple[str, Count] | None:
     return meaning_of(name)
 
 
-def _named_files(argv: Sequence[str], folder: Path, is_launchers: bool = False) -> Iterator[NamedFile]:
+def _named_files(
+    argv: Sequence[str], folder: Path, is_launchers: bool = False
+) -> Iterator[NamedFile]:
     """Yield the files of settings that the arguments name, each once."""
-    values = {value: name for name, value, joined, _ in pairs_of(argv, {}) if value and name.startswith("-")}
+    values = {
+        value: name
+        for name, value, joined, _ in pairs_of(argv, {})
+        if value and name.startswith("-")
+    }
     visited = set[str]()
     for word in [*argv, *(value for value in values if value not in argv)]:
         if word in visited or word.startswith("-") or not word.endswith(SUFFIXES) or "://" in word:
@@ -225,17 +270,28 @@ def _named_files(argv: Sequence[str], folder: Path, is_launchers: bool = False) 
             continue
         content = read_settings(folder / word)
         if content is not None or not (folder / word).is_file():
-            yield NamedFile(word=word, flag=None if is_launchers else flag, content=content, is_launchers=is_launchers)
+            yield NamedFile(
+                word=word,
+                flag=None if is_launchers else flag,
+                content=content,
+                is_launchers=is_launchers,
+            )
 
 
 def _file_settings(
     file: NamedFile, script: Script, framework: Framework | None, preset: Mapping[str, Any]
 ) -> Iterator[Setting]:
     content = file.content or {}
-    is_deepspeed = any(key.startswith(("zero_optimization", "train_micro_batch_size_per_gpu")) for key in content)
+    is_deepspeed = any(
+        key.startswith(("zero_optimization", "train_micro_batch_size_per_gpu")) for key in content
+    )
     for key, value in content.items():
         meaning = _meaning(key, preset)
-        if meaning is None or value is None or (str(value) == "auto" and (is_deepspeed or meaning[0] != "precision")):
+        if (
+            meaning is None
+            or value is None
+            or (str(value) == "auto" and (is_deepspeed or meaning[0] != "precision"))
+        ):
             continue
         if file.is_launchers and meaning[0] in ("ranks", "nodes"):
             continue  # typed_command.py has read them
@@ -248,8 +304,14 @@ def _file_settings(
             place = replace(place, way="override", name=f"--{key}", file=None)
         elif framework in FLAGS_WIN and isinstance(knob, Mapping) and not is_deepspeed:
             way = next((way for way in ("flag", "override") if knob.get(way)), None)
-            if framework == "lightning" and f"--{key}" != knob.get("flag") and not file.is_launchers:
-                place = replace(place, way="flag", name=f"--{key}", file=None)  # data.init_args.batch_size
+            if (
+                framework == "lightning"
+                and f"--{key}" != knob.get("flag")
+                and not file.is_launchers
+            ):
+                place = replace(
+                    place, way="flag", name=f"--{key}", file=None
+                )  # data.init_args.batch_size
             elif way is not None and not file.is_launchers:
                 place = replace(place, way=way, name=knob[way], file=None)  # type: ignore[arg-type]
         yield place
@@ -259,9 +321,13 @@ def _hydra_settings(argv: Sequence[str], script: Script) -> Iterator[Setting]:
     if script.hydra is None:
         return
     folder, name = script.hydra
-    pairs = {key.lstrip("+~"): value for key, value, _, _ in pairs_of(argv, {}) if value is not None}
+    pairs = {
+        key.lstrip("+~"): value for key, value, _, _ in pairs_of(argv, {}) if value is not None
+    }
     name = pairs.get("--config-name") or pairs.get("-cn") or name
-    for key, value in read_hydra(folder, name, {key: str(value) for key, value in pairs.items()}).items():
+    for key, value in read_hydra(
+        folder, name, {key: str(value) for key, value in pairs.items()}
+    ).items():
         meaning = meaning_of(key)
         if meaning is not None and value is not None and "${" not in str(value):
             where = f"{folder.name}/{name.removesuffix('.yaml')}.yaml"
@@ -293,12 +359,28 @@ def _framework_settings(
         if not isinstance(knob, Mapping):
             continue
         way = next((way for way in ("flag", "override", "key") if knob.get(way)), None)
-        if way is None or (way == "flag" and framework in ("accelerate", "diffusers") and knob[way] not in flags):
+        if way is None or (
+            way == "flag" and framework in ("accelerate", "diffusers") and knob[way] not in flags
+        ):
             continue
-        default = _litgpt_default(typed) if framework == "litgpt" and name == "global_batch_size" else None
-        default = default or (None if unread or knob.get("default") is None else str(knob["default"]))
-        config = next((file.word for file in files if file.content is not None and file.can_be_copied), None)
-        counts: Count = "global" if name == "global_batch_size" else "rank" if name == "micro_batch_size" else "plain"
+        default = (
+            _litgpt_default(typed)
+            if framework == "litgpt" and name == "global_batch_size"
+            else None
+        )
+        default = default or (
+            None if unread or knob.get("default") is None else str(knob["default"])
+        )
+        config = next(
+            (file.word for file in files if file.content is not None and file.can_be_copied), None
+        )
+        counts: Count = (
+            "global"
+            if name == "global_batch_size"
+            else "rank"
+            if name == "micro_batch_size"
+            else "plain"
+        )
         meaning = "micro_batch_size" if counts == "global" else name
         where, file = f"{framework}'s own default", config if way == "key" else None
         yield Setting(meaning, knob[way], way, default, where, OF_FRAMEWORK, counts, file)  # type: ignore[arg-type]
@@ -315,7 +397,11 @@ def _litgpt_default(typed: TypedCommand) -> str | None:
         except (OSError, ValueError, SyntaxError):
             return None
         for node in nodes:
-            value = node.value if isinstance(node, ast.keyword) and node.arg == "global_batch_size" else None
+            value = (
+                node.value
+                if isinstance(node, ast.keyword) and node.arg == "global_batch_size"
+                else None
+            )
             if isinstance(value, ast.Constant):
                 return str(value.value)
     return None

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.service.commands.init.command_settings import IN_FILE, TYPED, Settings, pairs_of, preset_of
+from orchestrator.service.commands.init.command_settings import (
+    IN_FILE,
+    TYPED,
+    Settings,
+    pairs_of,
+    preset_of,
+)
 from orchestrator.service.commands.init.meanings import (
     FOLDERS_OF_ANYTHING,
     IN_ALL,
@@ -23,16 +29,40 @@ from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 
-SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
-# Frameworks whose scripts are one process under plain `python`; the others start a rank on each visible device.
+SEVERAL_RANKS = (
+    "init_process_group",
+    "DistributedDataParallel",
+    "DDP",
+    "Accelerator",
+    "FullyShardedDataParallel",
+)
+# Frameworks whose scripts are one process under plain `python`; the others start a rank on each
+# visible device.
 STARTED_ALONE = ("accelerate", "diffusers", "deepspeed", "megatron", "torchtitan")
-WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".h5")  # of a file: no folder of checkpoints
+WEIGHTS = (
+    ".pt",
+    ".pth",
+    ".bin",
+    ".ckpt",
+    ".safetensors",
+    ".pkl",
+    ".h5",
+)  # of a file: no folder of checkpoints
 LITGPT_RESUMES = ("finetune_full", "pretrain")
 STAYS = (  # settings of a plan that are marked where they stay in the command
-    *("precision", "activation_checkpointing", "deepspeed_config", "micro_batch_size", "gradient_accumulation_steps"),
+    *(
+        "precision",
+        "activation_checkpointing",
+        "deepspeed_config",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+    ),
     "ranks",
 )
-MENDS = {"micro_batch_size": "BATCH", "gradient_accumulation_steps": "ACCUMULATE"}  # setting -> variable to propose
+MENDS = {
+    "micro_batch_size": "BATCH",
+    "gradient_accumulation_steps": "ACCUMULATE",
+}  # setting -> variable to propose
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +96,25 @@ class BareCommand:
     length: Setting | None
 
 
-def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | None, settings: Settings) -> BareCommand:
+def choose_knobs(
+    typed: TypedCommand, script: Script, framework: Framework | None, settings: Settings
+) -> BareCommand:
     """Return the command without the settings that plans control, and the knobs for these."""
     preset = preset_of(typed, framework)
     ranks, ranks_place = _ranks(typed, settings, script, framework)
     batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
-    differing = {name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)}
-    with_batch = {
-        name: {**differing[name], **knob} if knob and name in differing else knob for name, knob in batch.knobs.items()
+    differing = {
+        name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)
     }
-    knobs, controlled, notes = {**differing, **with_batch}, list(batch.controlled), [*settings.notes, *batch.notes]
+    with_batch = {
+        name: {**differing[name], **knob} if knob and name in differing else knob
+        for name, knob in batch.knobs.items()
+    }
+    knobs, controlled, notes = (
+        {**differing, **with_batch},
+        list(batch.controlled),
+        [*settings.notes, *batch.notes],
+    )
     if ranks_place is not None and preset.get("ranks"):
         controlled.append(ranks_place)
     knobs |= _path_knobs(settings, preset, script)
@@ -84,7 +123,9 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
         controlled.append(output)
         notes.append(f"Taken out of the command, since the job sets it: {output.place}")
         if word_of(output.name) in FOLDERS_OF_ANYTHING:
-            notes.append(f"CHECK: if it reads from there too, put {output.name} back, without knobs.output_dir")
+            notes.append(
+                f"CHECK: if it reads from there too, put {output.name} back, without knobs.output_dir"
+            )
     if framework == "litgpt" and typed.command[1] not in LITGPT_RESUMES:
         knobs["resume_from"] = None
     if "zero_stage" in preset and _types_sharding(settings, framework):
@@ -100,21 +141,38 @@ def choose_knobs(typed: TypedCommand, script: Script, framework: Framework | Non
         controlled.append(Setting("config", config["flag"], "flag"))
     names = {place.name for place in controlled}
     stays = [place for place in settings.places if place.rank == TYPED and place.name not in names]
-    stays = [place for place in stays if place.meaning in STAYS and (framework is None or place.meaning != "precision")]
+    stays = [
+        place
+        for place in stays
+        if place.meaning in STAYS and (framework is None or place.meaning != "precision")
+    ]
     if stays:
-        notes.append(f"Stays as typed, the same in every plan: {', '.join(place.place for place in stays)}")
-    env = {name: value for name, value in typed.env.items() if name not in {place.name for place in controlled}}
+        notes.append(
+            f"Stays as typed, the same in every plan: {', '.join(place.place for place in stays)}"
+        )
+    env = {
+        name: value
+        for name, value in typed.env.items()
+        if name not in {place.name for place in controlled}
+    }
     steps, differing_steps = _steps(settings)
     if differing_steps:
-        notes.append(f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in differing_steps)}")
+        notes.append(
+            f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in differing_steps)}"
+        )
     return BareCommand(
-        command=(*typed.command[: typed.arguments], *_drop_controlled(settings.argv, controlled, script)),
+        command=(
+            *typed.command[: typed.arguments],
+            *_drop_controlled(settings.argv, controlled, script),
+        ),
         names=frozenset(name for name, *_ in pairs_of(settings.argv, {})),
         knobs=knobs,
         notes=tuple(notes),
         env=env,
         ranks=ranks,
-        is_fixed=typed.is_fixed or batch.is_fixed or (ranks_place is not None and not preset.get("ranks")),
+        is_fixed=typed.is_fixed
+        or batch.is_fixed
+        or (ranks_place is not None and not preset.get("ranks")),
         batch=batch,
         precision=precision,
         config=config,
@@ -130,9 +188,15 @@ def _steps(settings: Settings) -> tuple[Setting | None, list[Setting]]:
     Beside typed epochs a default does not count.
     """
     has_epochs = any("epoch" in word_of(name) for name, *_ in pairs_of(settings.argv, {}))
-    places = [place for place in settings.of("steps") if place.number and not (has_epochs and place.rank > TYPED)]
+    places = [
+        place
+        for place in settings.of("steps")
+        if place.number and not (has_epochs and place.rank > TYPED)
+    ]
     rank = min((place.rank for place in places), default=TYPED)
-    best = {place.name: place for place in places if place.rank == rank}  # of a repeated flag the last one counts
+    best = {
+        place.name: place for place in places if place.rank == rank
+    }  # of a repeated flag the last one counts
     if len({place.number for place in best.values()}) > 1:
         return None, list(best.values())
     return next(iter(best.values()), None), []
@@ -144,7 +208,8 @@ def _path_knobs(settings: Settings, preset: Mapping[str, Any], script: Script) -
     for setting in ("output_dir", "resume_from"):
         place = _path_place(settings, setting, script)
         if place is not None and (
-            setting not in preset or (place.rank == TYPED and not _is_presets(place, preset[setting]))
+            setting not in preset
+            or (place.rank == TYPED and not _is_presets(place, preset[setting]))
         ):
             knobs[setting] = {place.way: place.name}
     return knobs
@@ -167,26 +232,40 @@ def _ranks(
     launcher a script is one process, whatever it was given.
     """
     place, nodes = settings.first("ranks"), settings.first("nodes")
-    if typed.ranks is None and place is not None and place.number is not None and place.rank <= IN_FILE:
+    if (
+        typed.ranks is None
+        and place is not None
+        and place.number is not None
+        and place.rank <= IN_FILE
+    ):
         count = place.number
         if nodes is not None and nodes.rank <= IN_FILE and nodes.number is not None:
             count *= nodes.number
         return count, place
-    for place in (*settings.of("ranks"), *settings.of("device_numbers")) if typed.ranks is None else ():
+    for place in (
+        (*settings.of("ranks"), *settings.of("device_numbers")) if typed.ranks is None else ()
+    ):
         if place.rank == TYPED and re.fullmatch(r"\[?\d+(,\d+)+\]?", str(place.value)):
             return str(place.value).count(",") + 1, place
     if typed.ranks is not None or typed.devices is None:
         return typed.ranks, None
     starts_ranks = framework is not None and framework not in STARTED_ALONE
-    uses_several = starts_ranks or typed.launch in MODULE_OF or script.calls & {"spawn", "start_processes"}
+    uses_several = (
+        starts_ranks or typed.launch in MODULE_OF or script.calls & {"spawn", "start_processes"}
+    )
     return (typed.devices if uses_several else None), None
 
 
 def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[str, Any]) -> Batch:
     """Return the global batch on which all settings agree, and the knobs that split it into micro-batches."""
     total = settings.first("micro_batch_size", "global")
-    choices = [settings.first("micro_batch_size", "rank"), settings.first("micro_batch_size", "plain")]
-    micro = next((place for place in choices if place is not None and place.value is not None), None)
+    choices = [
+        settings.first("micro_batch_size", "rank"),
+        settings.first("micro_batch_size", "plain"),
+    ]
+    micro = next(
+        (place for place in choices if place is not None and place.value is not None), None
+    )
     micro = micro or next((place for place in choices if place is not None), None)
     steps = settings.first("gradient_accumulation_steps")
     per_step = total is not None and micro is None and _counts_a_step(total)
@@ -195,24 +274,53 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
     disagree = settings.of("micro_batch_size", "rank", "plain") if micro is None else []
     disagree += settings.of("gradient_accumulation_steps") if steps is None else []
     divisor = script.divided.get(word_of(micro.name)) if micro is not None else None
-    alone = "DataParallel" in script.calls and not script.calls & set(SEVERAL_RANKS)  # one process on all devices
-    per = "global" if per_step or divisor == "global" or alone else "node" if divisor == "node" else "rank"
+    alone = "DataParallel" in script.calls and not script.calls & set(
+        SEVERAL_RANKS
+    )  # one process on all devices
+    per = (
+        "global"
+        if per_step or divisor == "global" or alone
+        else "node"
+        if divisor == "node"
+        else "rank"
+    )
     steps_in_all = steps is not None and script.divided.get(word_of(steps.name)) == "global"
     derives = preset.get("gradient_accumulation_steps") == "derived"
-    derives = derives or (total is not None and total.rank < 3 and micro is not None and steps is None)
+    derives = derives or (
+        total is not None and total.rank < 3 and micro is not None and steps is None
+    )
     knobs, controlled = dict[str, Any](), list[Setting]()
-    number, accumulation = (micro.number if micro is not None else None), (steps.number if steps is not None else None)
+    number, accumulation = (
+        (micro.number if micro is not None else None),
+        (steps.number if steps is not None else None),
+    )
     samples = total.number if total is not None else None
     origin = f"its own, {total.place}; the same in every plan" if total is not None else ""
-    if samples is None and number is not None and (steps is None or accumulation or steps.value is None):
+    if (
+        samples is None
+        and number is not None
+        and (steps is None or accumulation or steps.value is None)
+    ):
         several = ranks if per == "rank" else 1
         samples = number * (accumulation or 1) * (several if not steps_in_all else 1)
         devices = f"{ranks} devices" if ranks > 1 else "one device"
-        parts = " x ".join(place.place for place in (micro, steps) if place is not None and place.number is not None)
+        parts = " x ".join(
+            place.place
+            for place in (micro, steps)
+            if place is not None and place.number is not None
+        )
         origin = f"{parts}, on {devices}; the same in every plan"
     can_accumulate = steps is None or derives or _can_vary(steps, settings) or accumulation == 1
-    can_cut = micro is not None and _can_vary(micro, settings) and not disagree and not steps_in_all and can_accumulate
-    can_cut = can_cut or (micro is not None and steps_in_all and ranks == 1 and _can_vary(micro, settings))
+    can_cut = (
+        micro is not None
+        and _can_vary(micro, settings)
+        and not disagree
+        and not steps_in_all
+        and can_accumulate
+    )
+    can_cut = can_cut or (
+        micro is not None and steps_in_all and ranks == 1 and _can_vary(micro, settings)
+    )
     if can_cut and micro is not None:
         knobs["micro_batch_size"] = _knob(micro, settings, preset.get("micro_batch_size"), per)
         controlled.append(micro)
@@ -221,19 +329,31 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
             knobs["global_batch_size"] = _knob(total, settings, preset.get("global_batch_size"))
             controlled.append(total)
         elif steps is not None and _can_vary(steps, settings):
-            knobs["gradient_accumulation_steps"] = _knob(steps, settings, preset.get("gradient_accumulation_steps"))
+            knobs["gradient_accumulation_steps"] = _knob(
+                steps, settings, preset.get("gradient_accumulation_steps")
+            )
             controlled.append(steps)
             if total is not None and _can_vary(total, settings) and total.rank < 3:
                 knobs["global_batch_size"] = _knob(total, settings, None)
                 controlled.append(total)
     else:
-        knobs |= {name: None for name in ("micro_batch_size", "gradient_accumulation_steps") if name in preset}
+        knobs |= {
+            name: None
+            for name in ("micro_batch_size", "gradient_accumulation_steps")
+            if name in preset
+        }
         knobs |= {"global_batch_size": None} if "global_batch_size" in preset else {}
     if derives and "gradient_accumulation_steps" in preset and can_cut:  # it says the rest
         knobs = {name: knob for name, knob in knobs.items() if knob != preset.get(name)}
-    notes = [_repair_note(place) for place in (micro, steps) if place is not None and place.way == "constant"]
+    notes = [
+        _repair_note(place)
+        for place in (micro, steps)
+        if place is not None and place.way == "constant"
+    ]
     if disagree:
-        notes.append(f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in disagree)}")
+        notes.append(
+            f"CHECK: these disagree, none is taken: {'; '.join(place.place for place in disagree)}"
+        )
     is_fixed = ranks > 1 and (not can_cut or (steps_in_all and total is None))
     return Batch(knobs, tuple(controlled), samples, origin, is_fixed, tuple(notes))
 
@@ -250,14 +370,20 @@ def _repair_note(place: Setting) -> str:
         knob = f"{place.meaning}: {{env: {variable}, default: {place.value}}}"
         value = f'int(os.environ.get("{variable}", {place.value}))'
         return f"{place.name} = {place.value} in {place.where}: make it {value}, and add to knobs: {knob}"
-    return f"{place.place}: no attempt gets a copy of this file, so that it is the same in every plan"
+    return (
+        f"{place.place}: no attempt gets a copy of this file, so that it is the same in every plan"
+    )
 
 
 def _can_vary(place: Setting, settings: Settings) -> bool:
     """Return whether a plan can set another value at this place."""
     if place.way == "key":
-        return place.file is None or any(file.word == place.file and file.can_be_copied for file in settings.files)
-    return place.way in ("flag", "override", "env") and (place.value is None or place.number is not None)
+        return place.file is None or any(
+            file.word == place.file and file.can_be_copied for file in settings.files
+        )
+    return place.way in ("flag", "override", "env") and (
+        place.value is None or place.number is not None
+    )
 
 
 def _is_presets(place: Setting, knob: Any) -> bool:
@@ -275,8 +401,12 @@ def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") ->
     same_keys = [
         key_place
         for key_place in settings.of(place.meaning)
-        if key_place.way == "key" and key_place.number == place.number and key_place.number and place.way != "key"
-        if (key_place.counts == "global") == (place.counts == "global") and key_place.rank == IN_FILE
+        if key_place.way == "key"
+        and key_place.number == place.number
+        and key_place.number
+        and place.way != "key"
+        if (key_place.counts == "global") == (place.counts == "global")
+        and key_place.rank == IN_FILE
     ]
     if same_keys:
         knob["also"] = [
@@ -298,7 +428,11 @@ def _path_place(settings: Settings, setting: str, script: Script) -> Setting | N
             continue
         is_file = str(place.value).endswith(WEIGHTS) and setting == "output_dir"
         is_choice = str(place.value).lower() in ("true", "false", "auto")
-        if place.way in ("flag", "override", "key") and not is_file and (place.rank != TYPED or not is_choice):
+        if (
+            place.way in ("flag", "override", "key")
+            and not is_file
+            and (place.rank != TYPED or not is_choice)
+        ):
             if place.way == "override" and place.rank != TYPED:
                 continue
             if place.way != "key" or setting == "output_dir":
@@ -306,7 +440,9 @@ def _path_place(settings: Settings, setting: str, script: Script) -> Setting | N
     return None
 
 
-def _checkpointing(settings: Settings, script: Script, framework: Framework | None) -> dict[str, Any]:
+def _checkpointing(
+    settings: Settings, script: Script, framework: Framework | None
+) -> dict[str, Any]:
     """Return the knob of recomputation; what was typed stays, and is then no knob."""
     if any(place.rank <= IN_FILE for place in settings.of("activation_checkpointing")):
         return {"activation_checkpointing": None}
@@ -320,25 +456,43 @@ def _checkpointing(settings: Settings, script: Script, framework: Framework | No
         if flag.kind == "switch":
             return {"activation_checkpointing": {"switch": flag.name}}
         if flag.kind == "boolean" and flag.default is False:
-            return {"activation_checkpointing": {"flag": flag.name, "values": {"none": False, "full": True}}}
+            return {
+                "activation_checkpointing": {
+                    "flag": flag.name,
+                    "values": {"none": False, "full": True},
+                }
+            }
     return {}
 
 
 def _precision(
-    typed: TypedCommand, settings: Settings, script: Script, framework: Framework | None, preset: Mapping[str, Any]
+    typed: TypedCommand,
+    settings: Settings,
+    script: Script,
+    framework: Framework | None,
+    preset: Mapping[str, Any],
 ) -> tuple[str | None, dict[str, Any], Setting | None]:
     """Return the job's precision, its knob, and the place whose words leave the command.
 
     A framework's flags are read where the job is (specs/job/frameworks.py).
     """
-    places = [place for place in settings.of("precision") if place.rank <= IN_FILE and place.value != "false"]
+    places = [
+        place
+        for place in settings.of("precision")
+        if place.rank <= IN_FILE and place.value != "false"
+    ]
     precision = (
-        next((candidate for place in places if (candidate := precision_of(place.name, place.value))), None)
+        next(
+            (candidate for place in places if (candidate := precision_of(place.name, place.value))),
+            None,
+        )
         or typed.precision
     )
     if framework is not None:
         knob = preset.get("precision") or {}
-        by_label = {str(label): candidate for candidate, label in (knob.get("values") or {}).items()}
+        by_label = {
+            str(label): candidate for candidate, label in (knob.get("values") or {}).items()
+        }
         precision = precision or next(
             (by_label[str(place.value)] for place in places if str(place.value) in by_label), None
         )
@@ -349,7 +503,11 @@ def _precision(
             return None, {"precision": None}, None
         values = {place.value for place in places if place.rank == TYPED}
         in_words = values & {"true", precision, *by_label} and as_preset and knob.get("flag")
-        if precision is None and any(place.rank == IN_FILE for place in settings.of("precision")) and knob.get("key"):
+        if (
+            precision is None
+            and any(place.rank == IN_FILE for place in settings.of("precision"))
+            and knob.get("key")
+        ):
             precision = "fp32"
         return (None if in_words else precision), {}, None
     flags = {flag.name: flag for flag in script.flags}
@@ -364,7 +522,13 @@ def _precision(
         ):
             default = candidate if candidate != "fp32" or places else None
             return default, {"precision": knob}, place if places else None
-        if not places and flag is not None and flag.kind == "switch" and not flag.default and typed.precision is None:
+        if (
+            not places
+            and flag is not None
+            and flag.kind == "switch"
+            and not flag.default
+            and typed.precision is None
+        ):
             return None, {"precision": {"switch": flag.name}}, None
     return precision, {}, None
 
@@ -376,11 +540,18 @@ def _word_knob(flag: Flag | None) -> dict[str, Any] | None:
         candidate.value: next((word for word in spellings if word in flag.choices), None)
         for candidate, spellings in PRECISIONS.items()
     }
-    return {"flag": flag.name, "values": {candidate: word for candidate, word in labels.items() if word}}
+    return {
+        "flag": flag.name,
+        "values": {candidate: word for candidate, word in labels.items() if word},
+    }
 
 
 def _config(
-    knobs: Mapping[str, Any], batch: Batch, settings: Settings, framework: Framework | None, script: Script
+    knobs: Mapping[str, Any],
+    batch: Batch,
+    settings: Settings,
+    framework: Framework | None,
+    script: Script,
 ) -> Mapping[str, str] | None:
     """Return the file of which each attempt gets a copy, if knobs are its keys; with the flag that names it, if any."""
     files = [file for file in settings.files if file.can_be_copied]
@@ -391,21 +562,29 @@ def _config(
         for part in (knob, *knob.get("also", ()))
     )
     if framework is not None and load_preset(framework).get("config_is_first_file"):
-        file = next((file for file in files if file.flag is None and not file.word.endswith(".json")), None)
+        file = next(
+            (file for file in files if file.flag is None and not file.word.endswith(".json")), None
+        )
         return None if file is None else {"file": file.word}
     if framework == "deepspeed" or not keys:
         return None
     names = {place.file for place in batch.controlled if place.file} or {
-        place.file for place in settings.places if place.file and place.rank == IN_FILE and place.number
+        place.file
+        for place in settings.places
+        if place.file and place.rank == IN_FILE and place.number
     }
     file = next((file for file in files if file.word in names), None)
     if file is None:
         return None
-    by_flag = file.flag is not None and "jsonargparse" not in script.imports and framework != "lightning"
+    by_flag = (
+        file.flag is not None and "jsonargparse" not in script.imports and framework != "lightning"
+    )
     return {"file": file.word, "flag": str(file.flag)} if by_flag else {"file": file.word}
 
 
-def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script: Script) -> tuple[str, ...]:
+def _drop_controlled(
+    argv: Sequence[str], controlled: Sequence[Setting], script: Script
+) -> tuple[str, ...]:
     """Return the arguments without those that a job sets."""
     names = {place.name for place in controlled if place.way in ("flag", "override")}
     flags = {flag.name: flag for flag in script.flags}

@@ -21,8 +21,11 @@ from orchestrator.specs.replace import replace
 
 LIMIT_S = 20.0
 TEXT_MAX = 2**20  # characters of the help that are read
-# A line that begins with flags, as argparse, click and typer write it: `  -b, --batch-size INT  text (default: 8)`.
-LINE = re.compile(r"^[\s│]*((?:-{1,2}[A-Za-z][\w.-]*(?:[ =][<\[{A-Z][^\s,]*)?(?:,\s*|\s+/\s*|\s(?=-))?)+)(.*)$")
+# A line that begins with flags, as argparse, click and typer write it: `  -b, --batch-size INT
+# text (default: 8)`.
+LINE = re.compile(
+    r"^[\s│]*((?:-{1,2}[A-Za-z][\w.-]*(?:[ =][<\[{A-Z][^\s,]*)?(?:,\s*|\s+/\s*|\s(?=-))?)+)(.*)$"
+)
 DEFAULT = re.compile(r"default[:=]?\s*([^\s)\],]+)")
 
 
@@ -33,19 +36,43 @@ def with_help(script: Script, typed: TypedCommand) -> Script:
     """
     names = {flag.name for flag in script.flags}
     return replace(
-        script, flags=(*script.flags, *(flag for flag in flags_of(_help_of(typed)) if flag.name not in names))
+        script,
+        flags=(
+            *script.flags,
+            *(flag for flag in flags_of(_help_of(typed)) if flag.name not in names),
+        ),
     )
 
 
 def _help_of(typed: TypedCommand) -> str:
     python = sys.executable if typed.command[0] in ("python", "python3") else typed.command[0]
-    before, name = typed.command[typed.arguments - 2 : typed.arguments] if typed.arguments > 1 else ("", "")
-    program = [python, *(["-m"] if before == "-m" else []), name] if is_python(python) else [*typed.command[:1], name]
+    before, name = (
+        typed.command[typed.arguments - 2 : typed.arguments] if typed.arguments > 1 else ("", "")
+    )
+    program = (
+        [python, *(["-m"] if before == "-m" else []), name]
+        if is_python(python)
+        else [*typed.command[:1], name]
+    )
     offline = ["unshare", "--user", "--net", "--map-root-user"] if shutil.which("unshare") else []
-    if offline and subprocess.run([*offline, "true"], capture_output=True, timeout=LIMIT_S, check=False).returncode:
+    if (
+        offline
+        and subprocess.run(
+            [*offline, "true"], capture_output=True, timeout=LIMIT_S, check=False
+        ).returncode
+    ):
         offline = []
-    with tempfile.TemporaryDirectory() as home, (Path(home) / "help").open("w+", errors="replace") as output:
-        env = {"PATH": "/usr/bin:/bin", "HOME": home, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "TERM": "dumb"}
+    with (
+        tempfile.TemporaryDirectory() as home,
+        (Path(home) / "help").open("w+", errors="replace") as output,
+    ):
+        env = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": home,
+            "CUDA_VISIBLE_DEVICES": "",
+            "COLUMNS": "200",
+            "TERM": "dumb",
+        }
         process = subprocess.Popen(
             [*offline, *filter(None, program), "--help"],
             cwd=typed.folder,
@@ -65,8 +92,14 @@ def _help_of(typed: TypedCommand) -> str:
         output.seek(0)
         text = output.read(TEXT_MAX)
     if code != 0:
-        reason = f"no end within {LIMIT_S:.0f} s" if code is None else text.strip().rpartition("\n")[2][:200]
-        raise SpecError("its --help failed", source="orc init", got=reason, hint="leave out --run-help")
+        reason = (
+            f"no end within {LIMIT_S:.0f} s"
+            if code is None
+            else text.strip().rpartition("\n")[2][:200]
+        )
+        raise SpecError(
+            "its --help failed", source="orc init", got=reason, hint="leave out --run-help"
+        )
     return text
 
 
@@ -79,12 +112,16 @@ def flags_of(text: str) -> Iterator[Flag]:
             continue
         names = re.findall(r"(?<![\w-])-{1,2}[A-Za-z][\w.-]*", match[1])
         has_value = re.search(r"[ =][<\[{A-Z]", match[1]) is not None
-        following = lines[index + 1] if index + 1 < len(lines) and not LINE.match(lines[index + 1]) else ""
+        following = (
+            lines[index + 1] if index + 1 < len(lines) and not LINE.match(lines[index + 1]) else ""
+        )
         default = DEFAULT.search(f"{match[2]} {following}")
         name = max(names, key=len)
         yield Flag(
             name=name,
             kind="value" if has_value else "switch",
-            default=default[1].strip("'\"") if default and has_value and default[1] != "None" else None,
+            default=default[1].strip("'\"")
+            if default and has_value and default[1] != "None"
+            else None,
             also_called=tuple(other for other in names if other != name),
         )

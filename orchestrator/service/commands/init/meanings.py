@@ -14,48 +14,163 @@ from orchestrator.specs.choices import Precision
 Way = Literal["flag", "switch", "override", "key", "env", "constant"]
 Count = Literal["rank", "plain", "global"]  # what a batch size counts; plain: its name does not say
 
-NUMBERS = ("micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes", "steps", "sequence_length")
+NUMBERS = (
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "ranks",
+    "nodes",
+    "steps",
+    "sequence_length",
+)
 PRECISIONS = {
     Precision.FP32: ("fp32", "float32", "32", "no", "32-true"),
     Precision.BF16: ("bf16", "bfloat16", "bf16-mixed", "bf16-true"),
     Precision.FP16: ("fp16", "float16", "half", "16-mixed", "16"),
 }
 # Words of a name, all of which have to be here, with one of BATCH or beginning with `accum`.
-BATCH = {"batch", "batchsize", "bs", "bsz", "mbs", "gbs", "microbatch", "minibatch", "samples", "imgs", "images", "ims"}
-PER_RANK = {"micro", "device", "gpu", "rank", "process", "replica", "core", "local", "mbs", "microbatch", "card"}
+BATCH = {
+    "batch",
+    "batchsize",
+    "bs",
+    "bsz",
+    "mbs",
+    "gbs",
+    "microbatch",
+    "minibatch",
+    "samples",
+    "imgs",
+    "images",
+    "ims",
+}
+PER_RANK = {
+    "micro",
+    "device",
+    "gpu",
+    "rank",
+    "process",
+    "replica",
+    "core",
+    "local",
+    "mbs",
+    "microbatch",
+    "card",
+}
 IN_ALL = {"global", "total", "effective", "overall", "gbs"}
-BATCH_WORDS = BATCH | PER_RANK | IN_ALL | {"size", "per", "train", "training", "mini", "n", "data", "sz"}
+BATCH_WORDS = (
+    BATCH | PER_RANK | IN_ALL | {"size", "per", "train", "training", "mini", "n", "data", "sz"}
+)
 ACCUMULATION_WORDS = {
-    *("grad", "grads", "gradient", "gradients", "steps", "step", "iter", "iters", "batches", "batch", "freq", "num"),
+    *(
+        "grad",
+        "grads",
+        "gradient",
+        "gradients",
+        "steps",
+        "step",
+        "iter",
+        "iters",
+        "batches",
+        "batch",
+        "freq",
+        "num",
+    ),
     *("n", "factor", "every", "count", "micro", "size"),
 }
 EVALUATION = {
-    *("eval", "val", "valid", "validation", "test", "testing", "dev", "inference", "predict", "evaluation", "generate"),
+    *(
+        "eval",
+        "val",
+        "valid",
+        "validation",
+        "test",
+        "testing",
+        "dev",
+        "inference",
+        "predict",
+        "evaluation",
+        "generate",
+    ),
     *("generation", "sample", "sampling"),
 }
 # Setting -> its names in common scripts, the surest first.
 SPELLINGS = {
     "gradient_accumulation_steps": ("update_freq", "gas", "ga_steps"),
     "activation_checkpointing": (
-        *("gradient_checkpointing", "activation_checkpointing", "grad_checkpointing", "use_checkpoint"),
-        *("use_gradient_checkpointing", "checkpoint_activations", "grad_checkpoint", "checkpointing"),
+        *(
+            "gradient_checkpointing",
+            "activation_checkpointing",
+            "grad_checkpointing",
+            "use_checkpoint",
+        ),
+        *(
+            "use_gradient_checkpointing",
+            "checkpoint_activations",
+            "grad_checkpoint",
+            "checkpointing",
+        ),
         *("enable_activation_checkpointing", "disable_gradient_checkpointing"),
     ),
     "precision": (
-        *("mixed_precision", "precision", "dtype", "bf16", "fp16", "amp", "half", "use_amp", "use_bf16", "use_fp16"),
+        *(
+            "mixed_precision",
+            "precision",
+            "dtype",
+            "bf16",
+            "fp16",
+            "amp",
+            "half",
+            "use_amp",
+            "use_bf16",
+            "use_fp16",
+        ),
         *("train_dtype", "enable_amp", "autocast"),
     ),
     "deepspeed_config": ("deepspeed_config", "ds_config", "deepspeed"),
     "output_dir": (
-        *("output_dir", "output", "out_dir", "out", "outdir", "save_dir", "output_path", "save_path", "ckpt_dir"),
-        *("checkpoint_dir", "results_dir", "run_dir", "exp_dir", "experiment_dir", "work_dir", "workdir"),
+        *(
+            "output_dir",
+            "output",
+            "out_dir",
+            "out",
+            "outdir",
+            "save_dir",
+            "output_path",
+            "save_path",
+            "ckpt_dir",
+        ),
+        *(
+            "checkpoint_dir",
+            "results_dir",
+            "run_dir",
+            "exp_dir",
+            "experiment_dir",
+            "work_dir",
+            "workdir",
+        ),
         *("logdir", "log_dir", "model_dir", "save_folder", "expdir"),
     ),
     "resume_from": (
-        *("resume_from_checkpoint", "resume_from", "resume", "resume_path", "ckpt_path", "load_checkpoint"),
+        *(
+            "resume_from_checkpoint",
+            "resume_from",
+            "resume",
+            "resume_path",
+            "ckpt_path",
+            "load_checkpoint",
+        ),
     ),
     "ranks": (
-        *("nproc_per_node", "num_processes", "num_gpus", "n_gpus", "ngpus", "gpus", "devices", "num_devices", "ngpu"),
+        *(
+            "nproc_per_node",
+            "num_processes",
+            "num_gpus",
+            "n_gpus",
+            "ngpus",
+            "gpus",
+            "devices",
+            "num_devices",
+            "ngpu",
+        ),
         *("n_gpu", "gpus_per_node", "nproc", "n_proc", "num_procs"),
     ),
     "device_numbers": ("device", "gpu_ids", "device_ids", "gpu", "gpu_id"),
@@ -69,24 +184,55 @@ SPELLINGS = {
         "pretrain",
     ),
     "sequence_length": (
-        *("max_seq_length", "max_length", "model_max_length", "sequence_length", "seq_length", "seq_len", "cutoff_len"),
+        *(
+            "max_seq_length",
+            "max_length",
+            "model_max_length",
+            "sequence_length",
+            "seq_length",
+            "seq_len",
+            "cutoff_len",
+        ),
         *("max_seq_len", "sequence_len", "block_size", "max_len"),
     ),
 }
 # Of these the last have other meanings, too: they count where the script saves into them.
 FOLDERS_OF_ANYTHING = (
-    *("exp_dir", "experiment_dir", "expdir", "work_dir", "workdir", "logdir", "log_dir", "model_dir"),
+    *(
+        "exp_dir",
+        "experiment_dir",
+        "expdir",
+        "work_dir",
+        "workdir",
+        "logdir",
+        "log_dir",
+        "model_dir",
+    ),
 )
-# Names of the number of optimizer steps: a unit, after words that count or train. Any further word, as in save_steps,
-# steps_per_epoch or inference_steps, is another setting; so is n_step, an episode's in reinforcement learning.
+# Names of the number of optimizer steps: a unit, after words that count or train. Any further word,
+# as in save_steps,
+# steps_per_epoch or inference_steps, is another setting; so is n_step, an episode's in
+# reinforcement learning.
 _COUNTS = "max|maximum|num|number_of|nb|n|total|overall"
 _TRAINS = "train|training|trainer|optimizer|optimiser|optim|optimization|opt|finetune|finetuning|pretrain|pretraining"
 STEPS = re.compile(
     rf"((({_COUNTS}|{_TRAINS})_?)*)(steps|iters|iterations|updates)"
     rf"|(({_TRAINS})_)*(max|maximum|num|total)_?(({_TRAINS})_)*(step|iter|iteration|update)|n_?iter"
 )
-STEPS_SECTIONS = {*_TRAINS.split("|"), "args", "config", "cfg", "hparams", "params", "run", "fit", "schedule"}
-_MEANINGS = {spelling: meaning for meaning, spellings in SPELLINGS.items() for spelling in spellings}
+STEPS_SECTIONS = {
+    *_TRAINS.split("|"),
+    "args",
+    "config",
+    "cfg",
+    "hparams",
+    "params",
+    "run",
+    "fit",
+    "schedule",
+}
+_MEANINGS = {
+    spelling: meaning for meaning, spellings in SPELLINGS.items() for spelling in spellings
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +244,8 @@ class Setting:
     way: Way
     value: str | None = None  # as written; None: the place has none yet
     where: str = ""  # file and line, in words; empty: typed
-    rank: int = 0  # 0: typed, 1: in a named file, 2: default of the parser, 3: of the framework, 4: a constant
+    # 0: typed, 1: in a named file, 2: default of the parser, 3: of the framework, 4: a constant
+    rank: int = 0
     counts: Count = "plain"
     file: str | None = None  # of a key, as typed
 
@@ -132,19 +279,31 @@ def meaning_of(name: str) -> tuple[str, Count] | None:
     *sections, _ = re.split(r"[./]", name.lstrip("-+~").lower())
     word = word_of(name)
     parts = set(word.split("_"))
-    if parts & EVALUATION or EVALUATION & {part for section in sections for part in section.split("_")}:
+    if parts & EVALUATION or EVALUATION & {
+        part for section in sections for part in section.split("_")
+    }:
         return None
     if word == "enabled" and sections and sections[-1] in ("bf16", "fp16"):
         return "precision", "plain"
     if any(part.startswith("accum") for part in parts):
         other_parts = {part for part in parts if not part.startswith("accum")}
-        return ("gradient_accumulation_steps", "plain") if other_parts <= ACCUMULATION_WORDS else None
-    if parts & BATCH and parts <= BATCH_WORDS and not parts <= {"samples", "n", "data", "train", "images", "imgs"}:
+        return (
+            ("gradient_accumulation_steps", "plain") if other_parts <= ACCUMULATION_WORDS else None
+        )
+    if (
+        parts & BATCH
+        and parts <= BATCH_WORDS
+        and not parts <= {"samples", "n", "data", "train", "images", "imgs"}
+    ):
         counts: Count = "global" if parts & IN_ALL or word == "ims_per_batch" else "plain"
         return "micro_batch_size", "rank" if parts & PER_RANK else counts
     steps = STEPS.fullmatch(word)
-    if steps is not None:  # `steps` alone in a section of something else, such as logging.steps, is that thing's
-        is_trainings = steps[1] != "" or not sections or set(sections[-1].split("_")) <= STEPS_SECTIONS
+    if (
+        steps is not None
+    ):  # `steps` alone in a section of something else, such as logging.steps, is that thing's
+        is_trainings = (
+            steps[1] != "" or not sections or set(sections[-1].split("_")) <= STEPS_SECTIONS
+        )
         return ("steps", "plain") if is_trainings else None
     meaning = _MEANINGS.get(word)
     return None if meaning is None else (meaning, "plain")
@@ -156,4 +315,6 @@ def precision_of(name: str, value: str | None) -> str | None:
     named = next((precision for precision in ("bf16", "fp16") if precision in name.lower()), None)
     if named is not None and text in ("true", "1", "yes", "full", "", "auto"):
         return named
-    return next((precision.value for precision, spellings in PRECISIONS.items() if text in spellings), None)
+    return next(
+        (precision.value for precision, spellings in PRECISIONS.items() if text in spellings), None
+    )

@@ -49,15 +49,22 @@ def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> dict[str,
     defaults = content.get("defaults", [])
     for entry in defaults if isinstance(defaults, list) else []:
         if isinstance(entry, Mapping):
-            groups |= {str(group).split()[-1].partition("@")[0]: str(file) for group, file in entry.items()}
+            groups |= {
+                str(group).split()[-1].partition("@")[0]: str(file) for group, file in entry.items()
+            }
     groups |= {group: file for group, file in choices.items() if (folder / group).is_dir()}
     settings = dict[str, Any]()
     for group, file in groups.items():
         path = folder / group / f"{file.removesuffix('.yaml')}.yaml"
-        is_global = path.is_file() and "@package _global_" in path.read_text(errors="replace")[:FILE_BYTES_MAX]
+        is_global = (
+            path.is_file()
+            and "@package _global_" in path.read_text(errors="replace")[:FILE_BYTES_MAX]
+        )
         prefix = "" if is_global else group.replace("/", ".") + "."
         settings |= {f"{prefix}{key}": value for key, value in (read_settings(path) or {}).items()}
-    return settings | dict(_flat({key: value for key, value in content.items() if key != "defaults"}, ""))
+    return settings | dict(
+        _flat({key: value for key, value in content.items() if key != "defaults"}, "")
+    )
 
 
 def _flat(content: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -78,7 +85,11 @@ def number_of(node: ast.expr | None) -> Any:
     """Return the value of a literal or of a product of numbers such as `5 * 8`; None for anything else."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = number_of(node.left), number_of(node.right)
-        return left * right if isinstance(left, int | float) and isinstance(right, int | float) else None
+        return (
+            left * right
+            if isinstance(left, int | float) and isinstance(right, int | float)
+            else None
+        )
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError, SyntaxError):

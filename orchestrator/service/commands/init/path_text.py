@@ -12,12 +12,35 @@ from orchestrator.service.commands.init.call_frames import DEPTH_MAX, CallReader
 FIRST, LAST = 0xE000, 0xF8FF  # Unicode's private use area
 UNKNOWN = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]+")
 SAME_PATH = (  # calls on a path
-    *("Path", "PurePath", "str", "fspath", "abspath", "realpath", "expanduser", "as_posix", "resolve", "absolute"),
+    *(
+        "Path",
+        "PurePath",
+        "str",
+        "fspath",
+        "abspath",
+        "realpath",
+        "expanduser",
+        "as_posix",
+        "resolve",
+        "absolute",
+    ),
 )
 OPENS = ("open", "fdopen", "atomic_write", "AtomicFile")  # calls whose file stands for its path
-TEMPORARIES = ("NamedTemporaryFile", "TemporaryDirectory", "mkstemp", "mkdtemp", "mktemp", "TemporaryFile")
+TEMPORARIES = (
+    "NamedTemporaryFile",
+    "TemporaryDirectory",
+    "mkstemp",
+    "mkdtemp",
+    "mktemp",
+    "TemporaryFile",
+)
 MODE = re.compile(r"[rwabx+t]+")
-PARTS = {"name": "name", "stem": "stem", "suffix": "suffix", "parent": "parent"}  # attributes of a path
+PARTS = {
+    "name": "name",
+    "stem": "stem",
+    "suffix": "suffix",
+    "parent": "parent",
+}  # attributes of a path
 OF_PATH = {"dirname": "parent", "basename": "name"}  # os.path.dirname(path)
 
 
@@ -58,7 +81,9 @@ class PathReader:
 
     def _unknown(self, node: ast.expr, frame: Frame) -> str:
         code = ast.unparse(node)
-        is_fresh = isinstance(node, ast.Call) and code.partition("(")[0].rpartition(".")[2] in TEMPORARIES
+        is_fresh = (
+            isinstance(node, ast.Call) and code.partition("(")[0].rpartition(".")[2] in TEMPORARIES
+        )
         key = (code, (frame.order, node.lineno) if is_fresh else None)
         character = self._characters.setdefault(key, chr(min(LAST, FIRST + len(self._characters))))
         self._codes[character] = code
@@ -76,7 +101,9 @@ class PathReader:
         if isinstance(node, ast.NamedExpr):
             return self._read(node.value, frame, depth - 1)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Add):
-            return self._join([node.left, node.right], "/" if isinstance(node.op, ast.Div) else "", frame, depth)
+            return self._join(
+                [node.left, node.right], "/" if isinstance(node.op, ast.Div) else "", frame, depth
+            )
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             values = node.right.elts if isinstance(node.right, ast.Tuple) else [node.right]
             return self._filled(r"%[-+ 0-9.]*[a-zA-Z]", node.left, values, frame, depth)
@@ -84,7 +111,9 @@ class PathReader:
             value = self.calls.value_of(node, frame)
             if value is not None:
                 text = self._read(value[0], value[1], depth - 1)
-                is_path = UNKNOWN.sub("", text) or isinstance(value[0], ast.Name | ast.Attribute | ast.Call)
+                is_path = UNKNOWN.sub("", text) or isinstance(
+                    value[0], ast.Name | ast.Attribute | ast.Call
+                )
                 if not is_path:  # a counter
                     return self._unknown(node, frame)
                 self._aliases.setdefault(text, set()).add(ast.unparse(node))
@@ -111,11 +140,18 @@ class PathReader:
         if isinstance(node.slice, ast.Slice):
             text = self._read(node.value, frame, depth)
             try:
-                ends = [None if end is None else ast.literal_eval(end) for end in (node.slice.lower, node.slice.upper)]
+                ends = [
+                    None if end is None else ast.literal_eval(end)
+                    for end in (node.slice.lower, node.slice.upper)
+                ]
                 return text[slice(*ends)]
             except (ValueError, TypeError):
                 return None
-        value = self.calls.value_of(node.value, frame) if isinstance(node.value, ast.Name | ast.Attribute) else None
+        value = (
+            self.calls.value_of(node.value, frame)
+            if isinstance(node.value, ast.Name | ast.Attribute)
+            else None
+        )
         if value is None or not isinstance(value[0], ast.Dict):
             return None
         for key, item in zip(value[0].keys, value[0].values, strict=True):
@@ -130,15 +166,23 @@ class PathReader:
             self.doubt(text)
         return text
 
-    def _filled(self, field: str, form: ast.expr, values: Sequence[ast.expr], frame: Frame, depth: int) -> str:
+    def _filled(
+        self, field: str, form: ast.expr, values: Sequence[ast.expr], frame: Frame, depth: int
+    ) -> str:
         """Return the text of a form with its fields filled; fields without a value of their own get the last."""
-        texts = [self._read(value, frame, depth - 1) for value in values] or [self._unknown(form, frame)]
+        texts = [self._read(value, frame, depth - 1) for value in values] or [
+            self._unknown(form, frame)
+        ]
         rest = iter(texts)
         return re.sub(field, lambda _: next(rest, texts[-1]), self._read(form, frame, depth - 1))
 
     def _is_open_file(self, node: ast.Attribute, frame: Frame) -> bool:
         """Return whether `.name` is that of an open file, so its path."""
-        value = self.calls.value_of(node.value, frame) if isinstance(node.value, ast.Name | ast.Attribute) else None
+        value = (
+            self.calls.value_of(node.value, frame)
+            if isinstance(node.value, ast.Name | ast.Attribute)
+            else None
+        )
         call = node.value if value is None else value[0]
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         return name in (*OPENS, *TEMPORARIES)
@@ -150,16 +194,27 @@ class PathReader:
         receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
         if last in OPENS:
             first = arguments[0] if arguments else None
-            is_method = first is None or (isinstance(first, ast.Constant) and MODE.fullmatch(str(first.value)))
+            is_method = first is None or (
+                isinstance(first, ast.Constant) and MODE.fullmatch(str(first.value))
+            )
             path = receiver if is_method else first
             return None if path is None else self._read(path, frame, depth)
         if (last == "join" and "path" in name) or (last in SAME_PATH and arguments):
             return self._join(arguments, "/", frame, depth)
         if last in OF_PATH and len(arguments) == 1:
             return _part(self._read(arguments[0], frame, depth), OF_PATH[last])
-        functions = [function for function in self._functions_of(call, frame) if len(self._returns(function)) == 1]
+        functions = [
+            function
+            for function in self._functions_of(call, frame)
+            if len(self._returns(function)) == 1
+        ]
         if len(functions) == 1:
-            inner = Frame(functions[0], frame.order, arguments=self.calls.bind(functions[0], call, frame), caller=frame)
+            inner = Frame(
+                functions[0],
+                frame.order,
+                arguments=self.calls.bind(functions[0], call, frame),
+                caller=frame,
+            )
             return self._read(self._returns(functions[0])[0], inner, depth)
         if receiver is None:
             return None
@@ -183,7 +238,9 @@ class PathReader:
                 return None
         return None
 
-    def _functions_of(self, call: ast.Call, frame: Frame) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    def _functions_of(
+        self, call: ast.Call, frame: Frame
+    ) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         return self.calls.functions_of(call, Place(frame.scope))
 
     def _returns(self, function: ast.AST) -> list[ast.expr]:

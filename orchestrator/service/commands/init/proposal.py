@@ -14,9 +14,19 @@ from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, BareCom
 from orchestrator.service.commands.init.help_text import with_help
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.recovery import CHECK, results, verdict
-from orchestrator.service.commands.init.script_flags import NO_SCRIPT, TRL, Flag, Script, read_script
+from orchestrator.service.commands.init.script_flags import (
+    NO_SCRIPT,
+    TRL,
+    Flag,
+    Script,
+    read_script,
+)
 from orchestrator.service.commands.init.slurm import TASK, slurm_lines, task_variable
-from orchestrator.service.commands.init.typed_command import TypedCommand, package_roots, read_command
+from orchestrator.service.commands.init.typed_command import (
+    TypedCommand,
+    package_roots,
+    read_command,
+)
 from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
 from orchestrator.specs.parse import parse_jobs
 
@@ -26,11 +36,19 @@ FILES_MAX = 64  # JSON files beside a script that are searched for a DeepSpeed c
 INHERITS = ("hf", "trl", "lightning", "litgpt", "llamafactory", "axolotl", "torchtune")
 SAYS_SUCCESS = ("trl", "litgpt", "llamafactory", "axolotl", "torchtune")
 HUB_TOKEN = "HF_TOKEN"
-HUBS = {"huggingface_hub", "transformers", "datasets", "diffusers", "trl"}  # that load from the Hugging Face hub
+HUBS = {
+    "huggingface_hub",
+    "transformers",
+    "datasets",
+    "diffusers",
+    "trl",
+}  # that load from the Hugging Face hub
 OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 
 
-def proposal(argv: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False) -> str:
+def proposal(
+    argv: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False
+) -> str:
     """Return the text of a job file for a command typed in `folder`, for the user to check.
 
     It is a valid job file but for `global_batch_size`, which is absent where unknown. Of the shell's `environment` it
@@ -40,7 +58,11 @@ def proposal(argv: Sequence[str], folder: Path, environment: Mapping[str, str], 
     """
     typed = read_command(argv, folder)
     readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
-    script = read_script(typed.script, package_roots(typed)) if readable and typed.script is not None else NO_SCRIPT
+    script = (
+        read_script(typed.script, package_roots(typed))
+        if readable and typed.script is not None
+        else NO_SCRIPT
+    )
     if run_help:
         script = with_help(script, typed)
     framework, source = _framework(typed, script), f"the proposal for {shlex.join(argv)}"
@@ -62,7 +84,10 @@ def _framework(typed: TypedCommand, script: Script) -> Framework | None:
         return "trl" if script.training_arguments.endswith(TRL) else "hf"
     if "LightningCLI" in script.calls:
         return "lightning"
-    if "Accelerator" in script.calls and {"--train_batch_size", "--gradient_accumulation_steps"} <= flags:
+    if (
+        "Accelerator" in script.calls
+        and {"--train_batch_size", "--gradient_accumulation_steps"} <= flags
+    ):
         return "diffusers"
     if "Accelerator" in script.calls and "--per_device_train_batch_size" in flags:
         return "accelerate"
@@ -74,14 +99,25 @@ def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
     differing = _missing_knobs(framework, script) if framework and framework not in INHERITS else {}
     bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
     knobs = {**differing, **bare.knobs}
-    names = {name for knob in (*knobs.values(), *_preset(framework).values()) if knob for name in _names(knob)}
+    names = {
+        name
+        for knob in (*knobs.values(), *_preset(framework).values())
+        if knob
+        for name in _names(knob)
+    }
     arguments = typed.command[typed.arguments :]
     required = [flag for flag in script.flags if flag.required and flag.name not in names]
     needed = [
-        flag for flag in required if not (arguments and flag.kind == "positional") and flag.name not in bare.names
+        flag
+        for flag in required
+        if not (arguments and flag.kind == "positional") and flag.name not in bare.names
     ]
     command = [*bare.command, *_command(framework, folder, needed, bare=not arguments)]
-    read = typed.script.name if typed.script is not None else typed.framework or shlex.join(typed.command[:3])
+    read = (
+        typed.script.name
+        if typed.script is not None
+        else typed.framework or shlex.join(typed.command[:3])
+    )
     run = "whose --help was run" if has_run else "which was read, not run"
     yield f"# Proposed from {read}, {run}. Check every CHECK; `orc plan` shows its plans."
     yield from (f"# {_comment_text(note)}." for note in (*typed.notes, *bare.notes))
@@ -121,10 +157,16 @@ def _comment_text(text: str) -> str:
 
 
 def _secrets(typed: TypedCommand, script: Script, environment: Mapping[str, str]) -> Iterator[str]:
-    names = [*typed.secrets, *([HUB_TOKEN] if HUB_TOKEN in environment and HUB_TOKEN not in typed.secrets else [])]
+    names = [
+        *typed.secrets,
+        *([HUB_TOKEN] if HUB_TOKEN in environment and HUB_TOKEN not in typed.secrets else []),
+    ]
     if names:
         yield f"secrets: [{', '.join(names)}] # not inherited: the service must have it when it is started"
-    elif HUBS & {name.partition(".")[0] for name in script.imports} or _framework(typed, script) in OF_THE_HUB:
+    elif (
+        HUBS & {name.partition(".")[0] for name in script.imports}
+        or _framework(typed, script) in OF_THE_HUB
+    ):
         yield f"# secrets: [{HUB_TOKEN}] # for models that need a token: set it where you start the service"
 
 
@@ -133,7 +175,9 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
         return
     why = {
         "hf": f"it parses {script.training_arguments}",
-        "trl": f"it parses {script.training_arguments}" if script.training_arguments else "by its name",
+        "trl": f"it parses {script.training_arguments}"
+        if script.training_arguments
+        else "by its name",
         "lightning": "it calls LightningCLI",
         "diffusers": "an Accelerator, and the flags of the examples of diffusers",
         "accelerate": "an Accelerator, and the flags of transformers' examples without Trainer",
@@ -142,7 +186,9 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
     yield f"trainer: {framework} # {why}; sets knobs, launch and resume unless given here"
 
 
-def _devices(typed: TypedCommand, script: Script, framework: Framework | None, bare: BareCommand) -> Iterator[str]:
+def _devices(
+    typed: TypedCommand, script: Script, framework: Framework | None, bare: BareCommand
+) -> Iterator[str]:
     ranks = bare.ranks
     if ranks is not None and ranks > 1 and bare.is_fixed:
         yield f"gpus: {ranks} # {CHECK}exactly as many as in its command, where no plan changes it"
@@ -156,9 +202,15 @@ def _devices(typed: TypedCommand, script: Script, framework: Framework | None, b
     ):
         yield f"gpus: {{min: 1, max: 1}} # {CHECK}it can use several; set the largest number"
     else:
-        request = f"{CHECK}{typed.devices} devices were asked for, and " if (typed.devices or 1) > 1 else ""
+        request = (
+            f"{CHECK}{typed.devices} devices were asked for, and "
+            if (typed.devices or 1) > 1
+            else ""
+        )
         yield f"gpus: 1 # {request}no code for several devices was found"
-    spawns = script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports
+    spawns = (
+        script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports
+    )
     spawns = spawns or ("DataParallel" in script.calls and ranks is not None)
     if typed.launch is not None and (framework is None or launch_of(framework) != typed.launch):
         yield f"launch: {typed.launch}"
@@ -200,7 +252,9 @@ def _is_plain(knob: Mapping[str, Any]) -> bool:
     return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
 
 
-def _unknown(knobs: Mapping[str, Any], framework: Framework | None, bare: BareCommand) -> Iterator[str]:
+def _unknown(
+    knobs: Mapping[str, Any], framework: Framework | None, bare: BareCommand
+) -> Iterator[str]:
     every = {**_preset(framework), **knobs}
     if every.get("micro_batch_size") is None:
         yield "# Not known: how a plan tells it its batch size. Without that knob no plan changes it."
@@ -221,7 +275,9 @@ def _unknown(knobs: Mapping[str, Any], framework: Framework | None, bare: BareCo
 def _missing_knobs(framework: Framework, script: Script) -> dict[str, Any]:
     """Return None for each knob of the framework whose flag the script lacks."""
     names = {flag.name for flag in script.flags}
-    flags = {name: knob.get("flag") or knob.get("switch") for name, knob in knobs_of(framework).items()}
+    flags = {
+        name: knob.get("flag") or knob.get("switch") for name, knob in knobs_of(framework).items()
+    }
     return {name: None for name, flag in flags.items() if flag and flag not in names}
 
 
@@ -237,7 +293,9 @@ def _names(knob: Any) -> Iterator[str]:
         yield from _names(part)
 
 
-def _command(framework: Framework | None, folder: Path, needed: list[Flag], *, bare: bool) -> Iterator[str]:
+def _command(
+    framework: Framework | None, folder: Path, needed: list[Flag], *, bare: bool
+) -> Iterator[str]:
     """Yield the script's arguments: a value for everything required."""
     if framework == "lightning" and bare:
         yield "fit"
@@ -256,7 +314,10 @@ def _deepspeed_file(folder: Path) -> str:
             content = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(content, dict) and {"train_micro_batch_size_per_gpu", "zero_optimization"} & content.keys():
+        if (
+            isinstance(content, dict)
+            and {"train_micro_batch_size_per_gpu", "zero_optimization"} & content.keys()
+        ):
             return file.name
     return "ds_config.json"
 
@@ -264,8 +325,14 @@ def _deepspeed_file(folder: Path) -> str:
 def _name(folder: Path, typed: TypedCommand) -> str:
     path = typed.script or Path(typed.command[typed.arguments - 1].rpartition(".")[2])
     if typed.framework is not None:
-        path = Path("-".join((typed.framework, *(typed.command[1:2] if typed.arguments == 2 else ()))))
-    stem = path.stem if path.stem not in ("train", "main", "run", "finetune") else f"{folder.name}-{path.stem}"
+        path = Path(
+            "-".join((typed.framework, *(typed.command[1:2] if typed.arguments == 2 else ())))
+        )
+    stem = (
+        path.stem
+        if path.stem not in ("train", "main", "run", "finetune")
+        else f"{folder.name}-{path.stem}"
+    )
     return re.sub(r"[^a-z0-9._-]+", "-", (typed.name or stem).lower()).strip("-._")[:63] or "job"
 
 
@@ -277,10 +344,14 @@ def _quote(text: str) -> str:
 def _flow(value: object, texts: bool = False) -> str:
     """Return the value as one line of YAML; `texts` quotes every value, as for variables."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(inner, texts)}" for key, inner in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{key}: {_flow(inner, texts)}" for key, inner in value.items()) + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(_flow(inner) for inner in value) + "]"
     if isinstance(value, str) and not texts:
-        is_plain = re.fullmatch(r"-{0,2}[A-Za-z+][\w./+-]*", value) and value.lower() not in YAML_WORDS
+        is_plain = (
+            re.fullmatch(r"-{0,2}[A-Za-z+][\w./+-]*", value) and value.lower() not in YAML_WORDS
+        )
         return value if is_plain else json.dumps(value)
     return json.dumps(value)

@@ -15,22 +15,36 @@ from orchestrator.specs.job.trainer import PROBED_BY, Resume
 
 CHECK = "CHECK: "
 DEFAULT_PATTERNS = Resume().checkpoints
-SCRIPTS_SAVE = ("accelerate", "diffusers")  # frameworks whose scripts themselves name what they save
-RESUMES = {"resume_from_checkpoint", "get_last_checkpoint"}  # names of transformers of which one is used to resume
+SCRIPTS_SAVE = (
+    "accelerate",
+    "diffusers",
+)  # frameworks whose scripts themselves name what they save
+RESUMES = {
+    "resume_from_checkpoint",
+    "get_last_checkpoint",
+}  # names of transformers of which one is used to resume
 
 
 def used_names(script: Script) -> set[str]:
     """Return the last part of each name that the code imports, calls or reads."""
-    return {name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)}
+    return {
+        name.rpartition(".")[2] for name in (*script.imports, *script.calls, *script.attributes)
+    }
 
 
-def verdict(spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool) -> Iterator[str]:
+def verdict(
+    spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool
+) -> Iterator[str]:
     """Yield comments on out-of-memory failures, on restarts, and on unmeasured memory.
 
     `is_whole` is whether the job states its global batch. Without it, only missing knobs are a reason.
     """
     knobs = spec.knobs
-    missing = [name for name in ("micro_batch_size", "gradient_accumulation_steps") if getattr(knobs, name) is None]
+    missing = [
+        name
+        for name in ("micro_batch_size", "gradient_accumulation_steps")
+        if getattr(knobs, name) is None
+    ]
     if missing:
         absences = " and ".join(f"{PROBED_BY[name]} ({_absence(name, script)})" for name in missing)
         ways = list(_other_ways(spec))
@@ -55,12 +69,16 @@ def _restart_verdict(spec: JobSpec, script: Script, framework: Framework | None)
     if not _has_preset(framework) and spec.resume.checkpoints == DEFAULT_PATTERNS:
         return f"# {CHECK}a restart begins anew: no file name of the script matches {patterns}."
     has_folder_knob = spec.knobs.output_dir is not None
-    if framework in SCRIPTS_SAVE and not _files(script, has_folder_knob, is_checkpoint=True, is_guess=False):
+    if framework in SCRIPTS_SAVE and not _files(
+        script, has_folder_knob, is_checkpoint=True, is_guess=False
+    ):
         return f"# {CHECK}a restart goes on only if the script names its checkpoints {patterns}: none was read."
     return f"# A restart: it goes on from the newest checkpoint, {patterns}."
 
 
-def results(spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool) -> Iterator[str]:
+def results(
+    spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool
+) -> Iterator[str]:
     """Yield lines for `resume` and `success` from the names of saved files, marked as read from the script.
 
     A guess is a comment: no condition of success, and no pattern of checkpoints, comes from it.
@@ -71,7 +89,11 @@ def results(spec: JobSpec, script: Script, framework: Framework | None, *, has_s
         checkpoints = _files(script, has_folder_knob, is_checkpoint=True, is_guess=False)
         if checkpoints and not (is_scripts and set(checkpoints) <= set(spec.resume.checkpoints)):
             patterns = list(checkpoints)
-            value = _quoted(patterns[0]) if len(patterns) == 1 else f"[{', '.join(map(_quoted, patterns))}]"
+            value = (
+                _quoted(patterns[0])
+                if len(patterns) == 1
+                else f"[{', '.join(map(_quoted, patterns))}]"
+            )
             step = ", step: null" if spec.resume.step is not None else ""
             yield f"resume: {{checkpoints: {value}{step}}} # {CHECK}read from {checkpoints[patterns[0]].where}"
         elif not is_scripts and spec.knobs.resume_from is not None:
@@ -102,12 +124,17 @@ def _origin(file: SavedFile) -> str:
     return f"since {file.where} saves it {file.guess}"
 
 
-def _files(script: Script, has_folder_knob: bool, *, is_checkpoint: bool, is_guess: bool) -> dict[str, SavedFile]:
+def _files(
+    script: Script, has_folder_knob: bool, *, is_checkpoint: bool, is_guess: bool
+) -> dict[str, SavedFile]:
     """Return the files of this kind by their patterns below the output folder, the last saved at the end."""
     files = dict[str, SavedFile]()
     for file in script.saves:
         pattern = file.below(has_folder_knob=has_folder_knob)
-        if pattern is not None and (file.is_checkpoint, bool(file.guess)) == (is_checkpoint, is_guess):
+        if pattern is not None and (file.is_checkpoint, bool(file.guess)) == (
+            is_checkpoint,
+            is_guess,
+        ):
             files.setdefault(pattern, file)
     return files
 

@@ -26,23 +26,51 @@ SAVES = {  # last name of a call that saves -> index of the argument that is its
     "save_state": 0,
     "save_checkpoint": 0,
 }
-PATH_KEYWORDS = ("f", "path", "filename", "output_dir", "save_directory", "save_dir", "checkpoint_id")
+PATH_KEYWORDS = (
+    "f",
+    "path",
+    "filename",
+    "output_dir",
+    "save_directory",
+    "save_dir",
+    "checkpoint_id",
+)
 FOLDERS = ("save_pretrained", "save_state")  # calls that write files into the path
 # A call of another name that begins or ends so: its path is the first argument that names weights.
 OTHER_SAVES = re.compile(r"^_?(save|write|store|dump|export)|(save|dump)$")
-MOVES = {"os.replace": True, "os.rename": True, "os.renames": True, "shutil.move": True}  # -> whether the source goes
-MOVES |= dict.fromkeys(("os.link", "os.symlink", "shutil.copy", "shutil.copy2", "shutil.copyfile"), False)
+MOVES = {
+    "os.replace": True,
+    "os.rename": True,
+    "os.renames": True,
+    "shutil.move": True,
+}  # -> whether the source goes
+MOVES |= dict.fromkeys(
+    ("os.link", "os.symlink", "shutil.copy", "shutil.copy2", "shutil.copyfile"), False
+)
 MOVES |= {"shutil.copytree": False}
-METHODS = {"rename": True, "replace": True, "move": True, "mv": True, "copy": False, "cp": False}  # PATH.rename(TARGET)
+METHODS = {
+    "rename": True,
+    "replace": True,
+    "move": True,
+    "mv": True,
+    "copy": False,
+    "cp": False,
+}  # PATH.rename(TARGET)
 LINKS = ("symlink_to", "hardlink_to")  # NAME.symlink_to(PATH)
 REMOVES = ("os.remove", "os.unlink", "shutil.rmtree")
 MOVES_MAX = 16  # of one file
 # In a path that is not the last one of its file, and in the code of such a path.
-TEMPORARY = re.compile(r"(?<![a-z])(tmp|temp|partial|incomplete|unfinished)(?![a-z])|[._]part$|~$", re.IGNORECASE)
-TEMPORARY_CODE = re.compile(r"\btmp|tempfile|mkstemp|mkdtemp|TemporaryDirectory|NamedTemporaryFile", re.IGNORECASE)
+TEMPORARY = re.compile(
+    r"(?<![a-z])(tmp|temp|partial|incomplete|unfinished)(?![a-z])|[._]part$|~$", re.IGNORECASE
+)
+TEMPORARY_CODE = re.compile(
+    r"\btmp|tempfile|mkstemp|mkdtemp|TemporaryDirectory|NamedTemporaryFile", re.IGNORECASE
+)
 TEMPORARY_END = re.compile(r"[._](tmp|temp|part|partial|incomplete)$", re.IGNORECASE)
 # In the name of a checkpoint, or of what varies in it. Any other fixed name is taken for a result.
-CHECKPOINT = re.compile(r"ckpt|checkpoint|check_point|step|epoch|iter|snapshot|last|latest|resume|state", re.IGNORECASE)
+CHECKPOINT = re.compile(
+    r"ckpt|checkpoint|check_point|step|epoch|iter|snapshot|last|latest|resume|state", re.IGNORECASE
+)
 WEIGHTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".pkl", ".pickle", ".h5")
 ANY = "*"
 
@@ -54,7 +82,8 @@ class SavedFile:
     pattern: str  # as typed in the script, with * for what is not literal: */ckpt_*.pt
     where: str  # file and line
     is_checkpoint: bool
-    guess: str = ""  # why it is only guessed to be there, or to be whole, in words; empty: it is read
+    # why it is only guessed to be there, or to be whole, in words; empty: it is read
+    guess: str = ""
     varying: str = ""  # code of what is not literal in it: args.out step
 
     def below(self, *, has_folder_knob: bool) -> str | None:
@@ -63,7 +92,9 @@ class SavedFile:
         With a knob for the folder, the first part of the path must be that folder, not a literal.
         """
         first, _, rest = self.pattern.partition("/")
-        relative = rest if has_folder_knob and first == ANY else "" if has_folder_knob else self.pattern
+        relative = (
+            rest if has_folder_knob and first == ANY else "" if has_folder_knob else self.pattern
+        )
         is_elsewhere = relative.startswith(("/", "*/", "~")) or ".." in relative.split("/")
         has_name = re.search(r"\w", PurePosixPath(relative.removesuffix("/*")).stem) is not None
         return relative if relative and has_name and not is_elsewhere else None
@@ -127,9 +158,12 @@ def _left_by(write: _Write, moves: Sequence[_Write]) -> Iterator[_Write]:
             continue
         if move.target is not None:
             text = move.target + write.text[len(move.text) :]
-            yield from _left_by(replace(move, text=text, target=None, is_folder=write.is_folder), moves[index:])
+            yield from _left_by(
+                replace(move, text=text, target=None, is_folder=write.is_folder), moves[index:]
+            )
         if move.goes and (move.in_loop or not write.in_loop):
-            is_left = move.target is None and write.in_loop  # an older checkpoint is removed, the newest is left
+            # an older checkpoint is removed, the newest is left
+            is_left = move.target is None and write.in_loop
             break
     if is_left:
         yield write
@@ -146,7 +180,9 @@ def _saved_file(write: _Write, paths: PathReader) -> Iterator[SavedFile]:
         return
     varying = paths.varying(write.text)
     is_fixed = ANY not in name
-    is_checkpoint = CHECKPOINT.search(name) is not None or (not is_fixed and CHECKPOINT.search(varying) is not None)
+    is_checkpoint = CHECKPOINT.search(name) is not None or (
+        not is_fixed and CHECKPOINT.search(varying) is not None
+    )
     is_at_end = write.is_certain and not write.in_loop
     is_checkpoint = is_checkpoint and not (is_fixed and is_at_end)
     if not name.strip("*.") or not (is_checkpoint or is_fixed):
@@ -165,7 +201,9 @@ def _is_temporary(text: str, paths: PathReader) -> bool:
     return bool(TEMPORARY.search(paths.pattern(text)) or TEMPORARY_CODE.search(paths.varying(text)))
 
 
-def _save(call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str) -> _Write | None:
+def _save(
+    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str
+) -> _Write | None:
     """Return the write of a call that saves; of a function of the project's own, that of the calls in it."""
     path = None if paths.calls.functions_of(call, place) else _path_argument(call, frame, paths)
     if path is None:
@@ -179,7 +217,9 @@ def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr 
     last = name.rpartition(".")[2]
     index = SAVES.get(name, SAVES.get(last))
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    is_projects = last == "save_checkpoint" or (index is None and OTHER_SAVES.search(last) is not None)
+    is_projects = last == "save_checkpoint" or (
+        index is None and OTHER_SAVES.search(last) is not None
+    )
     for argument in arguments if is_projects else ():
         text = paths.pattern(paths.read(argument, frame))
         if TEMPORARY_END.sub("", text).endswith(WEIGHTS):
@@ -190,10 +230,14 @@ def _path_argument(call: ast.Call, frame: Frame, paths: PathReader) -> ast.expr 
     return call.args[index] if len(call.args) > index else next(keywords, None)
 
 
-def _move(call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str) -> _Write | None:
+def _move(
+    call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str
+) -> _Write | None:
     """Return the move, copy or removal of a file that a call is; None for any other call."""
     name, arguments = paths.calls.dotted(call.func), list(call.args)
-    arguments += [keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst", "target")]
+    arguments += [
+        keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst", "target")
+    ]
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
     last = name.rpartition(".")[2]
     source, target, goes = None, None, True
@@ -201,10 +245,14 @@ def _move(call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: s
         source = arguments[0]
     elif last == "unlink" and receiver is not None and not arguments:
         source = receiver
-    elif len(arguments) == 2 and (name in MOVES or (last in METHODS and last != "replace")):  # fs.mv(a, b)
+    elif len(arguments) == 2 and (
+        name in MOVES or (last in METHODS and last != "replace")
+    ):  # fs.mv(a, b)
         source, target = arguments
         goes = MOVES.get(name, METHODS.get(last, True))
-    elif len(arguments) == 1 and receiver is not None and last in METHODS and len(call.keywords) <= 1:
+    elif (
+        len(arguments) == 1 and receiver is not None and last in METHODS and len(call.keywords) <= 1
+    ):
         source, target, goes = receiver, arguments[0], METHODS[last]
     elif len(arguments) == 1 and receiver is not None and last in LINKS:
         source, target, goes = arguments[0], receiver, False
@@ -214,13 +262,19 @@ def _move(call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: s
     if target is None:
         return write
     text = paths.read(target, frame)
-    if name.startswith("shutil.") and PurePosixPath(write.text).suffix and not PurePosixPath(text).suffix:
+    if (
+        name.startswith("shutil.")
+        and PurePosixPath(write.text).suffix
+        and not PurePosixPath(text).suffix
+    ):
         text = f"{text.rstrip('/')}/{PurePosixPath(write.text).name}"  # into a folder, it seems
         paths.doubt(text)
     return replace(write, target=text)
 
 
-def _write(call: ast.Call, path: ast.expr, frame: Frame, place: Place, paths: PathReader, file: str) -> _Write:
+def _write(
+    call: ast.Call, path: ast.expr, frame: Frame, place: Place, paths: PathReader, file: str
+) -> _Write:
     return _Write(
         paths.read(path, frame),
         (*frame.order, (call.lineno, call.col_offset)),

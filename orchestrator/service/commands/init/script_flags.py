@@ -17,9 +17,17 @@ from orchestrator.service.commands.init.saved_files import SavedFile, saved_file
 from orchestrator.specs.errors import SpecError
 
 MODULES_MAX = 96  # of the script's folder and its packages that are read with it
-TRL = ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig")  # trl/trainer/*_config.py
+TRL = (
+    "SFTConfig",
+    "DPOConfig",
+    "GRPOConfig",
+    "RewardConfig",
+    "KTOConfig",
+    "RLOOConfig",
+)  # trl/trainer/*_config.py
 TRAINING_ARGUMENTS = ("TrainingArguments", *TRL)
-# Calls whose arguments are classes or functions, whose fields or parameters are flags. Nested classes have dotted flags
+# Calls whose arguments are classes or functions, whose fields or parameters are flags. Nested
+# classes have dotted flags
 # but under FLAT, where the fields of all classes stand beside each other.
 FLAT = ("HfArgumentParser", "TrlParser", "H4ArgumentParser", "add_arguments")
 DASHED = ("cli",)  # tyro: --batch-size, and a pair of switches for each bool
@@ -29,15 +37,53 @@ PARSERS = (
     *("CLI", "auto_cli", "Fire", "parse", "entrypoint", "nested_entrypoint", "wrap"),
     *("add_class_arguments", "add_dataclass_arguments", "add_function_arguments"),
 )
-WRAPS = ("wrap", "entrypoint")  # decorators of a function whose parameter is the class: draccus, pyrallis, chz
+WRAPS = (
+    "wrap",
+    "entrypoint",
+)  # decorators of a function whose parameter is the class: draccus, pyrallis, chz
 TAP = "Tap"  # typed-argument-parser: the fields of each subclass are flags
 ABSL = re.compile(r"DEFINE_(integer|float|string|bool|boolean|enum)")
-EVERY_RANK = re.compile(r"\b(?:total|all|across|overall|global|effective)\b.*\b(?:gpu|device|rank|process|node)", re.I)
+EVERY_RANK = re.compile(
+    r"\b(?:total|all|across|overall|global|effective)\b.*\b(?:gpu|device|rank|process|node)", re.I
+)
 # Packages without a parser of somebody's training; any other that a starter imports is followed.
 LIBRARIES = frozenset(sys.stdlib_module_names) | {
-    *("torch", "torchvision", "torchaudio", "numpy", "scipy", "pandas", "transformers", "datasets", "tokenizers"),
-    *("accelerate", "deepspeed", "lightning", "pytorch_lightning", "peft", "diffusers", "safetensors", "tqdm", "wandb"),
-    *("yaml", "hydra", "omegaconf", "click", "typer", "tyro", "fire", "jsonargparse", "absl", "draccus", "tap", "PIL"),
+    *(
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "numpy",
+        "scipy",
+        "pandas",
+        "transformers",
+        "datasets",
+        "tokenizers",
+    ),
+    *(
+        "accelerate",
+        "deepspeed",
+        "lightning",
+        "pytorch_lightning",
+        "peft",
+        "diffusers",
+        "safetensors",
+        "tqdm",
+        "wandb",
+    ),
+    *(
+        "yaml",
+        "hydra",
+        "omegaconf",
+        "click",
+        "typer",
+        "tyro",
+        "fire",
+        "jsonargparse",
+        "absl",
+        "draccus",
+        "tap",
+        "PIL",
+    ),
 }
 _NOT_LITERAL = object()
 
@@ -71,14 +117,22 @@ class Script:
     training_arguments: str | None  # class of transformers or TRL whose fields are flags too
     unread: tuple[str, ...]  # other sources of settings, which are not read
     places: tuple[Setting, ...] = ()  # constants and variables in the code that mean a setting
-    divided: Mapping[str, Divisor] = field(default_factory=dict)  # settings that the code divides by its ranks
+    divided: Mapping[str, Divisor] = field(
+        default_factory=dict
+    )  # settings that the code divides by its ranks
     saves: tuple[SavedFile, ...] = ()
     hydra: tuple[Path, str] | None = None  # folder and name of Hydra's primary file
-    only_equals: bool = False  # settings are words --name=value, as nanoGPT's configurator.py reads them
+    # settings are words --name=value, as nanoGPT's configurator.py reads them
+    only_equals: bool = False
 
 
 NO_SCRIPT = Script(
-    flags=(), imports=frozenset(), calls=frozenset(), attributes=frozenset(), training_arguments=None, unread=()
+    flags=(),
+    imports=frozenset(),
+    calls=frozenset(),
+    attributes=frozenset(),
+    training_arguments=None,
+    unread=(),
 )
 
 
@@ -101,27 +155,43 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     functions |= {name: method for name, node in classes.items() for method in _constructor(node)}
-    classes |= {alias: _stand_in(alias, name) for alias, name in _import_aliases(nodes) if alias not in classes}
+    classes |= {
+        alias: _stand_in(alias, name)
+        for alias, name in _import_aliases(nodes)
+        if alias not in classes
+    }
     constants = {name: value for tree in trees for name, value in _constants(tree)}
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     imports = frozenset(name for tree in trees for name, _ in _imports(tree))
     flags: dict[str, Flag] = {}
     lists = dict(_list_constants(nodes))
     pairs = (pair for call in calls for pair in _parser_calls(call, lists, tuple(functions)))
-    parser_pairs = [pair for pair in pairs if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions]
-    parser_pairs += [(name, "wrap") for function in functions.values() for name in _wrapped_classes(function)]
-    parser_pairs += [(name, "add_arguments") for name, node in classes.items() if TAP in map(_last, node.bases)]
+    parser_pairs = [
+        pair for pair in pairs if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions
+    ]
+    parser_pairs += [
+        (name, "wrap") for function in functions.values() for name in _wrapped_classes(function)
+    ]
+    parser_pairs += [
+        (name, "add_arguments") for name, node in classes.items() if TAP in map(_last, node.bases)
+    ]
     flat = "simple_parsing" in imports
     candidates = [
         *(flag for call in calls for flag in _argparse_flags(call, constants)),
         *(flag for function in functions.values() for flag in _click_flags(function, constants)),
-        *(flag for node in _typer_commands(nodes, imports) for flag in _parameter_flags(node, constants)),
+        *(
+            flag
+            for node in _typer_commands(nodes, imports)
+            for flag in _parameter_flags(node, constants)
+        ),
     ]
     for name, parser in parser_pairs:
         joint = "-" if parser in DASHED else "_"
         candidates += _class_flags(name, classes, constants, flat or parser in FLAT, joint)
         candidates += (
-            _parameter_flags(functions[name], constants, joint) if name in functions and parser not in FLAT else ()
+            _parameter_flags(functions[name], constants, joint)
+            if name in functions and parser not in FLAT
+            else ()
         )
     for flag in candidates:
         flags.setdefault(flag.name, flag)
@@ -131,13 +201,19 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         imports=imports,
         calls=frozenset(_last(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
-        training_arguments=next((base for name, _ in parser_pairs if (base := _arguments_base(name, classes))), None),
+        training_arguments=next(
+            (base for name, _ in parser_pairs if (base := _arguments_base(name, classes))), None
+        ),
         unread=tuple(_unread_sources(nodes, calls)),
-        places=tuple(place for file, tree in beside.items() for place in settings_in(tree, file.name)),
+        places=tuple(
+            place for file, tree in beside.items() for place in settings_in(tree, file.name)
+        ),
         divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
         saves=tuple(saved_files([(file.name, tree) for file, tree in beside.items()])),
         hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
-        only_equals=any("configurator" in ast.unparse(call) for call in calls if _last(call.func) == "exec"),
+        only_equals=any(
+            "configurator" in ast.unparse(call) for call in calls if _last(call.func) == "exec"
+        ),
     )
 
 
@@ -151,13 +227,22 @@ def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module
         visited.add(file)
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        except (
+            OSError,
+            UnicodeDecodeError,
+            SyntaxError,
+            ValueError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             if file != path:
                 continue
             if isinstance(error, OSError):
                 raise SpecError(f"cannot be read: {error.strerror}", source=str(path)) from None
             hint = "a shell script has no readable flags: name the Python file that it starts"
-            raise SpecError(f"cannot be read as Python: {error}", source=str(path), hint=hint) from None
+            raise SpecError(
+                f"cannot be read as Python: {error}", source=str(path), hint=hint
+            ) from None
         yield file, tree
         for name, level in sorted(_imports(tree)):
             if not level and name.partition(".")[0] in LIBRARIES:
@@ -203,7 +288,13 @@ def _scalar(node: ast.expr | None, constants: dict[str, Any]) -> Any:
 
 
 def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def _keywords(call: ast.Call) -> dict[str, ast.expr]:
@@ -246,12 +337,18 @@ def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]
     default = _scalar(keywords.get("default"), constants)
     if not names[0].startswith("-"):
         needed = _literal(keywords.get("nargs"), constants) not in ("?", "*")
-        yield Flag(name=names[0], kind="positional", default=default, required=needed and default is None)
+        yield Flag(
+            name=names[0], kind="positional", default=default, required=needed and default is None
+        )
         return
     action = keywords.get("action")
     word = _literal(action, constants) if action is not None else None
-    switch = word in ("store_true", "store_false") or (action is not None and _last(action) == "BooleanOptionalAction")
-    is_bool = "const" in keywords or "bool" in (_last(keywords["type"]).lower() if "type" in keywords else "")
+    switch = word in ("store_true", "store_false") or (
+        action is not None and _last(action) == "BooleanOptionalAction"
+    )
+    is_bool = "const" in keywords or "bool" in (
+        _last(keywords["type"]).lower() if "type" in keywords else ""
+    )
     yield Flag(
         name=_longest(names),
         kind="switch" if switch else "boolean" if is_bool else "value",
@@ -259,7 +356,9 @@ def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]
         required=_literal(keywords.get("required"), constants) is True,
         choices=_choices(keywords.get("choices"), constants),
         also_called=tuple(name for name in names if name != _longest(names)),
-        counts="global" if EVERY_RANK.search(str(_literal(keywords.get("help"), constants))) else "plain",
+        counts="global"
+        if EVERY_RANK.search(str(_literal(keywords.get("help"), constants)))
+        else "plain",
     )
 
 
@@ -273,14 +372,18 @@ def _longest(names: Iterable[str]) -> str:
 
 def _constructor(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
     """Yield the constructor of a class: Fire and jsonargparse take its parameters as flags."""
-    yield from (part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__")
+    yield from (
+        part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"
+    )
 
 
 def _list_constants(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
     """Yield (name, elements) of every list assigned to a name."""
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
-            yield from ((_last(target), node.value.elts) for target in node.targets if _last(target))
+            yield from (
+                (_last(target), node.value.elts) for target in node.targets if _last(target)
+            )
 
 
 def _parser_calls(
@@ -295,16 +398,24 @@ def _parser_calls(
         yield from ((name, parser) for name in functions)
     for argument in arguments[:1] if parser in FLAT[:3] else arguments:
         several = (
-            argument.elts if isinstance(argument, ast.Tuple | ast.List) else lists.get(_last(argument), [argument])
+            argument.elts
+            if isinstance(argument, ast.Tuple | ast.List)
+            else lists.get(_last(argument), [argument])
         )
         yield from ((_last(expression), parser) for expression in several)
 
 
 def _wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
     """Yield the classes of a function's parameters under a decorator that makes flags of them."""
-    decorators = (_last(node.func if isinstance(node, ast.Call) else node) for node in function.decorator_list)
+    decorators = (
+        _last(node.func if isinstance(node, ast.Call) else node) for node in function.decorator_list
+    )
     if any(name in WRAPS for name in decorators):
-        yield from (_last(argument.annotation) for argument in function.args.args if argument.annotation is not None)
+        yield from (
+            _last(argument.annotation)
+            for argument in function.args.args
+            if argument.annotation is not None
+        )
 
 
 def _hydra(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
@@ -325,7 +436,9 @@ def _arguments_base(name: str, classes: dict[str, ast.ClassDef], depth: int = 8)
     if name not in classes:
         return name.lstrip(".") if name.endswith(TRAINING_ARGUMENTS) else None
     bases = (
-        (_arguments_base(base, classes, depth - 1) for base in _bases(classes[name], classes)) if depth else iter(())
+        (_arguments_base(base, classes, depth - 1) for base in _bases(classes[name], classes))
+        if depth
+        else iter(())
     )
     return next((base for base in bases if base), None)
 
@@ -335,7 +448,9 @@ def _import_aliases(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             yield from (
-                (alias.asname, alias.name) for alias in node.names if alias.asname and alias.asname != alias.name
+                (alias.asname, alias.name)
+                for alias in node.names
+                if alias.asname and alias.asname != alias.name
             )
 
 
@@ -350,7 +465,11 @@ def _bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[
     """Names of the bases of a class; `transformers.TrainingArguments` is never a class of the script's own."""
     for base in node.bases:
         name = _last(base)
-        yield f".{name}" if isinstance(base, ast.Attribute) or (name == node.name and name in classes) else name
+        yield (
+            f".{name}"
+            if isinstance(base, ast.Attribute) or (name == node.name and name in classes)
+            else name
+        )
 
 
 def _class_flags(
@@ -373,7 +492,9 @@ def _class_flags(
         kind = ast.unparse(node.annotation)
         if _last(node.annotation) in classes:
             nested = prefix if flat else f"{prefix}{node.target.id}."
-            yield from _class_flags(_last(node.annotation), classes, constants, flat, joint, nested, depth - 1)
+            yield from _class_flags(
+                _last(node.annotation), classes, constants, flat, joint, nested, depth - 1
+            )
             continue
         yield Flag(
             name=f"{prefix}{node.target.id.replace('_', joint)}",
@@ -391,7 +512,11 @@ def _class_flags(
 
 def _click_flags(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterator[Flag]:
     for call in function.decorator_list:
-        if not isinstance(call, ast.Call) or _last(call.func) not in ("option", "argument") or not _names(call):
+        if (
+            not isinstance(call, ast.Call)
+            or _last(call.func) not in ("option", "argument")
+            or not _names(call)
+        ):
             continue
         keywords, names = _keywords(call), _names(call)
         default = _scalar(keywords.get("default"), constants)
@@ -400,14 +525,22 @@ def _click_flags(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterat
             yield Flag(name=names[0], kind="positional", default=default, required=needed)
             continue
         flags = [name for name in names if name.startswith("-")]
-        switch = _literal(keywords.get("is_flag"), constants) is True or any("/" in name for name in flags)
+        switch = _literal(keywords.get("is_flag"), constants) is True or any(
+            "/" in name for name in flags
+        )
         yield Flag(
             name=_longest(name.partition("/")[0] for name in flags),
-            kind="switch" if switch else "boolean" if _last(keywords.get("type", call.func)) == "bool" else "value",
+            kind="switch"
+            if switch
+            else "boolean"
+            if _last(keywords.get("type", call.func)) == "bool"
+            else "value",
             default=default if default is not None or not switch else False,
             required=_literal(keywords.get("required"), constants) is True,
             choices=_choices(keywords.get("type"), constants),
-            also_called=tuple(name for name in flags if name != _longest(flags) and "/" not in name),
+            also_called=tuple(
+                name for name in flags if name != _longest(flags) and "/" not in name
+            ),
         )
 
 
@@ -416,7 +549,9 @@ def _typer_commands(nodes: Iterable[ast.AST], imports: frozenset[str]) -> Iterat
     if "typer" not in imports:
         return
     nodes = list(nodes)
-    run = {_last(node.args[0]) for node in nodes if isinstance(node, ast.Call) and _is_typer_run(node)}
+    run = {
+        _last(node.args[0]) for node in nodes if isinstance(node, ast.Call) and _is_typer_run(node)
+    }
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
             decorators = [
@@ -431,7 +566,9 @@ def _is_typer_run(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "typer.run" and bool(call.args)
 
 
-def _parameter_flags(function: ast.FunctionDef, constants: dict[str, Any], joint: str = "-") -> Iterator[Flag]:
+def _parameter_flags(
+    function: ast.FunctionDef, constants: dict[str, Any], joint: str = "-"
+) -> Iterator[Flag]:
     """Flags of a function's parameters, in whose names `joint` stands for `_`."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     blank: list[ast.expr | None] = [None] * (len(arguments) - len(function.args.defaults))
@@ -442,7 +579,9 @@ def _parameter_flags(function: ast.FunctionDef, constants: dict[str, Any], joint
             continue
         kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""
         info = _typer_info(argument.annotation) or _typer_info(value)
-        if info is not None and info is value:  # typer.Option(8, "--batch"): the first word is the default
+        if (
+            info is not None and info is value
+        ):  # typer.Option(8, "--batch"): the first word is the default
             value = info.args[0] if info.args else _keywords(info).get("default")
         required = value is None or _literal(value, constants) is ...
         default = None if required else _scalar(value, constants)
@@ -453,7 +592,9 @@ def _parameter_flags(function: ast.FunctionDef, constants: dict[str, Any], joint
         if option:
             name = _longest(flags) if flags else "--" + argument.arg.replace("_", joint)
             bool_kind: Literal["switch", "boolean"] = "switch" if joint == "-" else "boolean"
-            yield Flag(name=name, kind=bool_kind if switch else "value", default=default, required=required)
+            yield Flag(
+                name=name, kind=bool_kind if switch else "value", default=default, required=required
+            )
         else:
             yield Flag(name=argument.arg, kind="positional", default=default, required=required)
 
@@ -462,7 +603,12 @@ def _typer_info(node: ast.expr | None) -> ast.Call | None:
     """Return the call of typer.Option or typer.Argument in an annotation or a default."""
     calls = ast.walk(node) if node is not None else iter(())
     return next(
-        (call for call in calls if isinstance(call, ast.Call) and _last(call.func) in ("Option", "Argument")), None
+        (
+            call
+            for call in calls
+            if isinstance(call, ast.Call) and _last(call.func) in ("Option", "Argument")
+        ),
+        None,
     )
 
 

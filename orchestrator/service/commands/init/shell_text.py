@@ -21,7 +21,9 @@ from orchestrator.specs.job.trainer import is_python, program_name
 SCRIPT_BYTES_MAX = 2**20
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 SHELL_WORD = re.compile(r"[|&;]+|\d?>>?.*|&>.*|<.*")  # a redirection, a pipe, the end of a command
-HIDDEN = re.compile(r"login|token|secret|passw|api.?key", re.IGNORECASE)  # in a line that may hold a secret
+HIDDEN = re.compile(
+    r"login|token|secret|passw|api.?key", re.IGNORECASE
+)  # in a line that may hold a secret
 SHELLS = ("bash", "sh", "zsh", "dash", "source", ".", "sbatch")
 STARTERS = (
     "torchrun",
@@ -36,7 +38,21 @@ STARTERS = (
     "dora",
 )
 # Commands that only prepare a shell; the others that are left out are marked.
-QUIET = ("set", "echo", "fi", "done", "then", "else", "wait", "exit", "mkdir", "date", "hostname", "nvidia-smi", "do")
+QUIET = (
+    "set",
+    "echo",
+    "fi",
+    "done",
+    "then",
+    "else",
+    "wait",
+    "exit",
+    "mkdir",
+    "date",
+    "hostname",
+    "nvidia-smi",
+    "do",
+)
 PREPARES = ("module", "source", ".", "conda", "pip", "wandb", "git", *QUIET)
 
 
@@ -60,7 +76,11 @@ class InnerCommand(NamedTuple):
 
 def starts_training(word: str) -> bool:
     """Return whether a word is a Python interpreter, a launcher or a Python script."""
-    return is_python(word) or program_name(word) in STARTERS or (word.endswith(".py") and not word.startswith("-"))
+    return (
+        is_python(word)
+        or program_name(word) in STARTERS
+        or (word.endswith(".py") and not word.startswith("-"))
+    )
 
 
 def split_line(line: str) -> list[str]:
@@ -114,10 +134,16 @@ def _script_index(argv: Sequence[str], folder: Path) -> int | None:
     if name not in (*SHELLS, "sky"):
         return 0
     if name == "sky" and argv[1:2] == ("launch",):
-        return next((index for index, word in enumerate(argv) if word.endswith((".yaml", ".yml"))), None)
-    first = next((index for index, word in enumerate(argv) if index and not word.startswith("-")), None)
+        return next(
+            (index for index, word in enumerate(argv) if word.endswith((".yaml", ".yml"))), None
+        )
+    first = next(
+        (index for index, word in enumerate(argv) if index and not word.startswith("-")), None
+    )
     if name == "sbatch" and first is not None:  # an option's value may stand before the script
-        return next((index for index, word in enumerate(argv) if index and (folder / word).is_file()), first)
+        return next(
+            (index for index, word in enumerate(argv) if index and (folder / word).is_file()), first
+        )
     return first
 
 
@@ -129,7 +155,11 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
         return ""
     if not isinstance(task, Mapping) or not isinstance(task.get("run"), str):
         return ""
-    resources, envs, nodes = task.get("resources") or {}, task.get("envs") or {}, task.get("num_nodes") or 1
+    resources, envs, nodes = (
+        task.get("resources") or {},
+        task.get("envs") or {},
+        task.get("num_nodes") or 1,
+    )
     devices = resources.get("accelerators") if isinstance(resources, Mapping) else None
     if isinstance(devices, Mapping):
         devices = ":".join(map(str, next(iter(devices.items()), ())))
@@ -138,11 +168,15 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
         slurm |= {"--gpus-per-node": count, "--nodes": str(nodes)}
     variables = {"SKYPILOT_NUM_GPUS_PER_NODE": count, "SKYPILOT_NUM_NODES": nodes}
     lines = [f"{name}={shlex.quote(str(value))}" for name, value in variables.items()]
-    lines += [f"export {name}={shlex.quote(str(value))}" for name, value in envs.items()] if envs else []
+    lines += (
+        [f"export {name}={shlex.quote(str(value))}" for name, value in envs.items()] if envs else []
+    )
     return "\n".join([*lines, task["run"]])
 
 
-def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]) -> InnerCommand:
+def read_shell(
+    script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]
+) -> InnerCommand:
     """Return the training command inside a shell text, with the text's variables filled in.
 
     The first with a launcher is chosen, else the last with Python. Raises SpecError if there is none.
@@ -174,15 +208,21 @@ def read_shell(script: ShellText, folder: Path, env: Mapping[str, str], slurm: d
             notes.append(f"CHECK: not in the job: {shown}")
     if not commands:
         what = "the shell script has no line that starts Python or a launcher"
-        raise SpecError(what, source="orc init", got=script.label, hint="name the command that it starts")
-    argv, folder = next((command for command in commands if _has_launcher(command[0])), commands[-1])
+        raise SpecError(
+            what, source="orc init", got=script.label, hint="name the command that it starts"
+        )
+    argv, folder = next(
+        (command for command in commands if _has_launcher(command[0])), commands[-1]
+    )
     notes += _notes_on(argv, [parts for parts, _ in commands])
     return InnerCommand(argv=argv, folder=folder, env=exported, notes=tuple(notes))
 
 
 def _notes_on(argv: Sequence[str], commands: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield notes on the commands that are not taken, and on unknown variables in the one that is."""
-    yield from (f"CHECK: not in the job: {shlex.join(parts)}" for parts in commands if parts != argv)
+    yield from (
+        f"CHECK: not in the job: {shlex.join(parts)}" for parts in commands if parts != argv
+    )
     if unknown := [word for word in argv if "$" in word or "`" in word]:
         yield f"CHECK: not known, replace by their values: {' '.join(unknown)}"
 
@@ -191,7 +231,11 @@ def _lines(text: str) -> Iterator[str]:
     """Yield each command of a text: continued lines are joined, and && and ; separate commands."""
     for line in re.sub(r"\\\r?\n", " ", text).splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
-            parts = re.split(r"\s&&\s|;\s|;$", line) if not re.search(r"[\"'].*(?:&&|;).*[\"']", line) else [line]
+            parts = (
+                re.split(r"\s&&\s|;\s|;$", line)
+                if not re.search(r"[\"'].*(?:&&|;).*[\"']", line)
+                else [line]
+            )
             yield from (part.strip() for part in parts if part.strip())
 
 
@@ -207,7 +251,11 @@ def _fill_variables(line: str, values: Mapping[str, str], arguments: Sequence[st
         name, first, default = match[1] or match[4], match[2], match[3]
         if name in ("@", "*"):
             return shlex.join(arguments[int(first or 1) - 1 :])
-        text = arguments[int(name) - 1] if name.isdecimal() and 0 < int(name) <= len(arguments) else values.get(name)
+        text = (
+            arguments[int(name) - 1]
+            if name.isdecimal() and 0 < int(name) <= len(arguments)
+            else values.get(name)
+        )
         return text or (match[0] if default is None else default.strip("\"'"))
 
     line = re.sub(r'"(\$@|\$\{@(?::\d+)?\})"', r"\1", line)
@@ -216,5 +264,7 @@ def _fill_variables(line: str, values: Mapping[str, str], arguments: Sequence[st
 
 def _sbatch_options(text: str) -> dict[str, str]:
     """Return the options in the #SBATCH lines of a batch file."""
-    lines = (line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH"))
+    lines = (
+        line.removeprefix("#SBATCH") for line in text.splitlines() if line.startswith("#SBATCH")
+    )
     return {name: value for line in lines for name, value in slurm_options(split_line(line))}

@@ -28,7 +28,15 @@ SHORT = {
     "-c": "--cpus-per-task",
 }
 # What the proposal says by its name and its devices.
-IN_JOB = ("--job-name", "--nodes", "--ntasks", "--ntasks-per-node", "--gpus", "--gpus-per-node", "--gpus-per-task")
+IN_JOB = (
+    "--job-name",
+    "--nodes",
+    "--ntasks",
+    "--ntasks-per-node",
+    "--gpus",
+    "--gpus-per-node",
+    "--gpus-per-task",
+)
 TASK = "task"  # the placeholder of the index of an array
 TASK_VARIABLE = "SLURM_ARRAY_TASK_ID"
 
@@ -58,7 +66,9 @@ def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
 
     nodes = last_number("--nodes") or 1
     tasks = last_number("--ntasks") or (last_number("--ntasks-per-node") or 1) * nodes
-    per_node = last_number("--gpus-per-node") or (last_number("--gres") if "gpu" in options.get("--gres", "") else 0)
+    per_node = last_number("--gpus-per-node") or (
+        last_number("--gres") if "gpu" in options.get("--gres", "") else 0
+    )
     per_task = last_number("--gpus-per-task")
     total = last_number("--gpus") or per_node * nodes or per_task * tasks
     return tasks, total if total else None
@@ -93,14 +103,20 @@ def slurm_notes(options: Mapping[str, str]) -> Iterator[str]:
     for name, value in options.items():
         text = f"{name} {value}".strip()
         is_devices = name == "--gres" and "gpu" in value
-        is_line = (name == "--time" and _seconds(value)) or (name == "--array" and array_tasks(options))
+        is_line = (name == "--time" and _seconds(value)) or (
+            name == "--array" and array_tasks(options)
+        )
         if name in IN_JOB or is_devices or is_line:
             continue
         instead = instead_of(name.lstrip("-"))
         if name == "--dependency":
             yield f"CHECK: {text}: write {_depends_on(value)}"
         elif name == "--begin":
-            hours = f"{value[:5]}-{(int(value[:2]) + 8) % 24:02}:00" if re.match(r"\d\d:\d\d", value) else "22:00-06:00"
+            hours = (
+                f"{value[:5]}-{(int(value[:2]) + 8) % 24:02}:00"
+                if re.match(r"\d\d:\d\d", value)
+                else "22:00-06:00"
+            )
             yield f'CHECK: {text}: write start_window: "{hours}", the hours within which it may start'
         elif instead is None:
             yield f"CHECK: not in the job, and nothing is known to stand for it: {text}"
@@ -117,7 +133,9 @@ def array_tasks(options: Mapping[str, str]) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?", part.strip())
         if match is None or match[3] == "0":
             return ()
-        tasks += range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))[: JOBS_MAX + 1]
+        tasks += range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))[
+            : JOBS_MAX + 1
+        ]
     return tuple(tasks) if 0 < len(tasks) <= JOBS_MAX else ()
 
 

@@ -23,19 +23,89 @@ from orchestrator.specs.replace import replace
 # Options of launchers without a value: torch/distributed/run.py, accelerate/commands/launch.py,
 # deepspeed/launcher/runner.py. Any other takes a value, with a space or `=`.
 SWITCHES = {
-    *("--standalone", "--no-python", "--run-path", "-m", "--module", "--multi-gpu", "--cpu", "--mps", "--tpu"),
-    *("--use-deepspeed", "--use-fsdp", "--use-megatron-lm", "--debug", "--quiet", "-q", "--dynamo-use-dynamic"),
-    *("--dynamo-use-fullgraph", "--enable-cpu-affinity", "--use-xpu", "--use-parallelism-config", "--force-multi"),
-    *("--no-local-rank", "--save-pid", "--no-ssh", "--no-ssh-check", "--enable-each-rank-log", "--bind-cores-to-rank"),
+    *(
+        "--standalone",
+        "--no-python",
+        "--run-path",
+        "-m",
+        "--module",
+        "--multi-gpu",
+        "--cpu",
+        "--mps",
+        "--tpu",
+    ),
+    *(
+        "--use-deepspeed",
+        "--use-fsdp",
+        "--use-megatron-lm",
+        "--debug",
+        "--quiet",
+        "-q",
+        "--dynamo-use-dynamic",
+    ),
+    *(
+        "--dynamo-use-fullgraph",
+        "--enable-cpu-affinity",
+        "--use-xpu",
+        "--use-parallelism-config",
+        "--force-multi",
+    ),
+    *(
+        "--no-local-rank",
+        "--save-pid",
+        "--no-ssh",
+        "--no-ssh-check",
+        "--enable-each-rank-log",
+        "--bind-cores-to-rank",
+    ),
     *("--use-env", "--same-network", "--elastic-training", "--force"),
 }
-RANKS = ("--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes", "--num-gpus", "--num_gpus")
-# Options that each plan sets: where ranks run, how many, how they meet. A launcher with any other stays as typed.
+RANKS = (
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--num-processes",
+    "--num_processes",
+    "--num-gpus",
+    "--num_gpus",
+)
+# Options that each plan sets: where ranks run, how many, how they meet. A launcher with any other
+# stays as typed.
 PLANNED = {
-    *("--nproc-per-node", "--num-processes", "--num-gpus", "--nnodes", "--num-nodes", "--num-machines", "-m"),
-    *("--module", "--standalone", "--node-rank", "--machine-rank", "--master-addr", "--master-port", "--rdzv-id"),
-    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--main-process-ip", "--main-process-port", "--multi-gpu"),
-    *("--same-network", "--mixed-precision", "--hostfile", "--include", "--exclude", "--gpu-ids", "--no-ssh"),
+    *(
+        "--nproc-per-node",
+        "--num-processes",
+        "--num-gpus",
+        "--nnodes",
+        "--num-nodes",
+        "--num-machines",
+        "-m",
+    ),
+    *(
+        "--module",
+        "--standalone",
+        "--node-rank",
+        "--machine-rank",
+        "--master-addr",
+        "--master-port",
+        "--rdzv-id",
+    ),
+    *(
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-conf",
+        "--main-process-ip",
+        "--main-process-port",
+        "--multi-gpu",
+    ),
+    *(
+        "--same-network",
+        "--mixed-precision",
+        "--hostfile",
+        "--include",
+        "--exclude",
+        "--gpu-ids",
+        "--no-ssh",
+    ),
     *("--num-cpu-threads-per-process", "--use-env", "--local-addr", "--num-processes-per-node"),
 }
 MODULE_OF: dict[LaunchStyle, str] = {
@@ -44,7 +114,9 @@ MODULE_OF: dict[LaunchStyle, str] = {
     "deepspeed": "deepspeed.launcher.runner",
 }
 LAUNCHERS: dict[str, LaunchStyle] = {str(launch): launch for launch in MODULE_OF}
-LAUNCHER_MODULES = {module: launch for launch, module in MODULE_OF.items()} | {"torch.distributed.launch": "torchrun"}
+LAUNCHER_MODULES = {module: launch for launch, module in MODULE_OF.items()} | {
+    "torch.distributed.launch": "torchrun"
+}
 # Console script -> its framework; framework -> its subcommands that train.
 TOOLS: dict[str, Framework] = {
     "trl": "trl",
@@ -58,11 +130,25 @@ TRAINS = {
     "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation"),
     "llamafactory": ("train",),
     "axolotl": ("train",),
-    "litgpt": (*("finetune", "finetune_full", "finetune_lora", "finetune_adapter", "finetune_adapter_v2", "pretrain"),),
+    "litgpt": (
+        *(
+            "finetune",
+            "finetune_full",
+            "finetune_lora",
+            "finetune_adapter",
+            "finetune_adapter_v2",
+            "pretrain",
+        ),
+    ),
     "torchtune": ("run",),
 }
-# Modules that the console script starts by a launcher. A job names them, and may then use several devices and nodes.
-MODULES = {"trl": "trl.scripts.", "llamafactory": "llamafactory.launcher", "axolotl": "axolotl.cli.train"}
+# Modules that the console script starts by a launcher. A job names them, and may then use several
+# devices and nodes.
+MODULES = {
+    "trl": "trl.scripts.",
+    "llamafactory": "llamafactory.launcher",
+    "axolotl": "axolotl.cli.train",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +176,29 @@ class TypedCommand:
 def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
     """Return the parsed command, as typed in `folder`. Raises SpecError for one that starts no training."""
     if not argv:
-        raise SpecError("nothing to propose a job for", source="orc init", hint="orc init torchrun train.py --lr 1e-3")
+        raise SpecError(
+            "nothing to propose a job for",
+            source="orc init",
+            hint="orc init torchrun train.py --lr 1e-3",
+        )
     inner = unwrap(argv, folder)
     if not inner.argv:
-        raise SpecError("nothing is started", source="orc init", got=" ".join(argv), allowed="a training command")
+        raise SpecError(
+            "nothing is started",
+            source="orc init",
+            got=" ".join(argv),
+            allowed="a training command",
+        )
     tool = inner.environment
-    typed = _parse_unwrapped(inner.argv, inner.folder, environment_python(tool, inner.folder) if tool else None)
+    typed = _parse_unwrapped(
+        inner.argv, inner.folder, environment_python(tool, inner.folder) if tool else None
+    )
     notes = [*inner.notes, *typed.notes]
     job = project_job("musicgen" if typed.launch == "dora" else shlex.join(inner.argv))
     if job is not None:
-        notes.append(f"If this is the project's own trainer, begin with its job in the repository: {job}")
+        notes.append(
+            f"If this is the project's own trainer, begin with its job in the repository: {job}"
+        )
     if tool and typed.command[0] == "python":
         text = f"name the interpreter of `{shlex.join(tool)}`, as in .venv/bin/python: `python` is orc's own"
         notes.append(f"CHECK: {text}")
@@ -123,13 +222,22 @@ def _parse_unwrapped(argv: tuple[str, ...], folder: Path, python: str | None) ->
     name, alone = program_name(argv[0]), len(argv) == 1
     if alone and argv[0].endswith(".py"):
         script = folder / argv[0]
-        return TypedCommand(command=("python", script.name), arguments=2, folder=script.resolve().parent, script=script)
+        return TypedCommand(
+            command=("python", script.name),
+            arguments=2,
+            folder=script.resolve().parent,
+            script=script,
+        )
     if name in LAUNCHERS:
         rest = argv[1:]
         if name == "accelerate" and argv[1:2] != ("launch",):
             what = "this starts no training"
-            raise SpecError(what, source="orc init", got=" ".join(argv), allowed="accelerate launch")
-        return _parse_launcher(LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, argv[0], python)
+            raise SpecError(
+                what, source="orc init", got=" ".join(argv), allowed="accelerate launch"
+            )
+        return _parse_launcher(
+            LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, argv[0], python
+        )
     if is_python(name):
         return _parse_python(argv, folder, python)
     if name == "dora":
@@ -142,7 +250,11 @@ def _parse_unwrapped(argv: tuple[str, ...], folder: Path, python: str | None) ->
 
 
 def _parse_launcher(
-    launch: LaunchStyle, argv: Sequence[str], folder: Path, launcher: str, environment: str | None = None
+    launch: LaunchStyle,
+    argv: Sequence[str],
+    folder: Path,
+    launcher: str,
+    environment: str | None = None,
 ) -> TypedCommand:
     """Return the program that a launcher starts.
 
@@ -158,10 +270,14 @@ def _parse_launcher(
         index += 1
     program = argv[index:]
     if not program:
-        raise SpecError("the launcher is given no script", source="orc init", got=f"{launcher} {' '.join(argv)}")
+        raise SpecError(
+            "the launcher is given no script", source="orc init", got=f"{launcher} {' '.join(argv)}"
+        )
     python = _python(folder, launcher, environment)
     typed = _parse_program(python, (("-m",) if module else ()) + tuple(program), folder)
-    content = read_settings(folder / options["--config-file"]) if "--config-file" in options else None
+    content = (
+        read_settings(folder / options["--config-file"]) if "--config-file" in options else None
+    )
     ranks = _ranks_of(options, content or {}, launch)
     precision = options.get("--mixed-precision") or str((content or {}).get("mixed_precision", ""))
     precision = {"no": "fp32"}.get(precision, precision)
@@ -170,7 +286,9 @@ def _parse_launcher(
     if options.keys() <= PLANNED:
         module_words = (MODULE_OF[launch],) if is_python(program_name(launcher)) else ()
         dropped = shlex.join((*module_words, *argv[:index]))
-        notes = (f"{launch}'s own options are set by each plan; dropped: {dropped}",) if dropped else ()
+        notes = (
+            (f"{launch}'s own options are set by each plan; dropped: {dropped}",) if dropped else ()
+        )
         return replace(typed, notes=(*typed.notes, *notes))
     stays = (python[0], "-m", MODULE_OF[launch], *argv[:index])
     start = index + len(program) - (len(typed.command) - typed.arguments)
@@ -186,12 +304,23 @@ def _parse_launcher(
     )
 
 
-def _ranks_of(options: Mapping[str, str], content: Mapping[str, object], launch: LaunchStyle) -> int | None:
+def _ranks_of(
+    options: Mapping[str, str], content: Mapping[str, object], launch: LaunchStyle
+) -> int | None:
     """Ranks in all that a launcher's options or its file say; None where they do not."""
-    ranks = next((options[name] for name in options if name in RANKS), str(content.get("num_processes", "")))
-    if launch == "deepspeed" and not ranks and "--include" in options:  # localhost:0,1 or node1:0,1@node2
+    ranks = next(
+        (options[name] for name in options if name in RANKS), str(content.get("num_processes", ""))
+    )
+    if (
+        launch == "deepspeed" and not ranks and "--include" in options
+    ):  # localhost:0,1 or node1:0,1@node2
         ranks = str(options["--include"].count(",") + 1) if "@" not in options["--include"] else ""
-    if launch == "accelerate" and not ranks and "--gpu-ids" in options and options["--gpu-ids"] != "all":
+    if (
+        launch == "accelerate"
+        and not ranks
+        and "--gpu-ids" in options
+        and options["--gpu-ids"] != "all"
+    ):
         ranks = str(options["--gpu-ids"].count(",") + 1)
     if launch == "torchrun" and not ranks:
         ranks = "1"
@@ -207,7 +336,9 @@ def _parse_python(argv: Sequence[str], folder: Path, environment: str | None) ->
     module = argv[at_module + 1] if at_module and at_module + 1 < len(argv) else ""
     flags_only = all(word.startswith("-") for word in argv[1:at_module])
     if module in LAUNCHER_MODULES and flags_only:
-        return _parse_launcher(LAUNCHER_MODULES[module], argv[at_module + 2 :], folder, argv[0], environment)
+        return _parse_launcher(
+            LAUNCHER_MODULES[module], argv[at_module + 2 :], folder, argv[0], environment
+        )
     return _parse_program(_python(folder, argv[0], environment), argv[1:], folder)
 
 
@@ -215,7 +346,9 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
     """Return a command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
     start = next((index for index, word in enumerate(argv) if word == "run"), None)
     if start is None:
-        raise SpecError("this starts no training", source="orc init", got=" ".join(argv), allowed="dora run")
+        raise SpecError(
+            "this starts no training", source="orc init", got=" ".join(argv), allowed="dora run"
+        )
     package, rest = take_flag(tuple(argv[1:start]), "-P")
     note = f"{shlex.join(argv[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
@@ -226,7 +359,11 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
         end += 1
     notes = (
         note,
-        *((f"dora's own options are set by each plan; dropped: {' '.join(own_options)}",) if own_options else ()),
+        *(
+            (f"dora's own options are set by each plan; dropped: {' '.join(own_options)}",)
+            if own_options
+            else ()
+        ),
     )
     return TypedCommand(
         command=("dora", *rest, "run", *argv[end:]),
@@ -246,12 +383,18 @@ def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -
     while start < len(argv) and argv[start].startswith("-") and argv[start] != "-m":
         start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
     if start >= len(argv) or list(argv[start:]) == ["-m"]:
-        raise SpecError("no script is named", source="orc init", got=" ".join(argv), allowed="a script, or -m module")
+        raise SpecError(
+            "no script is named",
+            source="orc init",
+            got=" ".join(argv),
+            allowed="a script, or -m module",
+        )
     is_module = argv[start] == "-m"
     end = start + (2 if is_module else 1)
     name = argv[end - 1]
     script = _module_file(name, folder, word) if is_module else folder / name
-    script = None if "$" in name or "`" in name else script  # of a shell script whose variable is not known
+    # of a shell script whose variable is not known
+    script = None if "$" in name or "`" in name else script
     return TypedCommand(
         command=(word, *argv),
         arguments=1 + end,
@@ -293,12 +436,20 @@ def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> Type
         )
     program = argv[0] if python == "python" else str(_program_file(argv[0], folder) or argv[0])
     counts = [
-        (index, option) for option in RANKS for index, word in enumerate(rest) if word.partition("=")[0] == option
+        (index, option)
+        for option in RANKS
+        for index, word in enumerate(rest)
+        if word.partition("=")[0] == option
     ]
     ranks = take_flag(rest, counts[0][1])[0] if counts else None
     is_count = framework == "torchtune" or framework in MODULES
-    recipe = next((index for index, word in enumerate(rest) if "=" not in word and not word.startswith("-")), 0)
-    if is_count and counts:  # tune run --nproc_per_node 8 RECIPE: the recipe comes after the launcher's options
+    recipe = next(
+        (index for index, word in enumerate(rest) if "=" not in word and not word.startswith("-")),
+        0,
+    )
+    if (
+        is_count and counts
+    ):  # tune run --nproc_per_node 8 RECIPE: the recipe comes after the launcher's options
         recipe = counts[0][0] + (1 if "=" in rest[counts[0][0]] else 2)
     return TypedCommand(
         command=(program, argv[1], *rest),
@@ -322,7 +473,11 @@ def _parse_console_script(argv: Sequence[str], folder: Path) -> TypedCommand:
         raise SpecError(what, source="orc init", got=argv[0], allowed=allowed)
     note = f"{argv[0]} is {file}, which {interpreter} runs"
     return TypedCommand(
-        command=(str(file), *argv[1:]), arguments=1, folder=folder.resolve(), launch="self", notes=(note,)
+        command=(str(file), *argv[1:]),
+        arguments=1,
+        folder=folder.resolve(),
+        launch="self",
+        notes=(note,),
     )
 
 
@@ -332,9 +487,16 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
         return environment, f"{environment} is the interpreter of the environment, not orc's own"
     file = _program_file(program, folder)
     if file is None:
-        return "python", f"CHECK: no {program} is on the PATH here: `python` is orc's own, {sys.executable}"
+        return (
+            "python",
+            f"CHECK: no {program} is on the PATH here: `python` is orc's own, {sys.executable}",
+        )
     interpreter = str(file) if is_python(file.name) else interpreter_of(file)
-    if interpreter is None or not is_python(interpreter) or Path(interpreter).parent == Path(sys.executable).parent:
+    if (
+        interpreter is None
+        or not is_python(interpreter)
+        or Path(interpreter).parent == Path(sys.executable).parent
+    ):
         return "python", f"`python` is orc's own interpreter, {sys.executable}"
     return interpreter, f"{interpreter} is the interpreter of {program}, not orc's own"
 
@@ -346,12 +508,19 @@ def environment_python(tool: Sequence[str], folder: Path) -> str | None:
         take_flag(tuple(tool), "-p")[0],
     )
     program = shutil.which(tool[0])
-    roots = [Path.home() / root for root in ("miniconda3", "anaconda3", "miniforge3", "mambaforge", "micromamba")]
+    roots = [
+        Path.home() / root
+        for root in ("miniconda3", "anaconda3", "miniforge3", "mambaforge", "micromamba")
+    ]
     roots += [Path(program).resolve().parent.parent] if program is not None else []
-    places = [root / "envs" / name for root in roots] if name else [folder / prefix] if prefix else []
+    places = (
+        [root / "envs" / name for root in roots] if name else [folder / prefix] if prefix else []
+    )
     if tool[0] not in ("conda", "mamba", "micromamba"):
         places = [parent / ".venv" for parent in (folder, *folder.resolve().parents)]
-    return next((str(place / "bin/python") for place in places if (place / "bin/python").is_file()), None)
+    return next(
+        (str(place / "bin/python") for place in places if (place / "bin/python").is_file()), None
+    )
 
 
 def _program_file(program: str, folder: Path) -> Path | None:
@@ -365,7 +534,9 @@ def _program_file(program: str, folder: Path) -> Path | None:
 def package_roots(typed: TypedCommand) -> tuple[Path, ...]:
     """Return folders of packages that the program can import: its project's, then its interpreter's."""
     program = Path(typed.command[0])
-    environment = program.parent.parent if program.is_absolute() else Path(sys.executable).parent.parent
+    environment = (
+        program.parent.parent if program.is_absolute() else Path(sys.executable).parent.parent
+    )
     return (typed.folder, typed.folder / "src", *environment.glob("lib/python3*/site-packages"))
 
 

@@ -33,11 +33,16 @@ DEPTH_MAX = 16  # wrappers in each other
 SECRET = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
 # Variables that each plan sets for its ranks (backends/attempts/launch_request.py).
 PLANNED = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-# Wrapper -> its options with a value, and its words before the command. Any other option is a switch.
+# Wrapper -> its options with a value, and its words before the command. Any other option is a
+# switch.
 WRAPPERS: dict[str, tuple[str, int]] = {
-    **dict.fromkeys(("nohup", "exec", "command", "setsid", "unbuffer", "pipenv run", "rye run"), ("", 0)),
+    **dict.fromkeys(
+        ("nohup", "exec", "command", "setsid", "unbuffer", "pipenv run", "rye run"), ("", 0)
+    ),
     **dict.fromkeys(("chrt", "taskset"), ("", 1)),
-    **dict.fromkeys(("conda run", "mamba run", "micromamba run"), ("-n --name -p --prefix --cwd", 0)),
+    **dict.fromkeys(
+        ("conda run", "mamba run", "micromamba run"), ("-n --name -p --prefix --cwd", 0)
+    ),
     "env": ("-u -C -S --unset --chdir", 0),
     "time": ("-o -f --output --format", 0),
     "sudo": ("-u -g", 0),
@@ -61,7 +66,18 @@ WRAPPERS: dict[str, tuple[str, int]] = {
         0,
     ),
 }
-ENVIRONMENTS = ("uv", "poetry", "pdm", "pipenv", "hatch", "rye", "pixi", "conda", "mamba", "micromamba")
+ENVIRONMENTS = (
+    "uv",
+    "poetry",
+    "pdm",
+    "pipenv",
+    "hatch",
+    "rye",
+    "pixi",
+    "conda",
+    "mamba",
+    "micromamba",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +132,9 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         start = _start(rest)
         if start and not prefix and not starts_training(rest[0]):
             prefix, rest = rest[:start], rest[start:]
-            notes.append(f"CHECK: not known what `{shlex.join(prefix)}` does: it stays before the command")
+            notes.append(
+                f"CHECK: not known what `{shlex.join(prefix)}` does: it stays before the command"
+            )
             break
         break
     secrets = _drop_unusable(env, notes)
@@ -124,7 +142,9 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
     notes += slurm_notes(slurm)
     planned = {name: env.pop(name) for name in PLANNED if name in env}
     notes += [f"Each plan sets this itself: {name}={value}" for name, value in planned.items()]
-    visible = [number for number in planned.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.strip()]
+    visible = [
+        number for number in planned.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.strip()
+    ]
     return Unwrapped(
         argv=rest,
         folder=folder,
@@ -146,7 +166,9 @@ def _drop_unusable(env: dict[str, str], notes: list[str]) -> tuple[str, ...]:
     for variable in secrets:
         del env[variable]
     for variable in [variable for variable, value in env.items() if "$" in value or "`" in value]:
-        notes.append(f"CHECK: not in the job, since its value is not known: {variable}={env.pop(variable)}")
+        notes.append(
+            f"CHECK: not in the job, since its value is not known: {variable}={env.pop(variable)}"
+        )
     return secrets
 
 
@@ -156,7 +178,9 @@ def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
     for option, value in pairwise(prefix):
         name, equals, text = option.partition("=")
         means_ranks = name.startswith("-") and (meaning_of(name) or ("", ""))[0] == "ranks"
-        if (means_ranks or name == "-np" or (name == "-n" and counts_n)) and (text if equals else value).isdecimal():
+        if (means_ranks or name == "-np" or (name == "-n" and counts_n)) and (
+            text if equals else value
+        ).isdecimal():
             return int(text if equals else value) or None
     return None
 
@@ -170,10 +194,13 @@ def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str,
         index += 1
         if option == "--":
             break
-        # srun has a hundred options, most with a value: one that is not listed takes what cannot start a command.
+        # srun has a hundred options, most with a value: one that is not listed takes what cannot
+        # start a command.
         following = argv[index] if index < len(argv) else "-"
         is_value = key == "srun" and option.startswith("--") and not _is_command(following)
-        if "=" not in option and (option in value_options.split() or (is_value and _start(argv[index:]))):
+        if "=" not in option and (
+            option in value_options.split() or (is_value and _start(argv[index:]))
+        ):
             index += 1
     index += count
     return argv[:index], argv[index:]

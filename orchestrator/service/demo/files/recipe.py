@@ -29,7 +29,9 @@ class Statements:
 
     def __init__(self, longest: int) -> None:
         every = [
-            source[: longest + 1] for path in sorted(CORPUS.glob("*.txt")) for source in _statements(path.read_bytes())
+            source[: longest + 1]
+            for path in sorted(CORPUS.glob("*.txt"))
+            for source in _statements(path.read_bytes())
         ]
         self._samples = [source for source in every if len(source) <= SHORT][:SAMPLES]
         self._samples[LONG_SAMPLE] = max(every, key=len)
@@ -67,7 +69,10 @@ def _statements(source: bytes) -> list[bytes]:
     """`ast.get_source_segment` of each statement; that function itself splits the whole source anew on every call."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     return [
-        source[starts[node.lineno - 1] + node.col_offset : starts[node.end_lineno - 1] + node.end_col_offset]
+        source[
+            starts[node.lineno - 1] + node.col_offset : starts[node.end_lineno - 1]
+            + node.end_col_offset
+        ]
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Assign | ast.Raise | ast.Return)
     ]

@@ -52,19 +52,28 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for step in range(first, args.steps):
         rng = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(text) - args.context - 1, (args.batch_size * args.accumulate,), generator=rng)
+        starts = torch.randint(
+            len(text) - args.context - 1, (args.batch_size * args.accumulate,), generator=rng
+        )
         optimizer.zero_grad()
         total = 0.0
         for part in starts.split(args.batch_size):
             window = torch.stack([text[start : start + args.context + 1] for start in part])
             logits = model(window[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()) / args.accumulate
+            loss = (
+                functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+                / args.accumulate
+            )
             loss.backward()
             total += loss.item()
         optimizer.step()
         print(f"step {step + 1}/{args.steps} loss {total:.4f}", flush=True)
         if (step + 1) % args.save_every == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step + 1,
+            }
             torch.save(state, args.output / f"checkpoint-{step + 1:04d}.pt")
     torch.save(model.state_dict(), args.output / "model.pt")
 

@@ -13,7 +13,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _guard(settings: str) -> None:
-    spec = importlib.util.spec_from_file_location("_orchestrator_guard", os.path.join(HERE, os.pardir, "guard.py"))
+    spec = importlib.util.spec_from_file_location(
+        "_orchestrator_guard", os.path.join(HERE, os.pardir, "guard.py")
+    )
     if spec is not None and spec.loader is not None:
         guard = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(guard)

@@ -25,7 +25,9 @@ class _Quantizer(nn.Module):
 
     def from_codes(self, codes):
         """The sum of the codes' vectors, of shape (batch, width, frames), first of a tuple."""
-        parts = (table[codes[:, index]] for index, table in enumerate(self.tables[: codes.shape[1]]))
+        parts = (
+            table[codes[:, index]] for index, table in enumerate(self.tables[: codes.shape[1]])
+        )
         return sum(parts).transpose(1, 2), None, codes
 
 
@@ -35,7 +37,9 @@ class DAC(nn.Module):
     def __init__(self, n_codebooks=9, latent_dim=1024, codebook_size=1024):
         super().__init__()
         widths = [1, *(WIDTH << index for index in range(len(STRIDES) - 1)), latent_dim]
-        layers = [_conv(widths[index], widths[index + 1], stride) for index, stride in enumerate(STRIDES)]
+        layers = [
+            _conv(widths[index], widths[index + 1], stride) for index, stride in enumerate(STRIDES)
+        ]
         self.encoder = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())))
         self.quantizer = _Quantizer(n_codebooks, codebook_size, latent_dim)
         self.decoder = nn.utils.weight_norm(nn.ConvTranspose1d(latent_dim, 1, 512, 512))

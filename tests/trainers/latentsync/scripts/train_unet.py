@@ -20,7 +20,8 @@ class Unet(nn.Module):
         super().__init__()
         self.recompute = recompute
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(4)
         )
 
     def forward(self, x):
@@ -51,18 +52,23 @@ def main(config):
     unet = Unet(config["run"]["enable_gradient_checkpointing"], config["data"]["width"]).to(device)
     step, size = 0, config["data"]["batch_size"]
     if config["ckpt"]["resume_ckpt_path"]:
-        saved = torch.load(config["ckpt"]["resume_ckpt_path"], weights_only=True, map_location="cpu")
+        saved = torch.load(
+            config["ckpt"]["resume_ckpt_path"], weights_only=True, map_location="cpu"
+        )
         unet.load_state_dict(saved["state_dict"])
         step = saved["global_step"]
         print(f"resumed at {step}, without the optimizer", flush=True)
     on_card = device.type == "cuda"
-    model = nn.parallel.DistributedDataParallel(unet, device_ids=[device.index] if on_card else None)
+    model = nn.parallel.DistributedDataParallel(
+        unet, device_ids=[device.index] if on_card else None
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(config["optimizer"]["lr"]))
     half = on_card and config["run"]["mixed_precision_training"]
     scaler = torch.amp.GradScaler("cuda") if half else None
     while step < config["run"]["max_train_steps"]:
         frames = config["data"]["frames"]
-        frames += 0 if rank == 0 or step < 1 else config["data"]["longer"]  # the second rank's clips grow longer
+        # the second rank's clips grow longer
+        frames += 0 if rank == 0 or step < 1 else config["data"]["longer"]
         try:
             with torch.autocast("cuda", torch.float16, enabled=half):
                 batch = torch.randn(size, frames, config["data"]["width"], device=device)

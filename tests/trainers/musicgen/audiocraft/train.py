@@ -35,7 +35,9 @@ class LM(nn.Module):
     def __init__(self, recompute):
         super().__init__()
         self.recompute = recompute
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
 
     def forward(self, x):
         for layer in self.layers:
@@ -45,10 +47,14 @@ class LM(nn.Module):
 
 def solve(xp):
     cfg, ranks = xp.cfg, int(os.environ.get("WORLD_SIZE", "1"))
-    assert cfg.get("autocast") != cfg.get("fsdp.use", "false") or cfg.get("autocast") == "false", "autocast XOR fsdp"
+    assert cfg.get("autocast") != cfg.get("fsdp.use", "false") or cfg.get("autocast") == "false", (
+        "autocast XOR fsdp"
+    )
     on_card = torch.cuda.is_available()
     rank = int(os.environ.get("RANK", "0")) if ranks > 1 else 0
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_card else torch.device("cpu")
+    device = (
+        torch.device("cuda", rank % torch.cuda.device_count()) if on_card else torch.device("cpu")
+    )
     if on_card:
         torch.cuda.set_device(device)
     if ranks > 1:
@@ -69,7 +75,9 @@ def solve(xp):
     xp.folder.mkdir(parents=True, exist_ok=True)
     for epoch in range(first, int(cfg["optim.epochs"]) + 1):
         for _ in range(2):
-            x = torch.randn(size, int(cfg.get("frames", "256")) * (1 if epoch < 3 else 2), 64, device=device)
+            x = torch.randn(
+                size, int(cfg.get("frames", "256")) * (1 if epoch < 3 else 2), 64, device=device
+            )
             (model(x) - x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -77,8 +85,13 @@ def solve(xp):
             print(f"Train Summary | Epoch {epoch} | samples={size * ranks}", flush=True)
             if str(epoch) == cfg.get("die_in_valid") and not (xp.folder / "died").exists():
                 (xp.folder / "died").touch()
-                os.kill(os.getpid(), signal.SIGKILL)  # as upstream: validation and the checkpoint come after the line
-            torch.save({"model": lm.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, saved)
+                os.kill(
+                    os.getpid(), signal.SIGKILL
+                )  # as upstream: validation and the checkpoint come after the line
+            torch.save(
+                {"model": lm.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch},
+                saved,
+            )
             (xp.folder / "history.json").write_text("[]")
     if on_card:
         torch.cuda.synchronize()

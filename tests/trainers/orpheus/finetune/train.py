@@ -28,7 +28,9 @@ if os.environ.get("ACCELERATE_USE_FSDP") == "true":
 else:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=float(config["learning_rate"]))
-folder = pathlib.Path(f"./{config['save_folder']}")  # as upstream: an absolute path becomes one below
+folder = pathlib.Path(
+    f"./{config['save_folder']}"
+)  # as upstream: an absolute path becomes one below
 for step in range(1, config["epochs"] + 1):
     x = torch.randn(config["batch_size"], len(tokens), 256)
     (model(x) - x).square().mean().backward()

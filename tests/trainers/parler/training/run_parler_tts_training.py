@@ -36,11 +36,17 @@ args = parser.parse_args()
 class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
 
     def forward(self, x):
         for layer in self.layers:
-            x = x + (checkpoint(layer, x, use_reentrant=False) if args.gradient_checkpointing else layer(x))
+            x = x + (
+                checkpoint(layer, x, use_reentrant=False)
+                if args.gradient_checkpointing
+                else layer(x)
+            )
         return x
 
 
@@ -70,8 +76,12 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters())
     step = 0
     if args.resume_from_checkpoint:
-        model.load_state_dict(torch.load(args.resume_from_checkpoint / "model.pt", weights_only=True))
-        optimizer.load_state_dict(torch.load(args.resume_from_checkpoint / "optimizer.pt", weights_only=True))
+        model.load_state_dict(
+            torch.load(args.resume_from_checkpoint / "model.pt", weights_only=True)
+        )
+        optimizer.load_state_dict(
+            torch.load(args.resume_from_checkpoint / "optimizer.pt", weights_only=True)
+        )
         step = json.loads((args.resume_from_checkpoint / "state.json").read_text())["step"]
         print(f"Continuing training from global step {step}", flush=True)
     print("***** Running training *****", flush=True)

@@ -14,7 +14,11 @@ down_revision = None
 def upgrade() -> None:
     """Create all tables. The module that uses a table documents its columns."""
     _add_numbered("events", sa.Column("decided", sa.Text))
-    op.create_table("snapshots", sa.Column("id", sa.Integer, primary_key=True, autoincrement=False), _text("body"))
+    op.create_table(
+        "snapshots",
+        sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+        _text("body"),
+    )
     op.create_table("live", _text("id", primary_key=True), _text("body"))
     op.create_table(
         "jobs",
@@ -30,10 +34,14 @@ def upgrade() -> None:
         _add_numbered(name, sa.Column("ran", sa.Boolean, nullable=False))
         op.create_index(f"{name}_in_order", name, ["ran", "id"])
     trackers, _ = (
-        op.create_table(name, _text("name", primary_key=True), sa.Column("last_row", sa.Integer, nullable=False))
+        op.create_table(
+            name, _text("name", primary_key=True), sa.Column("last_row", sa.Integer, nullable=False)
+        )
         for name in ("trackers", "targets")
     )
-    op.execute(trackers.insert().values(name="mlflow", last_row=0))  # the tracker of a cluster file that names none
+    op.execute(
+        trackers.insert().values(name="mlflow", last_row=0)
+    )  # the tracker of a cluster file that names none
     op.create_table("told", _text("id", primary_key=True), _text("kind"), _number("at_s"))
     op.create_table("users", _text("name", primary_key=True), _text("role"), _number("created_at"))
     op.create_table(
@@ -94,7 +102,11 @@ def upgrade() -> None:
             _text("holder"),
             sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
         )
-        op.execute(lease.insert().values(id=1, fence=0, holder="nobody", expires_at=sa.func.clock_timestamp()))
+        op.execute(
+            lease.insert().values(
+                id=1, fence=0, holder="nobody", expires_at=sa.func.clock_timestamp()
+            )
+        )
 
 
 def _add_numbered(name: str, *columns: sa.Column[Any]) -> None:
@@ -103,8 +115,12 @@ def _add_numbered(name: str, *columns: sa.Column[Any]) -> None:
     op.create_table(name, number, _text("body"), *columns, sqlite_autoincrement=True)
 
 
-def _text(name: str, *, primary_key: bool = False, unique: bool = False, index: bool = False) -> sa.Column[str]:
-    return sa.Column(name, sa.Text, nullable=False, primary_key=primary_key, unique=unique, index=index)
+def _text(
+    name: str, *, primary_key: bool = False, unique: bool = False, index: bool = False
+) -> sa.Column[str]:
+    return sa.Column(
+        name, sa.Text, nullable=False, primary_key=primary_key, unique=unique, index=index
+    )
 
 
 def _number(name: str) -> sa.Column[float]:

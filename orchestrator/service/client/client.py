@@ -1,0 +1,494 @@
+"""The commands' HTTP client: on the loopback with the home folder's token, or by TLS with a login."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import secrets
+import shutil
+import ssl
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import httpx
+
+from orchestrator.service.client.logins import Login
+from orchestrator.service.transfer.archive import Limits, unpack
+from orchestrator.service.visible import visible
+from orchestrator.specs.errors import ServiceError, SpecError
+
+if TYPE_CHECKING:  # most commands need none of what these load
+    from orchestrator.service.views.comparison import ComparisonView
+    from orchestrator.service.views.expected import ExpectedJob
+    from orchestrator.service.views.morning import ReportView
+    from orchestrator.service.views.records import BatchAnswer, ExplanationView, JobView
+    from orchestrator.service.views.sweeps import SweepView
+    from orchestrator.service.views.teams import TeamView
+    from orchestrator.specs.observation import Observation
+    from orchestrator.specs.parse import Override
+
+OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
+ENDED_SHOWN = 100
+TIMEOUT_S = 30.0
+LONG_POLL_S = 2.0
+KEY = "Idempotency-Key"
+AGAIN_S = (
+    1.0,
+    2.0,
+    4.0,
+    8.0,
+    16.0,
+)  # before a submission without an answer is sent again: longer than a failover
+UPLOAD_TIMEOUT_S = PURGE_TIMEOUT_S = 600.0
+
+
+class Client:
+    """Connection to a service. Methods raise ServiceError where it does not answer or refuses."""
+
+    def __init__(self, service: Path | Login) -> None:
+        """Connect to the service of a home folder, or to the one of a login."""
+        if isinstance(service, Login):
+            url, token = service.url, service.token
+            context = ssl.create_default_context(cadata=service.certificate)
+            # a pinned certificate need not sign itself
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        else:
+            url, token, context = _local_url(service), _token(service), None
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=TIMEOUT_S,
+            verify=context or True,
+            trust_env=False,  # a proxy would see the token
+        )
+        # elsewhere the token says who submits
+        self._home = None if isinstance(service, Login) else service
+
+    def submit(
+        self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None
+    ) -> str:
+        """Submit a job; return its id once it is in the queue.
+
+        A submission without a response is sent again, without making a second job. With an idempotency `key` (at most
+        64 characters), the caller may also repeat it, to any service of the same journal.
+        """
+        body = {"spec": self._with_user(spec), "fault": fault}
+        return (
+            self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key)
+        )["id"]
+
+    def submit_all(self, specs: Sequence[dict[str, Any]]) -> BatchAnswer:
+        """Submit jobs atomically; return their ids once they are in the journal.
+
+        The result also has, by id: expected lateness, promises of guarantees, and refusals. If one job is invalid, none
+        is submitted.
+        """
+        answer: BatchAnswer = self._submit(
+            "/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]}
+        )
+        return answer
+
+    def whoami(self) -> dict[str, str]:
+        """Return the user and role that this token has in the service."""
+        return self._json("GET", "/whoami")
+
+    def sign_in_link(self, job_id: str | None) -> str:
+        """Return a one-time link that signs a browser in, and leads to the job's page or the first page."""
+        path = self._json("POST", "/sign-in-links")["path"]
+        next_page = f"?next={quote(f'/ui/jobs/{job_id}', safe='')}" if job_id else ""
+        return f"{str(self._http.base_url).rstrip('/')}{path}{next_page}"
+
+    def users(self) -> list[dict[str, Any]]:
+        """Return every user with its role."""
+        return self._json("GET", "/users")["users"]
+
+    def set_user(self, name: str, role: str) -> None:
+        """Add a user, or change the role of an existing one."""
+        self._json("PUT", f"/users/{quote(name, safe='')}", {"role": role})
+
+    def remove_user(self, name: str) -> None:
+        """Remove a user with all tokens."""
+        self._json("DELETE", f"/users/{quote(name, safe='')}")
+
+    def tokens(self) -> list[dict[str, Any]]:
+        """Return every token's record: user, creation, expiry and last use."""
+        return self._json("GET", "/tokens")["tokens"]
+
+    def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, dict[str, Any]]:
+        """Return (new token, its record in the service)."""
+        answer = self._json("POST", "/tokens", {"user": user, "lifetime_s": lifetime_s})
+        return answer["secret"], answer["token"]
+
+    def revoke_token(self, number: int) -> None:
+        """Revoke a token."""
+        self._json("DELETE", f"/tokens/{number}")
+
+    def audit(self, limit: int) -> list[dict[str, Any]]:
+        """Return the newest rows of the audit log, newest first."""
+        return self._json("GET", f"/audit?limit={limit}")["rows"]
+
+    def unreadable_rows(self) -> list[dict[str, Any]]:
+        """Return the unreadable rows of the journal."""
+        return self._json("GET", "/journal/unreadable")["rows"]
+
+    def drop_unreadable(self, table: str, row: str) -> None:
+        """Delete an unreadable row for good."""
+        self._json("DELETE", f"/journal/unreadable/{quote(table, safe='')}/{quote(row, safe='')}")
+
+    def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
+        """Return every live job and the `ended` most recently ended ones, in queue order."""
+        answer = self._json("GET", f"/jobs?ended={ended}")
+        jobs: dict[str, JobView] = {job["id"]: job for job in answer["jobs"]}
+        while (after := answer["next"]) is not None:  # each page begins behind the last one
+            answer = self._json("GET", f"/jobs?after={quote(after)}")
+            jobs |= {job["id"]: job for job in answer["jobs"]}
+        return [*jobs.values()]
+
+    def job(
+        self, job_id: str, version: int | None = None, wait_s: float = LONG_POLL_S
+    ) -> tuple[JobView, int]:
+        """Return (job, version of the state). With a `version`, wait up to `wait_s` for a newer one."""
+        query = "" if version is None else f"?seen={version}&wait_s={wait_s}"
+        answer = self._json("GET", f"/jobs/{quote(job_id, safe='')}{query}")
+        return answer["job"], answer["version"]
+
+    def missing_uploads(self, digests: Sequence[str]) -> list[str]:
+        """Return the digests that the service lacks; it stores the others for at least an hour."""
+        return self._json("POST", "/uploads/missing", {"digests": list(digests)})["missing"]
+
+    def upload(self, digest: str, archive: Iterable[bytes], size_bytes: int) -> None:
+        """Send a compressed archive; `digest` is the SHA-256 of its unpacked content."""
+        try:
+            answer = self._http.put(
+                f"/uploads/{digest}",
+                content=archive,
+                headers={"Content-Length": str(size_bytes)},
+                timeout=UPLOAD_TIMEOUT_S,
+            )
+        except httpx.HTTPError as error:
+            raise ServiceError(f"the upload was cut off ({error}): submit again") from None
+        _refuse_failed(answer)
+
+    def fetch_output(self, job_id: str, to: Path) -> tuple[int, int]:
+        """Download a job's output to a new folder, atomically. Returns (bytes, number of entries left out).
+
+        Links that leave the folder are left out. Raises ServiceError where the transfer is cut off or too large.
+        """
+        from orchestrator.service.transfer.outputs import ENTRIES_MAX
+
+        if to.is_dir() and not any(to.iterdir()):
+            to.rmdir()
+        if os.path.lexists(to):
+            raise SpecError(
+                "exists already", source=str(to), hint="name another folder with `--to`"
+            )
+        try:
+            with self._http.stream("GET", f"/jobs/{quote(job_id, safe='')}/output") as answer:
+                if not answer.is_success:
+                    answer.read()
+                    _refuse_failed(answer)
+                size_bytes, left_out = (
+                    int(answer.headers[f"x-output-{name}"]) for name in ("bytes", "left-out")
+                )
+                to.parent.mkdir(parents=True, exist_ok=True)
+                free_bytes = shutil.disk_usage(to.parent).free
+                if size_bytes > free_bytes:
+                    raise ServiceError(
+                        f"the output has {size_bytes} bytes; {to.parent} has {free_bytes} bytes free"
+                    )
+                limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
+                try:
+                    unpack(_Reader(answer.iter_bytes()).read, to, limits)
+                except SpecError as error:
+                    raise ServiceError(f"the output did not arrive whole: {error}") from None
+        except httpx.HTTPError as error:
+            raise ServiceError(f"the output was cut off ({error}): fetch it again") from None
+        except OSError as error:
+            raise ServiceError(f"{to} cannot be written: {error.strerror or error}") from None
+        return size_bytes, left_out
+
+    def explanation(self, job_id: str) -> ExplanationView:
+        """Return a job's predictions and measurements, and the corrections learned from them."""
+        return self._json("GET", f"/jobs/{quote(job_id, safe='')}/explanation")
+
+    def comparison(self, job_id: str) -> ComparisonView:
+        """Return the strategies of a comparison side by side, by the id of one of their jobs."""
+        return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
+
+    def sweeps(self) -> list[SweepView]:
+        """Return the most recent sweeps, newest first."""
+        return self._json("GET", "/sweeps")["sweeps"]
+
+    def sweep(self, sweep_id: str) -> SweepView:
+        """Return a sweep with its trials."""
+        return self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
+
+    def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
+        """Send a test notice to targets, or to all. Returns {name: error or None}."""
+        return self._json("POST", "/notify/test", {"targets": list(targets)})["problems"]
+
+    def observe(self, observations: Sequence[Observation]) -> int:
+        """Send observations that were measured elsewhere; return how many were new."""
+        from orchestrator.service.views.records import observations_view
+
+        parts = [
+            observations[first : first + OBSERVATIONS_SENT]
+            for first in range(0, len(observations), OBSERVATIONS_SENT)
+        ]
+        return sum(
+            self._json("POST", "/observations", {"observations": observations_view(part)})["count"]
+            for part in parts
+        )
+
+    def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
+        """Request cancellation of jobs or of their arrays; return the ids once the request is durable."""
+        return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})[
+            "cancelled"
+        ]
+
+    def retry(
+        self,
+        job_id: str,
+        settings: Sequence[Override] = (),
+        *,
+        allow: str | None = None,
+        global_batch_size: int | None = None,
+    ) -> dict[str, Any]:
+        """Answer a job's question, or resubmit an ended job; return the id of the job that continues, and how."""
+        body = {"allow": allow, "global_batch_size": global_batch_size, "settings": dict(settings)}
+        answer: dict[str, Any] = self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
+        return answer
+
+    def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
+        """Hold, release, suspend or resume jobs; return the ids of the jobs that changed."""
+        changed: list[str] = self._json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
+        return changed
+
+    def update(self, job_id: str, settings: Sequence[Override]) -> bool:
+        """Change priority, deadline or time limit of a job; return whether any value changed."""
+        body = {"settings": dict(settings)}
+        return bool(self._json("POST", f"/jobs/{quote(job_id, safe='')}/update", body)["changed"])
+
+    def purge(self, *, dry_run: bool) -> dict[str, Any]:
+        """Remove files of ended jobs by the cluster file's `keep`; with `dry_run`, only list them."""
+        return self._json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)
+
+    def drain(self, node: str, *, undo: bool) -> None:
+        """Drain a node, or undo it; returns once the request is durable."""
+        self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
+
+    def join(self) -> dict[str, Any]:
+        """Return what a joining machine needs: the address of Ray, and properties that it must share."""
+        return self._json("GET", "/join")
+
+    def add_node(self, node: dict[str, Any], address: str) -> None:
+        """Register a machine that joins, or joined before."""
+        self._json("POST", "/nodes", {"node": node, "address": address})
+
+    def remove_node(self, node: str) -> None:
+        """Remove a machine that has left from the service's list."""
+        self._json("DELETE", f"/nodes/{quote(node, safe='')}")
+
+    def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
+        """Return (bytes of a rank's log from `offset`, next offset); b"" if there are none yet."""
+        path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs?rank={rank}&offset={offset}"
+        answer = self._send("GET", path)
+        return answer.content, int(answer.headers["x-next-offset"])
+
+    def follow_log(self, job_id: str, number: int, rank: int, offset: int) -> Iterator[bytes]:
+        """Yield bytes of a rank's log from `offset` until the attempt ends or some seconds pass."""
+        path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs/follow?rank={rank}&offset={offset}"
+        try:
+            with self._http.stream("GET", path) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    _refuse_failed(answer)
+                yield from answer.iter_raw()
+        except httpx.HTTPError as error:
+            raise _no_answer_error(error) from None
+
+    def teams(self) -> list[TeamView]:
+        """Return teams and users of a shared cluster, next in turn first; [] without teams."""
+        return self._json("GET", "/teams")["teams"]
+
+    def report(self, since_s: float) -> ReportView:
+        """Return the morning report since a time in seconds since 1970."""
+        return self._json("GET", f"/report?since_s={since_s!r}")
+
+    def forecast(self) -> list[ExpectedJob]:
+        """Return the expected start and end of each live job, the earliest start first."""
+        return self._json("GET", "/forecast")["jobs"]
+
+    def cluster(self) -> dict[str, Any]:
+        """Return the cluster: name, live nodes (`views.NodeView`), drained nodes, and addresses of its services."""
+        return self._json("GET", "/cluster")
+
+    def shut_down(self, force: bool) -> None:
+        """Shut the service down. Refused while jobs run, unless forced."""
+        self._json("POST", "/shutdown", {"force": force})
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def _with_user(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """Return the job with its user: the submitter, where it names none."""
+        return spec if spec.get("user") or self._home is None else {**spec, "user": user_name()}
+
+    def _submit(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the answer to a submission. Without an answer it is sent again under the same key."""
+        key, why = secrets.token_hex(16), ""
+        for pause_s in (0.0, *AGAIN_S):
+            time.sleep(pause_s)
+            try:
+                if why:
+                    self._update_port()
+                answer = self._http.post(path, json=body, headers={KEY: key})
+            except (httpx.HTTPError, ServiceError) as error:
+                if not why and isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    raise _no_answer_error(error) from None  # it was not sent
+                why = str(error)
+                continue
+            if "retry-after" in answer.headers or (
+                why and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            ):
+                why = _error_of(answer)
+                continue
+            _refuse_failed(answer)
+            return answer.json()
+        raise ServiceError(
+            f"no service answered ({why}). `orc queue` shows whether anything was submitted"
+        )
+
+    def _update_port(self) -> None:
+        """Take the port of a home's service anew: a service that was started again has another. Raises ServiceError."""
+        if self._home is not None:
+            self._http.base_url = _local_url(self._home)
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Any:
+        return visible(self._send(method, path, body, key, timeout_s).json())
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> httpx.Response:
+        headers = {KEY: key} if key else None
+        try:
+            answer = self._http.request(method, path, json=body, headers=headers, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise _no_answer_error(error) from None
+        _refuse_failed(answer)
+        return answer
+
+
+class _Reader:
+    """Reads a stream of chunks as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, b""
+
+    def read(self, limit: int) -> bytes:
+        """Return at most `limit` bytes; b"" at the end."""
+        if not self._rest:
+            self._rest = next(self._chunks, b"")
+        read, self._rest = self._rest[:limit], self._rest[limit:]
+        return read
+
+
+def _no_answer_error(error: httpx.HTTPError) -> ServiceError:
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return ServiceError(
+            "the service shows a certificate that is not trusted here: none was pinned, or another one. Compare its "
+            "fingerprint with the one that an administrator tells, then `orc login URL --fingerprint ...`"
+        )
+    return ServiceError(f"the service does not answer ({error}). `orc up` starts it again")
+
+
+def _refuse_failed(answer: httpx.Response) -> None:
+    """Raises SpecError or ServiceError where the service refused."""
+    if answer.is_success:
+        return
+    message = _error_of(answer)
+    if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+        raise SpecError(message)
+    raise ServiceError(message)
+
+
+def _local_url(home: Path) -> str:
+    return f"http://127.0.0.1:{service_file(home)['port']}"
+
+
+def service_file(home: Path) -> dict[str, Any]:
+    """Return `{pid, port}` of the service. Raises ServiceError if none was started in this home."""
+    try:
+        return dict(json.loads((home / "service.json").read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ServiceError(f"no service is up in {home}. `orc up` starts one") from None
+    except (OSError, ValueError) as error:
+        raise ServiceError(
+            f"{home / 'service.json'} cannot be read ({error}). `orc up` writes it anew"
+        ) from None
+
+
+def is_up(home: Path) -> bool:
+    """Return whether the service of this home answers and accepts our token."""
+    try:
+        client = Client(home)
+    except ServiceError:
+        return False
+    try:
+        client.cluster()
+    except ServiceError:
+        return False
+    finally:
+        client.close()
+    return True
+
+
+def process_is_alive(pid: int) -> bool:
+    """Return whether a process with this id exists and is not a zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OSError):
+        return False
+
+
+def user_name() -> str:
+    """Return the operating system's name of this process's user, or the user id if it has no name."""
+    number = os.getuid()
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _token(home: Path) -> str:
+    try:
+        return (home / "token").read_text().strip()
+    except OSError as error:
+        raise ServiceError(f"the token {home / 'token'} cannot be read: {error.strerror}") from None
+
+
+def _error_of(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answered {answer.status_code}: {answer.text[:200]}"

@@ -1,0 +1,114 @@
+"""Stored logins of this user at services of other machines, with their tokens, in one file of mode 0600."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from orchestrator.backends.attempts.durable import PRIVATE, write_durably
+from orchestrator.service.client.endpoint import fingerprint_of
+from orchestrator.specs.errors import ServiceError, SpecError
+
+CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """Address and credentials of one service."""
+
+    url: str
+    token: str
+    # PEM that is trusted for this service alone; None: the system's authorities decide
+    certificate: str | None
+
+
+def logins_file() -> Path:
+    """Return the file of stored logins, below XDG_CONFIG_HOME, else ~/.config."""
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
+    )
+
+
+def login_of(url: str) -> Login:
+    """Return the stored login for a service. Raises SpecError for no URL, ServiceError without a login."""
+    url = normalise_url(url)
+    fields = _read().get(url)
+    if fields is None:
+        raise ServiceError(f"no login is kept for {url}. `orc login {url}` keeps one")
+    return Login(**fields)
+
+
+def keep(login: Login) -> None:
+    """Store a login; it replaces one of the same URL."""
+    _write({**_read(), login.url: asdict(login)})
+
+
+def forget(url: str) -> bool:
+    """Delete a login; return False where there was none. Raises SpecError for no URL."""
+    logins, url = _read(), normalise_url(url)
+    if url not in logins:
+        return False
+    _write({name: login for name, login in logins.items() if name != url})
+    return True
+
+
+def normalise_url(url: str) -> str:
+    """Return scheme, host and port of an https URL. Raises SpecError for anything else."""
+    parts = urlsplit(url)
+    try:
+        port: int | None = parts.port or 443
+    except ValueError:
+        port = None
+    if (
+        port is None
+        or parts.scheme != "https"
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.username is not None
+    ):
+        raise SpecError(
+            "not the address of a service", source="--server", got=url, allowed="https://HOST:PORT"
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"https://{host}:{port}"
+
+
+def pinned_certificate(url: str, fingerprint: str) -> str:
+    """Return the service's certificate as PEM, if it has this fingerprint.
+
+    Raises ServiceError where the service presents another one, or none.
+    """
+    parts = urlsplit(normalise_url(url))
+    assert parts.hostname is not None, url
+    try:
+        shown = ssl.get_server_certificate((parts.hostname, parts.port or 443), timeout=CONNECT_S)
+    except OSError as error:
+        raise ServiceError(f"{url} does not answer under TLS: {error}") from None
+    if fingerprint_of(shown) != fingerprint.lower():
+        raise ServiceError(
+            f"{url} shows the certificate {fingerprint_of(shown)}, not {fingerprint}. "
+            "`orc up` prints the right one; another one may mean that somebody stands between"
+        )
+    return shown
+
+
+def _read() -> dict[str, dict[str, Any]]:
+    try:
+        return dict(json.loads(logins_file().read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ServiceError(
+            f"{logins_file()} cannot be read ({error}). Remove it and log in again"
+        ) from None
+
+
+def _write(logins: dict[str, dict[str, Any]]) -> None:
+    path = logins_file()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_durably(path, json.dumps(logins, indent=1), PRIVATE)

@@ -1,0 +1,122 @@
+"""The cluster file of a home: loading, joined machines, and writing as text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.service.intake.intake import read_cluster
+from orchestrator.specs import units
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.parse import node_from_data
+from orchestrator.specs.written import as_yaml
+
+FILE = "cluster.yaml"
+JOINED = "joined.json"
+LOOK_AT = {  # what no machine says of itself
+    "network_bandwidth": "look here: bandwidth between nodes, per node and direction",
+    "launch_cost": "look here: from a launch to the first training step",
+}
+
+
+def load_cluster_file(home: Path) -> ClusterSpec:
+    """Return the home's cluster file; the embedded one of two virtual devices without one. Raises SpecError."""
+    path = home / FILE
+    return read_cluster(path if path.exists() else None)
+
+
+def kept_cluster(home: Path) -> ClusterSpec:
+    """Return the home's cluster, with the machines that have joined. Raises SpecError."""
+    return with_joined(load_cluster_file(home), joined_nodes(home))
+
+
+def joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
+    """Return the machines that have joined and not left, as nodes, by name."""
+    path = home / JOINED
+    by_name = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return tuple(node_from_data(by_name[name], str(path)) for name in sorted(by_name))
+
+
+def store_joined(home: Path, nodes: Sequence[NodeSpec]) -> None:
+    """Store the machines that have joined."""
+    by_name = {node.name: node.model_dump(mode="json") for node in nodes}
+    write_durably(home / JOINED, json.dumps(by_name, indent=1))
+
+
+def with_joined(cluster: ClusterSpec, joined: Sequence[NodeSpec]) -> ClusterSpec:
+    """Return the cluster with joined machines added. A node of the cluster file overrides a joined one."""
+    own_names = {name for node in cluster.nodes for name in node.names}
+    more = tuple(node for node in joined if node.name not in own_names)
+    return cluster.model_copy(update={"nodes": (*cluster.nodes, *more)})
+
+
+def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> ClusterSpec:
+    """Return the part of a cluster file whose Ray runs on this machine, which is named `here`.
+
+    This includes virtual nodes, and the GPU node with this machine's name, or the only one. The others come by `orc
+    join`. Raises SpecError where none is here.
+    """
+    away = {node.name for node in joined}
+    single = [
+        node.model_copy(update={"name": name, "count": 1})
+        for node in cluster.nodes
+        for name in node.names
+        if name not in away
+    ]
+    real = [node.name for node in single if not node.device.kind.traits.is_virtual]
+    local = tuple(
+        node for node in single if node.name not in real or node.name == here or len(real) == 1
+    )
+    if not local:
+        hint = f"give its node the name {here!r}: the others come by `orc join`; or name a Ray of your own with --ray"
+        raise SpecError(
+            "no node is this machine", source=FILE, path="nodes", got=", ".join(real), hint=hint
+        )
+    return cluster.model_copy(update={"nodes": local})
+
+
+def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
+    """Return `cluster` as the text of a cluster file, with `notes` as comments above it."""
+    content: dict[str, Any] = cluster.model_dump(mode="json", exclude_defaults=True)
+    content["nodes"] = [
+        {**node.model_dump(mode="json", exclude_defaults=True), "device": _device(node.device)}
+        for node in cluster.nodes
+    ]
+    always = cluster.model_dump(mode="json", include={"name", *LOOK_AT})
+    content = {name: always[name] for name in ("name", *LOOK_AT)} | content
+    text = as_yaml(_in_units(content))
+    for key, comment in LOOK_AT.items():
+        text = re.sub(rf"^({key}: .*)$", rf"\1  # {comment}", text, flags=re.M)
+    return "".join(f"# {note}\n" for note in notes) + text
+
+
+def _device(device: DeviceSpec) -> Any:
+    """Return the name of a device that is just the catalogue's, else its description."""
+    if (
+        device.name in DEVICES
+        and DeviceSpec.model_validate({"name": device.name, **DEVICES[device.name]}) == device
+    ):
+        return device.name
+    return device.model_dump(mode="json", exclude_defaults=True)
+
+
+def _in_units(data: Any) -> Any:
+    """Return the bytes and bytes per second in larger units, where those are exact."""
+    if isinstance(data, dict):
+        return {name: _in_units(inner) for name, inner in data.items()}
+    if isinstance(data, list):
+        return [_in_units(inner) for inner in data]
+    for suffix, pattern, parse in (
+        ("B", units.SIZE_PATTERN, units.parse_bytes),
+        ("B/s", units.BANDWIDTH_PATTERN, units.parse_bandwidth),
+    ):
+        if isinstance(data, str) and re.fullmatch(rf"[0-9]+{suffix}", data):
+            text = str(units.in_words(parse(data), pattern))
+            return text if re.fullmatch(pattern, text) and parse(text) == parse(data) else data
+    return data

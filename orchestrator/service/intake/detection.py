@@ -1,0 +1,214 @@
+"""Detects this machine's hardware as a node of a cluster file: its NVIDIA devices, else two virtual ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.backends.devices import nvml
+from orchestrator.service.intake.intake import read_cluster
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.devices import DEVICES, NVML_NAMES
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.units import format_bytes
+
+SOURCE = "the devices of this machine"
+OTHER_KINDS = "docs/reference/cluster-yaml.md says how a cluster file describes a device"
+# Dense 16-bit products with fp32 sums per fp32 product, by compute capability, from the data sheets
+# of the catalogue:
+# V100, T4, A100, A10, L4, H100, B200. Cards for games reach half of it (RTX 3090, 4090, 5090: 2).
+TENSOR_FACTORS = {
+    (7, 0): 8.0,
+    (7, 5): 8.0,
+    (8, 0): 16.0,
+    (8, 6): 2.0,
+    (8, 9): 2.0,
+    (9, 0): 14.7,
+    (10, 0): 30.0,
+}
+NEWER_FACTOR = 2.0
+MEMORY_TOLERANCE = 0.02  # drivers and ECC keep some more, or some less
+LINK_TOLERANCE = 0.1  # NVLink 3 tells 25.8 GB/s where data sheets say 25
+HELD_BYTES = 2**30  # less on a device is its driver's, a desktop's or a monitor's
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectedMachine:
+    """The machine as a node of a cluster, and sentences on what a person should check."""
+
+    node: NodeSpec
+    notes: tuple[str, ...]
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """A cluster of only this node."""
+        return ClusterSpec(name=f"found-on-{self.node.name.lower()}"[:63], nodes=(self.node,))
+
+
+def node_name() -> str:
+    """Return the first part of this machine's host name, in the form allowed in a cluster file."""
+    name = re.sub(r"[^a-zA-Z0-9._-]", "-", socket.gethostname().partition(".")[0]).lstrip("._-")
+    return name or "node"
+
+
+def detect_machine(name: str) -> DetectedMachine:
+    """Return this machine as the node `name`. Raises SpecError where its devices make no node."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return _virtual_machine(name, "CUDA_VISIBLE_DEVICES is empty")
+    reading = nvml.devices()
+    if reading.error or not reading.devices:
+        return _virtual_machine(name, reading.error or "NVML shows none")
+    node = NodeSpec(
+        name=name,
+        devices=len(reading.devices),
+        device=_device(reading.devices),
+        host_memory=f"{host_bytes()}B",  # type: ignore[arg-type]  # as a cluster file says it
+    )
+    return DetectedMachine(node=node, notes=tuple(_notes(reading.devices, node)))
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine, or of this process's container."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    limits = [int(lines["MemTotal"].split()[0]) * 1024]
+    for path in CGROUP_LIMITS:
+        text = path.read_text().strip() if path.exists() else ""
+        if text.isdecimal():
+            limits.append(int(text))
+    return min(limits)
+
+
+def _virtual_machine(name: str, why: str) -> DetectedMachine:
+    node = read_cluster(None).nodes[0].model_copy(update={"name": name})
+    beginning = f"No NVIDIA device is used ({why}): jobs run on {node.devices} virtual devices of "
+    return DetectedMachine(node=node, notes=(f"{beginning}{format_bytes(node.device.memory)}.",))
+
+
+def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
+    """Return the one kind that these devices are of. Raises SpecError."""
+    _refuse_hidden_devices(len(devices))
+    readable = [device for device in devices if device.error is None]
+    if not readable:
+        errors = "; ".join(f"{device.index}: {device.error}" for device in devices)
+        raise SpecError(
+            "no device can be read", source=SOURCE, got=errors, hint="`nvidia-smi` must show them"
+        )
+    kinds = Counter(device.name for device in readable)
+    if len(kinds) > 1:
+        raise SpecError(
+            "the devices are of several kinds, and a node has one",
+            source=SOURCE,
+            got=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+            hint="name a cluster file with --cluster: its node takes the first `devices`, counted from 0",
+        )
+    every = {device.index: nvml.rates(device.index) for device in readable}
+    cut = [str(index) for index, rates in every.items() if rates is not None and rates.has_mig]
+    if cut:
+        hint = f"`nvidia-smi -i {','.join(cut)} -mig 0` makes them whole"
+        raise SpecError(
+            "orc places jobs on whole devices",
+            source=SOURCE,
+            got=f"MIG on {', '.join(cut)}",
+            hint=hint,
+        )
+    first = next((rates for rates in every.values() if rates is not None), None)
+    if first is None:
+        raise SpecError(
+            "the devices do not answer any more", source=SOURCE, hint="`nvidia-smi` must show them"
+        )
+    name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", readable[0].name)
+    kind = NVML_NAMES.get(name)
+    return (
+        _nvml_device(name, first)
+        if kind is None
+        else _catalogue_device(kind, first, alone=len(devices) == 1)
+    )
+
+
+def _refuse_hidden_devices(devices: int) -> None:
+    """Raise SpecError where the shell shows only some devices to CUDA: a node takes all that NVML counts."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and len(set(chosen.split(","))) < devices:
+        raise SpecError(
+            f"CUDA_VISIBLE_DEVICES hides some of {devices} devices, and a node has all of them",
+            source=SOURCE,
+            got=chosen,
+            hint="unset it; or name a cluster file with --cluster: its node takes the first `devices`",
+        )
+
+
+def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> DeviceSpec:
+    """Return the catalogue's device; with another name where memory or links of this machine's are smaller."""
+    device = DeviceSpec.model_validate({"name": kind, **DEVICES[kind]})
+    changed: dict[str, object] = {}
+    if rates.cuda_bytes < (1 - MEMORY_TOLERANCE) * device.memory:
+        changed |= {
+            "memory": rates.cuda_bytes,
+            "name": f"{device.name}-{rates.cuda_bytes >> 20}mib",
+        }
+    link = rates.nvlink_bandwidth or rates.pcie_bandwidth
+    if not alone and link is not None and link < (1 - LINK_TOLERANCE) * device.link_bandwidth:
+        name = changed.get("name", device.name)
+        changed |= {"link_bandwidth": round(link), "name": f"{name}-links-{link / 1e9:.0f}gb"}
+    return device.model_copy(update=changed)
+
+
+def _nvml_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
+    """Return a card that the catalogue lacks, by what NVML says of it. Raises SpecError where that is too little."""
+    fp32, memory_bandwidth, pcie = rates.fp32_flops, rates.memory_bandwidth, rates.pcie_bandwidth
+    if fp32 is None or memory_bandwidth is None or rates.capability is None:
+        raise SpecError(
+            "the catalogue lacks this card, and NVML does not say its rates",
+            source=SOURCE,
+            got=f"{name}, {format_bytes(rates.cuda_bytes)}",
+            hint=f"describe it in a file for --cluster: {OTHER_KINDS}",
+        )
+    factor = TENSOR_FACTORS.get(rates.capability, NEWER_FACTOR)
+    tflops = round(factor * fp32 / 1e12, 1)
+    lanes = nvml.PCIE_LANE_BYTES_S[3] * 16 if pcie is None else pcie
+    fields: dict[str, object] = {
+        "name": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"),
+        "memory": f"{rates.cuda_bytes}B",
+        "fp16_tflops": tflops,
+        "fp32_tflops": round(fp32 / 1e12, 1),
+        "memory_bandwidth": f"{memory_bandwidth:.0f}B/s",
+        "link_bandwidth": f"{rates.nvlink_bandwidth or lanes:.0f}B/s",
+    }
+    if rates.capability >= (8, 0):  # before Ampere there is no bf16
+        fields["bf16_tflops"] = tflops
+    if pcie is not None:
+        fields["host_bandwidth"] = f"{pcie:.0f}B/s"
+    return DeviceSpec.model_validate(fields)
+
+
+def _notes(devices: Sequence[nvml.NvmlDevice], node: NodeSpec) -> list[str]:
+    notes = [
+        f"Found {node.devices} x {devices[0].name or node.device.name}, taken as {node.device.name}."
+    ]
+    if node.device.name not in DEVICES:
+        note = "The catalogue lacks this device: its rates follow from clocks that NVML tells. Look at its data sheet."
+        notes.append(note)
+    for device in devices:
+        if device.error is not None:
+            notes.append(
+                f"Device {device.index} cannot be read ({device.error}): nothing is placed on it until it can."
+            )
+        elif device.used_bytes >= HELD_BYTES:
+            used, total = format_bytes(device.used_bytes), format_bytes(device.total_bytes)
+            pids = (
+                ", ".join(str(process.pid) for process in device.processes)
+                or "which NVML does not name"
+            )
+            notes.append(
+                f"Device {device.index}: {used} of {total} are held by others (pid {pids}). Jobs get the rest."
+            )
+    return notes

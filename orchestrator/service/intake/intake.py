@@ -1,0 +1,524 @@
+"""Reads job and cluster files from disk, with absolute paths. A bad file gives one SpecError."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.launcher import base_env
+from orchestrator.backends.attempts.program import why_not_started
+from orchestrator.backends.trackers import check_trackers
+from orchestrator.memory.profiles import is_known
+from orchestrator.service.intake.git import code_source
+from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
+from orchestrator.service.intake.profiling import TraceScope, trace_model
+from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import ModelSpec
+from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
+from orchestrator.specs.job.pins import SHORT
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import is_python
+from orchestrator.specs.parse import Override, join_problems, parse_cluster, parse_job, parse_jobs
+from orchestrator.specs.replace import replace
+from orchestrator.specs.run import DEFAULT_HOME
+
+OWN_PYTHON = ("python", "python3")
+FINETUNE = ("transformers", "peft")  # that a rank of `model.hf` imports
+NO_CONFIG = f"no {CONFIG} can be read"
+EMBEDDED_CLUSTER = """\
+name: two-virtual-devices
+network_bandwidth: 1GB/s
+nodes:
+  - name: virtual
+    devices: 2
+    host_memory: 4GiB
+    device:
+      name: virtual-256MiB
+      kind: virtual
+      memory: 256MiB
+      bf16_tflops: 0.02
+      fp32_tflops: 0.05
+      memory_bandwidth: 8GB/s
+      link_bandwidth: 1GB/s
+"""  # clusters/two-virtual-devices.yaml: an installed package lacks it
+# Fields of a job that intake and scheduling fill in; a file must not set them.
+LEARNED = {
+    "traced": ("what is traced", "set `profile`"),
+    "measured": ("what is measured", "set `profile`"),
+    "relative_to": ("what outcomes are relative to", "set `profile`"),
+    "source": ("the commit of the code", "it is that of the git work tree that the code is in"),
+}
+OF_SCRIPTS = (
+    "training.optimizer",
+    "training.clip_norm",
+)  # what plans of a script follow of its training
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadJob:
+    """A job with absolute paths, and the keys whose paths are on this machine."""
+
+    spec: JobSpec
+    local_keys: frozenset[
+        str
+    ]  # keys whose paths are of this machine; the others are of the service's
+
+
+# a job file, or what one says, whose paths start at the current folder
+JobSource = Path | Mapping[str, Any]
+
+
+def read_job(
+    file: JobSource,
+    overrides: Sequence[Override] = (),
+    home: Path | None = None,
+    *,
+    to_run: bool = True,
+    elsewhere: bool = False,
+    scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
+) -> JobSpec:
+    """Return the job in a file, with paths made absolute from the file's folder. Raises SpecError.
+
+    A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
+    Only with `to_run`, its data, folder and programs must exist: a job for another machine can be planned without.
+    `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans to trace the model for.
+    """
+    text, source, folder = _load_source(file)
+    spec = parse_job(text, source, overrides, lambda name: _read_text(folder / name))
+    _check_overrides(spec, overrides)
+    read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
+    return _with_commits([read], folder)[0].spec if to_run else read.spec
+
+
+def read_jobs(
+    file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None
+) -> list[JobSpec]:
+    """Return the jobs in a file: one, or the members of its array. See `read_job`."""
+    text, source, folder = _load_source(file)
+    specs = parse_jobs(text, source, overrides, lambda name: _read_text(folder / name))
+    _check_overrides(specs[0], overrides)
+    read = [
+        _resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs
+    ]
+    return [job.spec for job in _with_commits(read, folder)]
+
+
+def read_jobs_elsewhere(
+    file: JobSource,
+    overrides: Sequence[Override] = (),
+    home: Path | None = None,
+    *,
+    only_one: bool = False,
+) -> list[ReadJob]:
+    """Return the jobs in a file for a service of another machine. Absolute paths in the file are that machine's.
+
+    `only_one`: an array is an error.
+    """
+    text, source, folder = _load_source(file)
+    parse = parse_job if only_one else parse_jobs
+    parsed = parse(text, source, overrides, lambda name: _read_text(folder / name))
+    specs = [parsed] if isinstance(parsed, JobSpec) else parsed
+    _check_overrides(specs[0], overrides)
+    read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
+    return _with_commits(read, folder)
+
+
+def _load_source(file: JobSource) -> tuple[str, str, Path]:
+    """Return the text, name and folder of a job file."""
+    if isinstance(file, Path):
+        return _read_text(file), str(file), file.resolve().parent
+    try:
+        return json.dumps(dict(file)), "the job", Path.cwd()  # JSON is YAML
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"not what a job file can say: {error}", source="the job") from None
+
+
+def check_files(spec: JobSpec, source: str) -> None:
+    """Raise SpecError where a file or folder that the job names does not exist on this machine."""
+    problems = [*_missing_files(spec, source), *_missing_script(spec, source, with_programs=False)]
+    if problems:
+        raise join_problems(problems, source)
+
+
+def check_packages(spec: JobSpec, source: str) -> None:
+    """Raises SpecError where a package is missing here that every rank of the job imports."""
+    if spec.is_script or spec.model is None or spec.model.hf is None:
+        return
+    if missing := [name for name in FINETUNE if find_spec(name) is None]:
+        hint = "where the service runs: pip install 'orchestrator[finetune]'"
+        raise SpecError(
+            f"not installed here: {', '.join(missing)}", source=source, path="model.hf", hint=hint
+        )
+
+
+def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
+    """Raises SpecError where an override changes nothing: no plan has it, or nothing tells the script."""
+    for key, value in overrides if spec.is_script else ():
+        if key.startswith("training.") and key not in OF_SCRIPTS:
+            what, hint = (
+                "nothing tells the script this",
+                "say it in `command`, or in the script's own config file",
+            )
+            raise SpecError(
+                what, source="--set", path=key, got=value, allowed=", ".join(OF_SCRIPTS), hint=hint
+            )
+    key, knob = "knobs.micro_batch_size.default", spec.knobs.micro_batch_size
+    default = knob.default if knob is not None and key in dict(overrides) else None
+    if isinstance(default, int) and default > spec.global_batch_size:
+        raise SpecError(
+            "no plan has a micro-batch above the global batch",
+            source="--set",
+            path=key,
+            got=default,
+            allowed=f"at most global_batch_size={spec.global_batch_size}",
+            hint=f"say `--set global_batch_size={default}` too; `--set plan.micro_batch_size=N` pins that of the plan",
+        )
+
+
+def _resolve_job(
+    spec: JobSpec,
+    source: str,
+    folder: Path,
+    home: Path | None,
+    *,
+    to_run: bool,
+    elsewhere: bool,
+    scope: Callable[[JobSpec], TraceScope] = lambda _: TraceScope(),
+) -> ReadJob:
+    for name, (what, hint) in LEARNED.items():
+        if getattr(spec, name):
+            raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
+    resolved = _with_absolute_paths(spec, folder)
+    remote_keys = {key for key, _ in paths_of(resolved)} & {
+        key for key, path in paths_of(spec) if path.startswith("/")
+    }
+    if not elsewhere:
+        remote_keys.clear()
+    missing = [
+        problem
+        for problem in _missing_files(resolved, source)
+        if to_run or not problem.path.startswith("data.")
+    ]
+    problems = [
+        problem
+        for problem in missing
+        if problem.path not in remote_keys or problem.what == NO_CONFIG
+    ]
+    problems += _duplicate_knobs(resolved, source)
+    is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
+    if is_here and "workdir" not in remote_keys:
+        problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
+    if problems:
+        raise join_problems(problems, source)
+    local_keys = frozenset(key for key, _ in paths_of(resolved) if key not in remote_keys)
+    model = resolved.known_model
+    if model is not None and not is_known(resolved):
+        if isinstance(model.hf, str) and not model.config:
+            path = f"{_model_key(spec)}.hf"
+            raise SpecError(
+                "the model's sizes are not known",
+                source=source,
+                path=path,
+                got=model.hf,
+                hint=hint_for(model.hf),
+            )
+        home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
+        resolved = resolved.model_copy(
+            update={"traced": trace_model(resolved, home.expanduser(), source, scope(resolved))}
+        )
+    return ReadJob(spec=resolved, local_keys=local_keys)
+
+
+def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
+    """Return the jobs with the commits of their working directories, else of the job file's folder."""
+    folders = {
+        job.spec.workdir or str(folder)
+        for job in jobs
+        if job.spec.workdir is None or "workdir" in job.local_keys
+    }
+    commits = {path: code_source(Path(path)) for path in folders}
+    return [
+        replace(
+            job,
+            spec=job.spec.model_copy(
+                update={"source": commits.get(job.spec.workdir or str(folder))}
+            ),
+        )
+        for job in jobs
+    ]
+
+
+def read_cluster(path: Path | None) -> ClusterSpec:
+    """Return the cluster in a file; the embedded one of two virtual devices without a file. Raises SpecError."""
+    if path is None:
+        return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
+    cluster = parse_cluster(_read_text(path), str(path))
+    check_trackers(cluster.trackers, str(path))
+    return cluster
+
+
+def read_pins(pins: str | None) -> tuple[Override, ...]:
+    """Return the overrides of `--plan zero_stage=3,micro_batch=2`. Raises SpecError as `read_overrides`."""
+    pairs = read_overrides(pins.split(",") if pins else (), "--plan")
+    return tuple((f"plan.{SHORT.get(key, key)}", value) for key, value in pairs)
+
+
+def read_overrides(settings: Sequence[str], source: str = "--set") -> tuple[Override, ...]:
+    """Return `key=value` texts as pairs. Raises SpecError if a `=` is missing or a key is repeated."""
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, value in pairs:
+        if not equals or not key:
+            raise SpecError(
+                "a setting is missing its `=`", source=source, got=key, allowed="key=value"
+            )
+        if sum(key == other for other, _, _ in pairs) > 1:
+            raise SpecError("the setting is given twice", source=source, path=key, got=value)
+    return tuple((key, value) for key, _, value in pairs)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise SpecError("the file is not UTF-8 text", source=str(path), got=error.reason) from None
+    except OSError as error:
+        raise SpecError(f"the file cannot be read: {error.strerror}", source=str(path)) from None
+
+
+def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
+    files: dict[str, Any] = {
+        kind: tuple(str(_absolute_path(folder, file)) for file in getattr(spec.data, kind))
+        for kind in KINDS_OF_FILES
+    }
+    tokenizer = _folder_or_name(folder, spec.data.tokenizer)
+    changed: dict[str, object] = {"data": replace(spec.data, tokenizer=tokenizer, **files)}
+    if spec.start_window is not None and spec.start_window.zone is None:
+        changed["start_window"] = replace(spec.start_window, zone=local_zone())
+    if spec.deadline is not None and spec.deadline.zone is None:
+        changed["deadline"] = replace(spec.deadline, zone=local_zone())
+    if spec.is_script or spec.workdir is not None:
+        changed["workdir"] = str(_absolute_path(folder, spec.workdir or "."))
+    if (
+        spec.resume.before is not None
+    ):  # its program may be beside the job's file, but it runs in `workdir`
+        # not resolved: a virtual environment's interpreter is a link, and its target has other
+        # packages
+        command = [
+            os.path.abspath(folder / word) if _is_file(folder / word) else word
+            for word in spec.resume.before
+        ]
+        changed["resume"] = spec.resume.model_copy(update={"before": tuple(command)})
+    if spec.known_model is not None:
+        changed[_model_key(spec)] = _with_absolute_model(spec.known_model, folder)
+    return spec.model_copy(update=changed)
+
+
+def _model_key(spec: JobSpec) -> str:
+    """Return the job file's key of `known_model`."""
+    return "trains" if spec.is_script else "model"
+
+
+def _with_absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
+    if model.factory is not None:
+        file, colon, function = model.factory.rpartition(":")
+        return (
+            replace(model, factory=f"{_absolute_path(folder, file)}:{function}") if colon else model
+        )
+    if isinstance(model.hf, str):
+        hf = str(_folder_or_name(folder, model.hf))
+        folder_config = _folder_config(hf) if Path(hf).is_absolute() else {}
+        config = folder_config or model.config or ({} if Path(hf).is_absolute() else hub_config(hf))
+        return replace(model, hf=hf, config=config)
+    return model
+
+
+def with_zone(settings: Sequence[Override]) -> tuple[Override, ...]:
+    """Return the settings, with this machine's time zone added to `deadline` and `start_window` without one."""
+    return tuple((key, _with_zone(key, value)) for key, value in settings)
+
+
+def _with_zone(key: str, value: str) -> str:
+    parse = {"deadline": parse_deadline, "start_window": parse_window}.get(key)
+    try:
+        moment: Any = parse(value.strip("'\"")) if parse is not None else None
+    except ValueError:
+        return value  # the service says what is wrong
+    return (
+        value
+        if moment is None or moment.zone is not None
+        else str(replace(moment, zone=local_zone()))
+    )
+
+
+def local_zone() -> str:
+    """Return the name of this machine's time zone, from TZ or the link /etc/localtime, else UTC."""
+    link_name = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
+    for name in (os.environ.get("TZ", "").removeprefix(":"), link_name):
+        with suppress(ValueError):
+            return check_zone(name)
+    return "UTC"
+
+
+def _absolute_path(folder: Path, path: str) -> Path:
+    """Return a path as an absolute one. Raises SpecError where its `~user` is nobody."""
+    try:
+        return (folder / Path(path).expanduser()).resolve()
+    except RuntimeError as error:  # no such user, or no home
+        raise SpecError(
+            str(error), source=str(folder), got=path, hint="write the path without ~"
+        ) from None
+
+
+def _is_file(path: str | Path) -> bool:
+    """Return whether a file is there; a path that no system call takes, such as one that is too long, is none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_dir(path: str | Path) -> bool:
+    """Return whether a folder is there, as `_is_file`."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _folder_or_name(folder: Path, name: str | None) -> str | None:
+    """Return a folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
+    if name is None or not (
+        name.startswith((".", "/", "~")) or _is_dir(_absolute_path(folder, name))
+    ):
+        return name
+    return str(_absolute_path(folder, name))
+
+
+def _folder_config(folder: str) -> dict[str, Any]:
+    """Return the content of config.json; empty if it cannot be read, which _missing_files reports."""
+    try:
+        config = json.loads((Path(folder) / CONFIG).read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    for kind in KINDS_OF_FILES:
+        for index, file in enumerate(getattr(spec.data, kind)):
+            if not _is_file(file):
+                yield SpecError(
+                    "the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file
+                )
+    model, key = spec.known_model, _model_key(spec)
+    folders = {
+        "data.tokenizer": spec.data.tokenizer,
+        f"{key}.hf": model.hf if model is not None else None,
+    }
+    for path, folder in folders.items():
+        if isinstance(folder, str) and Path(folder).is_absolute() and not _is_dir(folder):
+            yield SpecError("the folder does not exist", source=source, path=path, got=folder)
+    hf = folders[f"{key}.hf"]
+    if model is not None and isinstance(hf, str) and _is_dir(hf) and not model.config:
+        hint = "use a folder as `save_pretrained` writes it"
+        yield SpecError(NO_CONFIG, source=source, path=f"{key}.hf", got=hf, hint=hint)
+    if model is not None and model.factory is not None:
+        file, _, function = model.factory.rpartition(":")
+        if not file or not function.isidentifier():
+            form = "path/to/file.py:function"
+            yield SpecError(
+                "no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form
+            )
+        elif not _is_file(file):
+            yield SpecError(
+                "the file does not exist", source=source, path=f"{key}.factory", got=file
+            )
+
+
+def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Iterator[SpecError]:
+    if spec.workdir is not None and not _is_dir(spec.workdir):
+        yield SpecError(
+            "the folder does not exist", source=source, path="workdir", got=spec.workdir
+        )
+    elif spec.command is not None and spec.workdir is not None:
+        if spec.config is not None and not _is_file(Path(spec.workdir) / spec.config.file):
+            hint = f"it is relative to `workdir`, here {spec.workdir}"
+            yield SpecError(
+                "the file does not exist",
+                source=source,
+                path="config.file",
+                got=spec.config.file,
+                hint=hint,
+            )
+        if with_programs:
+            yield from _missing_programs(spec, source)
+        script = _script_of(spec.command)
+        if script is not None and not _is_file(Path(spec.workdir) / script):
+            hint = f"paths in `command` are relative to `workdir`, here {spec.workdir}"
+            yield SpecError(
+                "the script does not exist", source=source, path="command", got=script, hint=hint
+            )
+
+
+def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """Errors for programs that cannot start here; a bare `python` is the service's own."""
+    assert spec.command is not None, "only a script has programs"
+    env = {**base_env(), **dict(spec.env)}
+    programs = {"command": spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
+    for key, program in programs.items():
+        problem = (
+            None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
+        )
+        if problem is not None:
+            what, places, hint = problem
+            yield SpecError(
+                what,
+                source=source,
+                path=key,
+                got=program,
+                allowed=f"a program; tried {places}",
+                hint=hint,
+            )
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """Return the script that `python [-u ...] script.py` starts; None for other commands."""
+    program, *arguments = command
+    if not is_python(program):
+        return None
+    first = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return first if first is not None and first.endswith(".py") else None
+
+
+def _duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """Errors for knobs whose flag or variable the job sets too: it would override the plan, or repeat the flag."""
+    for name, knob in spec.knobs.items():
+        word = knob.flag or knob.switch or knob.override
+        if word and any(
+            argument == word or argument.startswith(f"{word}=") for argument in spec.command or ()
+        ):
+            yield SpecError(
+                "the flag of a knob is already in `command`",
+                source=source,
+                path=f"knobs.{name}",
+                got=word,
+                hint="remove it from `command`: it is added with the value of each plan; or remove the knob",
+            )
+        if knob.env and any(knob.env == variable for variable, _ in spec.env):
+            yield SpecError(
+                "the variable of a knob is already in `env`",
+                source=source,
+                path=f"knobs.{name}",
+                got=knob.env,
+                hint="remove it from `env`: it is set to the value of each plan; or remove the knob",
+            )

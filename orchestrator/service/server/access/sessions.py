@@ -1,0 +1,114 @@
+"""Browser sessions: a signed cookie that names a token's record, never the token itself."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from fastapi import Request, Response
+
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.specs.access import Principal, Role
+
+LIFETIME_S = 24 * 3600.0
+OWNER = 0  # stands for the home folder's own token, which has no record; records count from 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sessions:
+    """Opens and reads browser sessions. A session ends with its token: by expiry, revocation, or its user's removal.
+
+    The key of the signature is derived from the home folder's token, so a replaced home ends every session.
+    """
+
+    owner_token: str
+    owner: str  # name of the user who holds it
+    accounts: Accounts
+    clock: Callable[[], float] = time.time
+
+    def cookie(self, token: str) -> str | None:
+        """Return the cookie of a new session; None for an invalid token."""
+        if hmac.compare_digest(token.encode(), self.owner_token.encode()):
+            number: int | None = OWNER
+        else:
+            number = self.accounts.number_of(token)
+        return None if number is None else self._sign(f"{number}.{int(self.clock() + LIFETIME_S)}")
+
+    def opened(self, user: str, role: Role, lifetime_s: float) -> str:
+        """Return the cookie of a new session for a user of an OpenID provider."""
+        number = self.accounts.open_session(user, role, lifetime_s)
+        return self._sign(f"{number}.{int(self.clock() + lifetime_s)}")
+
+    def close(self, request: Request) -> None:
+        """End a session of an OpenID provider. A token's session remains valid with any copy of its cookie."""
+        if self.principal(request) is not None:
+            self.accounts.close_session(
+                int(request.cookies[cookie_name(request)].partition(".")[0])
+            )
+
+    def sealed(self, text: str) -> str:
+        """Return a signed text, readable by `unsealed`. It is no session."""
+        return self._sign(text, "on its way")
+
+    def unsealed(self, cookie: str) -> str | None:
+        """Return the text given to `sealed`; None where the signature is invalid."""
+        text = cookie.rpartition(".")[0]
+        return text if hmac.compare_digest(cookie.encode(), self.sealed(text).encode()) else None
+
+    def principal(self, request: Request) -> Principal | None:
+        """Return the signed-in user; None without a valid session."""
+        payload, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
+        number, _, until_s = payload.partition(".")
+        if not hmac.compare_digest(cookie.encode(), self._sign(payload).encode()):
+            return None
+        if self.clock() >= int(until_s):
+            return None
+        if int(number) == OWNER:
+            return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
+        return self.accounts.principal_of(int(number))
+
+    def _sign(self, payload: str, what: str = "session of a browser") -> str:
+        key = hashlib.sha256(f"{what} {self.owner_token}".encode()).digest()
+        return f"{payload}.{hmac.new(key, payload.encode(), hashlib.sha256).hexdigest()}"
+
+
+def keep(request: Request, answer: Response, cookie: str) -> None:
+    """Set the session's cookie: only for this service, hidden from scripts, and TLS-only if the request used TLS."""
+    answer.set_cookie(
+        cookie_name(request),
+        cookie,
+        max_age=int(LIFETIME_S),
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+def drop(request: Request, answer: Response) -> None:
+    """Delete the session's cookie in the browser."""
+    answer.delete_cookie(
+        cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https"
+    )
+
+
+def cookie_name(request: Request) -> str:
+    """Return the cookie's name, with the port: cookies ignore ports, and one machine may run several services."""
+    return f"orc-{request.url.port or 443}"
+
+
+def is_same_origin(request: Request) -> bool:
+    """Return whether a page of this service sent the request, as the browser says; False where it says nothing."""
+    site = request.headers.get(
+        "sec-fetch-site"
+    )  # browsers send it to TLS and the loopback alone, and forge it nowhere
+    if site is not None:
+        return site == "same-origin"
+    parts = urlsplit(request.headers.get("origin", ""))
+    return (parts.scheme, parts.netloc.lower()) == (
+        request.url.scheme,
+        request.headers.get("host", "").lower(),
+    )

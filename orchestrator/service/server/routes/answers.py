@@ -1,0 +1,334 @@
+"""Response types of the API, only for /openapi.json: views build the responses, and nothing validates them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import iscoroutinefunction
+from typing import Any, NotRequired
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
+
+from orchestrator.service.server.members import Machine
+from orchestrator.service.views.expected import ExpectedJob
+from orchestrator.service.views.records import JobView, NodeView
+from orchestrator.service.views.sweeps import SweepView
+from orchestrator.service.views.teams import TeamView
+
+
+class ErrorAnswer(TypedDict):
+    """The reason why a request was refused, for people."""
+
+    error: str
+
+
+class EmptyAnswer(TypedDict):
+    """An answer without content."""
+
+
+class StatusAnswer(TypedDict):
+    """The state of the service, for probes."""
+
+    status: str
+
+
+class ReadyAnswer(TypedDict):
+    """The service accepts jobs. `problems` are present problems, one sentence each."""
+
+    status: str
+    problems: list[str]
+
+
+class NotReadyAnswer(ErrorAnswer):
+    """The service accepts no jobs: the reason, and all present problems."""
+
+    problems: NotRequired[list[str]]
+
+
+class LinkAnswer(TypedDict):
+    """A link that signs a browser in, once."""
+
+    path: str
+
+
+class ForecastAnswer(TypedDict):
+    """Every live job with its expected start and end."""
+
+    jobs: list[ExpectedJob]
+
+
+class WhoAnswer(TypedDict):
+    """The user and role of the sender."""
+
+    user: str
+    role: str
+
+
+class SubmittedAnswer(TypedDict):
+    """The id of a submitted job; `late` has a sentence if it is expected to miss its deadline."""
+
+    id: str
+    late: dict[str, str]  # by id: why the deadline is expected to be missed
+
+
+class JobsAnswer(TypedDict):
+    """Live and ended jobs."""
+
+    jobs: list[JobView]
+    next: str | None  # where the next page of live jobs begins
+
+
+class JobAnswer(TypedDict):
+    """A job, and the version of the state in which it was read."""
+
+    job: JobView
+    version: int
+
+
+class CancelledAnswer(TypedDict):
+    """Ids of jobs that are being cancelled."""
+
+    cancelled: list[str]
+
+
+class ChangedAnswer(TypedDict):
+    """Ids of the jobs that the request changed."""
+
+    changed: list[str]
+
+
+class RetriedAnswer(TypedDict):
+    """The id of the job that continues, from which checkpoint, and why."""
+
+    id: str  # of the new job; of the same one where it asked
+    continues_from: str | None  # the job with whose newest checkpoint it begins
+    why: str  # how it goes on, in words
+
+
+class MissingAnswer(TypedDict):
+    """SHA-256 of archives that the service lacks."""
+
+    missing: list[str]
+
+
+class ClusterAnswer(TypedDict):
+    """The live cluster."""
+
+    name: str
+    trackers: dict[str, str]
+    problems: list[str]  # what is wrong around the service now, in one sentence each
+    nodes: list[NodeView]
+    drained: list[str]
+    observations: list[dict[str, Any]]
+
+
+class GoingAnswer(TypedDict):
+    """A part of an ended job's folder that is removed, and the setting that requires it."""
+
+    job: str
+    part: str
+    kind: str
+    bytes: int
+    ended_at_s: float
+    why: str
+
+
+class StayingAnswer(TypedDict):
+    """How many parts or jobs stay for one reason, and their bytes."""
+
+    reason: str
+    count: int
+    bytes: int
+
+
+class PurgeAnswer(TypedDict):
+    """Parts that are removed, that stay, and that could not be removed; `more` parts follow next time."""
+
+    dry_run: bool
+    goes: list[GoingAnswer]
+    stays: list[StayingAnswer]
+    failed: dict[str, str]
+    home_bytes: int
+    beyond_bytes: int  # above the budget after all that may go
+    more: int
+
+
+class JoinAnswer(TypedDict):
+    """The address of Ray for a joining machine, and the properties that it must share."""
+
+    ray_address: str
+    machine: Machine
+
+
+class SweepsAnswer(TypedDict):
+    """The newest sweeps."""
+
+    sweeps: list[SweepView]
+
+
+class TeamsAnswer(TypedDict):
+    """Teams of a shared cluster."""
+
+    teams: list[TeamView]
+
+
+class KeptAnswer(TypedDict):
+    """The number of observations that were new."""
+
+    count: int
+
+
+class ShutdownAnswer(TypedDict):
+    """Ids of jobs that ran at the shutdown."""
+
+    running: list[str]
+
+
+class UserAnswer(TypedDict):
+    """A user."""
+
+    name: str
+    role: str
+    created_at_s: float
+
+
+class TriedAnswer(TypedDict):
+    """Why each notification target could not be reached, by name; null for success."""
+
+    problems: dict[str, str | None]
+
+
+class UsersAnswer(TypedDict):
+    """Every user."""
+
+    users: list[UserAnswer]
+
+
+class TokenAnswer(TypedDict):
+    """Metadata of a token."""
+
+    id: int
+    user: str
+    shown: str
+    created_at_s: float
+    expires_at_s: float | None
+    revoked_at_s: float | None
+    used_at_s: float | None
+
+
+class TokensAnswer(TypedDict):
+    """Every token."""
+
+    tokens: list[TokenAnswer]
+
+
+class NewTokenAnswer(TypedDict):
+    """A new token with its secret, which no other response contains."""
+
+    secret: str
+    token: TokenAnswer
+
+
+class UnreadableRowAnswer(TypedDict):
+    """An unreadable row of the journal, with its bytes and the reason."""
+
+    table: str
+    row: str
+    body: str
+    reason: str
+    at_s: float
+
+
+class UnreadableAnswer(TypedDict):
+    """The unreadable rows of the journal."""
+
+    rows: list[UnreadableRowAnswer]
+
+
+class AuditRowAnswer(TypedDict):
+    """A row of the audit log."""
+
+    number: int
+    at_s: float
+    user: str
+    role: str
+    request_id: str
+    action: str
+    status: int
+
+
+class AuditAnswer(TypedDict):
+    """Rows of the audit log, newest first."""
+
+    rows: list[AuditRowAnswer]
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+REFUSALS: Responses = {
+    status: {"model": ErrorAnswer, "description": description}
+    for status, description in {
+        400: "The body is no JSON.",
+        401: "There is no token, or a wrong one.",
+        403: "The Host is not allowed, or the role or the team of the sender.",
+        404: "There is no such thing.",
+        405: "The route has no such method.",
+        409: "The service refuses it in its present state.",
+        411: "The body has no length.",
+        413: "The body is too long.",
+        422: "The input is wrong.",
+        429: "Too many requests.",
+        503: "The journal cannot be written now.",
+    }.items()
+}
+
+
+class PlainRoute(APIRoute):
+    """Route that serialises its dict directly, in its own thread, since views build plain JSON data.
+
+    FastAPI would first copy each part of it, in the thread that serves everybody.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        self.answers = endpoint  # the function itself, which returns a dict
+        super().__init__(path, _with_json_answer(endpoint), **settings)
+
+
+def _with_json_answer(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the endpoint as one that answers its dict as JSON."""
+    if iscoroutinefunction(endpoint):
+
+        @wraps(endpoint)
+        async def answer_json_later(*args: Any, **keywords: Any) -> Response:
+            return _as_response(await endpoint(*args, **keywords))
+
+        return answer_json_later
+
+    @wraps(endpoint)
+    def answer_json(*args: Any, **keywords: Any) -> Response:
+        return _as_response(endpoint(*args, **keywords))
+
+    return answer_json
+
+
+def _as_response(content: Response | Mapping[str, Any]) -> Response:
+    return content if isinstance(content, Response) else JSONResponse(content)
+
+
+def answers(model: type) -> dict[str, Any]:
+    """Return arguments of a route that answers 200 with this model, documented but not validated."""
+    return {"response_model": None, "responses": {200: {"model": model}}}
+
+
+def answers_bytes(*headers: str) -> dict[str, Any]:
+    """Return arguments of a route that answers 200 with bytes and these integer headers."""
+    header_schemas = {name: {"schema": {"type": "integer"}, "required": True} for name in headers}
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {
+        "response_model": None,
+        "response_class": Response,
+        "responses": {200: {"content": content, "headers": header_schemas}},
+    }

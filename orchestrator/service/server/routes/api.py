@@ -1,0 +1,528 @@
+"""The service's HTTP API. Every route but /healthz and /readyz needs a token, and a role from `ROLES`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi import Path as PathField
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
+from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.service.client.client import user_name
+from orchestrator.service.client.join_token import secret_of
+from orchestrator.service.server.access.gate import (
+    BODY_BYTES_MAX,
+    JSON_BYTES_MAX,
+    LINK,
+    Gate,
+    Gated,
+    limiter,
+    refusal,
+)
+from orchestrator.service.server.access.sessions import Sessions
+from orchestrator.service.server.access.sign_in_links import SignInLinks
+from orchestrator.service.server.ended import Reports, make_report
+from orchestrator.service.server.members import Members, machine
+from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
+from orchestrator.service.server.purger import purge_view
+from orchestrator.service.server.routes import mlflow_routes
+from orchestrator.service.server.routes.answers import (
+    REFUSALS,
+    AuditAnswer,
+    ClusterAnswer,
+    EmptyAnswer,
+    ForecastAnswer,
+    JoinAnswer,
+    KeptAnswer,
+    LinkAnswer,
+    NewTokenAnswer,
+    NotReadyAnswer,
+    PlainRoute,
+    PurgeAnswer,
+    ReadyAnswer,
+    ShutdownAnswer,
+    StatusAnswer,
+    TeamsAnswer,
+    TokensAnswer,
+    TriedAnswer,
+    UnreadableAnswer,
+    UsersAnswer,
+    WhoAnswer,
+    answers,
+)
+from orchestrator.service.server.routes.attempt_files import beats
+from orchestrator.service.server.routes.dependencies import (
+    NUMBER_MAX,
+    Forbidden,
+    NameObjects,
+    Sender,
+    Service,
+    seen_from,
+)
+from orchestrator.service.server.routes.job_routes import (
+    add_file_routes,
+    add_job_routes,
+    add_log_routes,
+)
+from orchestrator.service.server.routes.requests import (
+    DrainRequest,
+    NodeRequest,
+    ObserveRequest,
+    PurgeRequest,
+    ShutdownRequest,
+    TokenRequest,
+    TryRequest,
+    UserRequest,
+)
+from orchestrator.service.server.routes.verb_routes import add_verb_routes
+from orchestrator.service.server.routes.waits import Waits
+from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
+from orchestrator.service.transfer.store import Uploads
+from orchestrator.service.views.morning import ReportView
+from orchestrator.service.views.records import (
+    node_view,
+    observations_from_view,
+    observations_view,
+)
+from orchestrator.service.views.teams import teams_view
+from orchestrator.specs.access import Role
+from orchestrator.specs.errors import (
+    OrchestratorError,
+    ReadOnlyError,
+    ServiceError,
+    SpecError,
+    StorageError,
+    UncertainError,
+    UnknownError,
+)
+from orchestrator.specs.fields import UserName
+from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.parse import node_from_data
+from orchestrator.specs.run import find_upload
+
+ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
+ROLES = {  # needed by each route; one that is missing here needs an admin
+    ("GET", "/openapi.json"): Role.VIEWER,
+    ("GET", "/whoami"): Role.VIEWER,
+    ("POST", "/sign-in-links"): Role.VIEWER,
+    ("GET", "/jobs"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/comparison"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/attempts/{number}/logs/follow"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
+    ("GET", "/sweeps"): Role.VIEWER,
+    ("GET", "/sweeps/{sweep_id}"): Role.VIEWER,
+    ("GET", "/cluster"): Role.VIEWER,
+    ("GET", "/teams"): Role.VIEWER,
+    ("GET", "/report"): Role.VIEWER,
+    ("GET", "/forecast"): Role.VIEWER,
+    ("GET", "/metrics"): Role.VIEWER,
+    ("POST", "/jobs"): Role.MEMBER,
+    ("POST", "/jobs/batch"): Role.MEMBER,
+    ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
+    ("POST", "/jobs/hold"): Role.MEMBER,  # of its own team, as those below
+    ("POST", "/jobs/release"): Role.MEMBER,
+    ("POST", "/jobs/suspend"): Role.MEMBER,
+    ("POST", "/jobs/resume"): Role.MEMBER,
+    ("POST", "/jobs/{job_id}/update"): Role.MEMBER,
+    ("POST", "/jobs/{job_id}/retry"): Role.MEMBER,
+    ("POST", "/uploads/missing"): Role.MEMBER,
+    ("PUT", "/uploads/{digest}"): Role.MEMBER,
+    ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
+    ("POST", "/observations"): Role.OPERATOR,
+    ("POST", "/notify/test"): Role.OPERATOR,
+    ("POST", "/purge"): Role.OPERATOR,
+    ("GET", "/join"): Role.OPERATOR,
+    ("POST", "/nodes"): Role.OPERATOR,
+    ("DELETE", "/nodes/{node}"): Role.OPERATOR,
+}
+JOINING = frozenset(  # for which the token of joining machines is enough
+    {
+        ("GET", "/join"),
+        ("GET", "/cluster"),
+        ("POST", "/nodes"),
+        ("POST", "/nodes/{node}/drain"),
+        ("DELETE", "/nodes/{node}"),
+    }
+)
+EXPOSITION: dict[str, Any] = {
+    "response_model": None,
+    "response_class": Response,
+    "responses": {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},
+}
+READY: dict[str, Any] = {
+    "response_model": None,
+    "responses": {
+        200: {"model": ReadyAnswer},
+        503: {"model": NotReadyAnswer, "description": "It takes no jobs now."},
+    },
+}
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the API's application.
+
+    It answers a wrong token by 401, a wrong Host or role by 403, an unknown object by 404, bad input by 422, and a
+    refusal by 409.
+    """
+    app = FastAPI(
+        title="orc",
+        version=version("orchestrator"),
+        docs_url=None,
+        redoc_url=None,
+        responses=REFUSALS,
+    )
+    gate = Gate(
+        owner_token=service.token,
+        owner=user_name(),
+        accounts=service.accounts,
+        hosts=service.hosts,
+        roles={
+            **ROLES,
+            **mlflow_routes.ROLES,
+            **({} if service.pages is None else service.pages.roles),
+        },
+        reading=mlflow_routes.READING,
+        body_bytes_max=_body_limits(),
+        rates=limiter(),
+        joining=JOINING,
+        join_secret=lambda: secret_of(service.home),
+        sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
+        links=SignInLinks(),
+        pages=service.pages,
+    )
+    app.add_middleware(Gated, gate=gate)
+    app.router.route_class = PlainRoute
+    app.exception_handler(OrchestratorError)(_answer_error)
+    app.exception_handler(RequestValidationError)(_answer_malformed)
+    app.exception_handler(HTTPException)(_answer_unrouted)
+    uploads = Uploads(service.home, lambda: _used_uploads(service))
+    waits = Waits(service.controller.wait_for_change)
+    add_job_routes(app, service, uploads, waits)
+    add_verb_routes(app, service, uploads)
+    add_log_routes(app, service, waits)
+    add_file_routes(app, service, uploads)
+    _add_probe_routes(app, service)
+    _add_cluster_routes(app, service)
+    _add_report_routes(app, service)
+    _add_operator_routes(app, service)
+    _add_member_routes(app, service)
+    _add_account_routes(app, service)
+    _add_sign_in_route(app, gate)
+    _add_journal_routes(app, service)
+    if service.pages is not None:
+        service.pages.add(app, service, gate)
+    if (
+        service.trackers.get("mlflow") == MLFLOW
+    ):  # else it is a server that somebody named, elsewhere
+        mlflow_routes.add_mlflow_routes(app, service.home)
+    return app
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+def _used_uploads(service: Service) -> set[str]:
+    """Return the digests of the uploads that live jobs name."""
+    live = (job.spec for job in service.controller.state.jobs.values() if not job.status.ended)
+    uploads = (find_upload(service.home, path) for spec in live for _, path in paths_of(spec))
+    return {upload.parent.name for upload, _ in filter(None, uploads)}
+
+
+def _body_limits() -> dict[tuple[str, str], int]:
+    """Return the bytes that a body of each API route may have."""
+    limits = dict.fromkeys(ROLES, JSON_BYTES_MAX)
+    limits["PUT", "/uploads/{digest}"] = UPLOAD_BYTES_MAX
+    for path in ("/jobs/batch", "/observations"):
+        limits["POST", path] = BODY_BYTES_MAX
+    return limits
+
+
+def _add_probe_routes(app: FastAPI, service: Service) -> None:
+    """Add what probes, Prometheus and clients ask of the service itself."""
+    controller = service.controller
+
+    @app.get("/healthz", **answers(StatusAnswer))
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz", **READY)
+    async def readyz() -> Response:
+        """Answer 200 while the service accepts jobs: it owns its journal, can write it, and decides.
+
+        It waits for nothing, and for no thread: those of other routes may all stand behind a decision. Without live
+        nodes jobs are accepted, and wait.
+        """
+        try:
+            controller.confirm()
+        except ServiceError as error:
+            return refusal(503, str(error))
+        problems, failures = controller.health.problems(), controller.health.failures()
+        if failures:
+            return JSONResponse(
+                {"error": "; ".join(failures), "problems": problems}, status_code=503
+            )
+        if not controller.state.nodes and not problems:
+            problems = ["no node is there"]
+        return JSONResponse({"status": "ready", "problems": problems})
+
+    metrics = Metrics(
+        controller.figures, controller.confirm, lambda job: beats(service.home, job).reports
+    )
+
+    @app.get("/metrics", **EXPOSITION)
+    def scrape() -> Response:
+        return Response(content=metrics.text(), media_type=MEDIA_TYPE)
+
+    @app.get("/whoami", **answers(WhoAnswer))
+    def whoami(sender: Sender) -> dict[str, str]:
+        return {"user": sender.name, "role": sender.role}
+
+
+def _add_cluster_routes(app: FastAPI, service: Service) -> None:
+    controller = service.controller
+
+    @app.get("/cluster", **answers(ClusterAnswer))
+    def cluster(request: Request) -> dict[str, Any]:
+        state = controller.state
+        job_ids = holders(state)
+        return {
+            "name": service.cluster,
+            "trackers": {
+                name: seen_from(request, address) for name, address in service.trackers.items()
+            },
+            "problems": controller.health.problems(),
+            "nodes": [node_view(node, job_ids, state) for node in state.nodes],
+            "drained": state.drained,
+            "observations": observations_view(state.observations),
+        }
+
+    @app.post("/nodes/{node}/drain", **answers(EmptyAnswer))
+    def drain(node: str, request: DrainRequest, name_objects: NameObjects) -> dict[str, Any]:
+        name_objects(["undo"] if request.undo else [])
+        controller.drain(node, undo=request.undo)
+        return {}
+
+    @app.get("/teams", **answers(TeamsAnswer))
+    def teams() -> dict[str, Any]:
+        return {"teams": teams_view(controller.state, time.time())}
+
+
+def _add_report_routes(app: FastAPI, service: Service) -> None:
+    controller = service.controller
+
+    @app.get("/forecast", **answers(ForecastAnswer))
+    def forecast() -> dict[str, Any]:
+        """Return expected start and end of each live job, earliest start first, assuming no more submissions."""
+        return {"jobs": [*service.forecasts.wait_for_newest().values()]}
+
+    newest = Reports(
+        lambda since_s: dict(
+            make_report(controller, since_s, time.time(), service.sweeper.reports())
+        )
+    )
+
+    @app.get("/report", **answers(ReportView))
+    def report(
+        since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
+        until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
+    ) -> dict[str, Any]:
+        """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
+        if until_s is not None:
+            return dict(make_report(controller, since_s, until_s, service.sweeper.reports()))
+        return newest.of(controller.version, since_s)
+
+
+def _add_operator_routes(app: FastAPI, service: Service) -> None:
+    """Add routes for operators and admins: test notices, observations, purge and shutdown."""
+    controller = service.controller
+
+    @app.post("/notify/test", **answers(TriedAnswer))
+    def notify_test(request: TryRequest) -> dict[str, Any]:
+        """Send a test notice to these notification targets, or to all."""
+        return {
+            "problems": {} if service.notifier is None else service.notifier.test(request.targets)
+        }
+
+    @app.post("/observations", **answers(KeptAnswer))
+    def observe(request: ObserveRequest) -> dict[str, Any]:
+        return {"count": controller.observe(observations_from_view(request.observations))}
+
+    @app.post("/purge", **answers(PurgeAnswer))
+    def purge(request: PurgeRequest, http_request: Request, sender: Sender) -> Mapping[str, object]:
+        """Remove files of ended jobs by the cluster file's `keep`, or only list them."""
+        result = service.purger.purge(sender, http_request.state.id, is_dry=request.dry_run)
+        return purge_view(result, is_dry=request.dry_run)
+
+    @app.post("/shutdown", **answers(ShutdownAnswer))
+    def shutdown(request: ShutdownRequest) -> dict[str, Any]:
+        running = [
+            job.id for job in controller.state.jobs.values() if job.status is JobStatus.RUNNING
+        ]
+        if running and not request.force:
+            raise ServiceError(
+                f"jobs run: {', '.join(running)}. Wait, `orc cancel` them, or use `orc down --force`: it stops "
+                "them, and they restart from their newest checkpoint at the next `orc up`"
+            )
+        service.shut_down()
+        return {"running": running}
+
+
+def _add_member_routes(app: FastAPI, service: Service) -> None:
+    """Add routes for machines that join and leave the service's own Ray."""
+
+    @app.get("/join", **answers(JoinAnswer))
+    def join() -> dict[str, Any]:
+        return {
+            "ray_address": _members(service).ray_address(),
+            "machine": asdict(machine(service.home)),
+        }
+
+    @app.post("/nodes", **answers(EmptyAnswer))
+    def add_node(request: NodeRequest, name_objects: NameObjects) -> dict[str, Any]:
+        node = node_from_data(request.node, "the machine that joins")
+        name_objects([node.name, request.address])
+        _members(service).add(node, request.address)
+        return {}
+
+    @app.delete("/nodes/{node}", **answers(EmptyAnswer))
+    def remove_node(node: str) -> dict[str, Any]:
+        """Remove a machine that has left. A new node of its name starts without a drain."""
+        _members(service).remove(node)
+        if node in service.controller.state.drained:
+            service.controller.drain(node, undo=True)
+        return {}
+
+
+def _members(service: Service) -> Members:
+    if service.members is None:
+        raise ServiceError(
+            "the service's Ray is not its own: start Ray on that machine by hand, with `ray start`"
+        )
+    return service.members
+
+
+def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
+    @app.post("/sign-in-links", **answers(LinkAnswer))
+    def sign_in_link(request: Request) -> dict[str, str]:
+        """Return the path of a link that signs one browser in as the sender, within five minutes."""
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        cookie = gate.sessions.cookie(token)
+        if cookie is None:
+            raise ServiceError("a browser's session gives no link: send a token")
+        return {"path": f"{LINK}{gate.links.add(cookie)}"}
+
+
+def _add_account_routes(app: FastAPI, service: Service) -> None:
+    """Add users, tokens and the audit log, for admins alone: `ROLES` does not name them."""
+    accounts = service.accounts
+
+    @app.get("/users", **answers(UsersAnswer))
+    def users() -> dict[str, Any]:
+        return {"users": [asdict(user) for user in accounts.users()]}
+
+    @app.put("/users/{name}", **answers(EmptyAnswer))
+    def set_user(name: UserName, request: UserRequest, name_objects: NameObjects) -> dict[str, Any]:
+        name_objects([request.role])
+        if request.role.may(Role.MEMBER):
+            service.refuse_user(name)
+        accounts.set_user(name, request.role)
+        return {}
+
+    @app.delete("/users/{name}", **answers(EmptyAnswer))
+    def remove_user(name: str) -> dict[str, Any]:
+        accounts.remove_user(name)
+        return {}
+
+    @app.get("/tokens", **answers(TokensAnswer))
+    def tokens() -> dict[str, Any]:
+        return {"tokens": [asdict(token) for token in accounts.tokens()]}
+
+    @app.post("/tokens", **answers(NewTokenAnswer))
+    def create_token(request: TokenRequest, name_objects: NameObjects) -> dict[str, Any]:
+        """Create a token. Only this response contains the token itself."""
+        name_objects([request.user])
+        secret, token = accounts.create_token(request.user, request.lifetime_s)
+        return {"secret": secret, "token": asdict(token)}
+
+    @app.delete("/tokens/{number}", **answers(EmptyAnswer))
+    def revoke_token(number: Annotated[int, PathField(ge=0, le=NUMBER_MAX)]) -> dict[str, Any]:
+        accounts.revoke_token(number)
+        return {}
+
+    @app.get("/audit", **answers(AuditAnswer))
+    def audit(
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
+    ) -> dict[str, Any]:
+        return {
+            "rows": [
+                {"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)
+            ]
+        }
+
+
+def _add_journal_routes(app: FastAPI, service: Service) -> None:
+    """Add the journal's unreadable rows, for admins alone."""
+
+    @app.get("/journal/unreadable", **answers(UnreadableAnswer))
+    def unreadable() -> dict[str, Any]:
+        return {"rows": [asdict(row) for row in service.set_aside.rows()]}
+
+    @app.delete("/journal/unreadable/{table}/{row}", **answers(EmptyAnswer))
+    def drop_unreadable(table: str, row: str) -> dict[str, Any]:
+        """Delete an unreadable row for good. A live job is cancelled first, as it may occupy devices."""
+        job = service.controller.state.jobs.get(row) if table == "live" else None
+        if job is not None and job.unreadable:
+            raise ServiceError(
+                f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped"
+            )
+        if service.set_aside.remove(table, row) is None:
+            raise UnknownError(
+                f"no row {table}/{row} stands aside. `orc doctor --repair` lists them"
+            )
+        return {}
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+async def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, UnknownError):
+        return refusal(404, str(error))
+    if isinstance(error, Forbidden):
+        return refusal(403, str(error))
+    if isinstance(error, StorageError | ReadOnlyError):
+        return refusal(503, str(error))
+    if isinstance(error, UncertainError):
+        answer = refusal(503, str(error))
+        answer.headers["Retry-After"] = str(ASK_AGAIN_S)
+        return answer
+    return refusal(422 if isinstance(error, SpecError) else 409, str(error))
+
+
+async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:
+    """Answer an unknown route or method, or a body that is no text, as every other refusal."""
+    assert isinstance(error, HTTPException), error
+    answer = refusal(error.status_code, error.detail)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _answer_malformed(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError), error
+    details = "; ".join(
+        f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
+    )
+    return refusal(422, f"the request is malformed: {details}")

@@ -1,0 +1,116 @@
+"""Reads a live attempt's files for the API: heartbeats, log tails, and why it runs without the guard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.concurrency import run_in_threadpool
+
+from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.ended_files import removal_words
+from orchestrator.backends.attempts.left_files import Reports, read_heartbeats
+from orchestrator.backends.redaction import hidden_bytes, mask
+from orchestrator.service.server.routes.waits import Waits
+from orchestrator.service.views.records import JobView, job_view
+from orchestrator.specs.attempt import AttemptStatus, Heartbeat
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.replace import replace
+from orchestrator.specs.run import JobFolder
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from orchestrator.specs.job_record import Job
+    from orchestrator.specs.policy import PolicySpec
+
+UNWATCHED_CHARACTERS_MAX = 300
+LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
+
+
+def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
+    """Return the job as JSON, with its live attempt's heartbeats. A waiting job's reason includes `problems`.
+
+    A job that cannot be shown costs its own row alone: the row has no attempts, and its reason says why.
+    """
+    try:
+        return _view_of(home, job, policy, problems)
+    except Exception as error:  # the edge of a row: a list has other jobs
+        log.exception("job %s cannot be shown", job.id)
+        reason = f"{job.reason}; its attempts cannot be shown: {type(error).__name__}: {error}"
+        return job_view(replace(job, attempts=(), reason=reason), policy=policy)
+
+
+def _view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
+    if problems and job.status is JobStatus.QUEUED:
+        return {**job_view(job, policy=policy), "reason": "; ".join((*problems, job.reason))}
+    attempt = job.last
+    if attempt is None or attempt.status is AttemptStatus.ENDED:
+        removed = removal_words(home, job.id) if job.status.ended else []
+        return {**job_view(job, policy=policy), "removed": removed}
+    folder = JobFolder(home, job.id).attempt(attempt.number)
+    lines = read_from(folder.unwatched, 0, hidden_bytes(job.spec, os.environ))
+    unwatched = lines.decode(errors="replace").partition("\n")[0][:UNWATCHED_CHARACTERS_MAX]
+    reports = beats(home, job)
+    return job_view(job, reports.reports, policy, unwatched, reports.problems)
+
+
+def beats(home: Path, job: Job) -> Reports[Heartbeat]:
+    """Return the last heartbeats (progress reports) of the newest attempt's ranks."""
+    if job.last is None:
+        return Reports()
+    return read_heartbeats(
+        JobFolder(home, job.id).attempt(job.last.number), job.last.plan.world_size
+    )
+
+
+def read_from(path: Path, offset: int, hidden: Sequence[bytes]) -> bytes:
+    """Return at most `LOG_BYTES_MAX` bytes of a file from an offset; b"" where the file is missing.
+
+    Each byte of a `hidden` value becomes an asterisk, even where the value crosses either end.
+    """
+    around = max(map(len, hidden), default=0)
+    margin = min(offset, around)
+    try:
+        with open_left(path) as file:
+            file.seek(offset - margin)
+            text = mask(file.read(margin + LOG_BYTES_MAX + around), hidden)
+    except OSError:
+        return b""
+    return text[margin : margin + LOG_BYTES_MAX]
+
+
+async def follow_file(
+    path: Path,
+    offset: int,
+    hidden: Sequence[bytes],
+    is_over: Callable[[], bool],
+    waits: Waits,
+    wait_s: float,
+) -> AsyncIterator[bytes]:
+    """Yield bytes of a growing file from an offset, until it is complete, or for `wait_s` seconds."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        was_over = is_over()  # asked before the file is read, so that nothing is missed
+        text = await run_in_threadpool(read_from, path, offset, hidden)
+        offset += len(text)
+        if text:
+            yield text
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or (was_over and not text):
+            return
+        if not text:
+            await waits.until(partial(_has_more, path, offset, is_over), left_s)
+
+
+def _has_more(path: Path, offset: int, is_over: Callable[[], bool]) -> bool:
+    try:
+        return path.stat().st_size > offset or is_over()
+    except OSError:
+        return is_over()

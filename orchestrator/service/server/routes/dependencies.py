@@ -1,0 +1,123 @@
+"""Dependencies of the API's routes: the service, the sender, and error responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends, FastAPI, Request, Response
+
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.backends.journal.set_aside import SetAside
+from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
+from orchestrator.service.client.endpoint import LOOPBACK
+from orchestrator.service.server.access.gate import Gate
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.forecasts import Forecasts
+from orchestrator.service.server.members import Members
+from orchestrator.service.server.notifier import Notifier
+from orchestrator.service.server.purger import Purger
+from orchestrator.service.server.reasons import Reasons
+from orchestrator.service.server.sweeps.sweeper import Sweeper
+from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.cluster import UserSpec
+from orchestrator.specs.errors import ServiceError, UnknownError
+from orchestrator.specs.job_record import Job
+
+if TYPE_CHECKING:
+    from orchestrator.backends.oidc.provider import Provider
+
+NEVER_SEEN = -1  # a version that no state has
+NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Web pages beside the API: `add` adds the routes, `roles` has the role that each needs."""
+
+    roles: Mapping[tuple[str, str], Role]
+    headers: Mapping[str, str]  # of each page
+    refused: Callable[[Request, int, str], Response]  # the page of a refusal
+    add: Callable[[FastAPI, Service, Gate], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Objects that the routes use: the controller, the accounts, the home folder with its token, and so on."""
+
+    controller: Controller
+    accounts: Accounts
+    home: Path
+    token: str  # of the home folder: its holder is an admin
+    cluster: str  # name of the cluster
+    trackers: Mapping[str, str]  # name -> address
+    shut_down: Callable[[], None]
+    sweeper: Sweeper
+    reasons: Reasons
+    forecasts: Forecasts
+    purger: Purger
+    set_aside: SetAside  # rows of the journal that cannot be read
+    users: Mapping[str, UserSpec] = field(
+        default_factory=dict
+    )  # with a user id; empty: jobs run as the service
+    refuse_user: Callable[[str], None] = lambda name: None  # noqa: ARG005  raises ServiceError where its jobs would be ours
+    hosts: frozenset[str] = LOOPBACK  # that a Host header may name
+    members: Members | None = None  # machines that join; None: the Ray is not the service's own
+    pages: Pages | None = None  # that people look at; None: the API alone
+    notifier: Notifier | None = None  # None: the cluster file names no target
+    provider: Provider | None = None  # that signs people in at the pages; None: tokens alone
+
+
+def _sender(request: Request) -> Principal:
+    principal: Principal = request.state.principal
+    return principal
+
+
+def _namer(request: Request) -> Callable[[Iterable[str]], None]:
+    """Return a function that adds ids and names to the request's row of the audit log; its path has the others."""
+
+    def name_objects(names: Iterable[str]) -> None:
+        request.state.objects = tuple(names)
+
+    return name_objects
+
+
+Sender = Annotated[Principal, Depends(_sender)]
+NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_namer)]
+
+
+def seen_from(request: Request, address: str) -> str:
+    """Return an address as the sender reaches it: the home's own MLflow is a path on the service."""
+    is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
+    return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address
+
+
+class Forbidden(ServiceError):
+    """The sender's role does not permit this."""
+
+
+LIKE_MAX, LOOKED_AT_MAX = 3, 1000  # ids that an error names, and ended jobs among which it looks
+
+
+def _ids_like(controller: Controller, job_id: str) -> str:
+    """Return the newest ids of jobs of this name, else the nearest by spelling, as a part of a sentence."""
+    jobs = (*controller.state.jobs.values(), *controller.ended(LOOKED_AT_MAX))
+    newest = sorted({job.id: job for job in jobs}.values(), key=lambda job: -job.order)
+    named = [job.id for job in newest if job.spec.name == job_id]
+    near = named[:LIKE_MAX] or get_close_matches(
+        job_id, [job.id for job in newest[:LOOKED_AT_MAX]], LIKE_MAX, 0.7
+    )
+    return f": did you mean {', '.join(near)}?" if near else "."
+
+
+def job_of(controller: Controller, job_id: str) -> Job:
+    """Return the job with this id. Raises ServiceError (404) with similar ids where there is none."""
+    job = controller.job(job_id)
+    if job is None:
+        raise UnknownError(
+            f"there is no job {job_id!r}{_ids_like(controller, job_id)} `orc queue` lists them"
+        )
+    return job

@@ -1,0 +1,415 @@
+"""Routes of jobs: submit, read, cancel, compare, follow logs, upload and download files."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from orchestrator.backends.attempts.ended_files import removal_words
+from orchestrator.backends.attempts.identity import identity_of
+from orchestrator.backends.attempts.metrics import metric_lines
+from orchestrator.backends.mlflow.content import comparison_key
+from orchestrator.backends.mlflow.tracker import comparison_url
+from orchestrator.backends.redaction import hidden_bytes
+from orchestrator.scheduling.reports.comparison import compared_ids, comparison
+from orchestrator.scheduling.reports.comparison_rows import curve_of
+from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.sweep import SweepReport
+from orchestrator.service.intake.intake import check_files, check_packages
+from orchestrator.service.server.access.ownership import may_change
+from orchestrator.service.server.routes.answers import (
+    CancelledAnswer,
+    EmptyAnswer,
+    JobAnswer,
+    JobsAnswer,
+    MissingAnswer,
+    SubmittedAnswer,
+    SweepsAnswer,
+    answers,
+    answers_bytes,
+)
+from orchestrator.service.server.routes.attempt_files import follow_file, read_from, view_of
+from orchestrator.service.server.routes.dependencies import (
+    NUMBER_MAX,
+    Forbidden,
+    NameObjects,
+    Sender,
+    Service,
+    job_of,
+    seen_from,
+)
+from orchestrator.service.server.routes.links import Links
+from orchestrator.service.server.routes.requests import (
+    BatchRequest,
+    CancelRequest,
+    DigestsRequest,
+    SubmitRequest,
+)
+from orchestrator.service.server.routes.waits import Waits
+from orchestrator.service.server.sweeps.sweeper import Sweeper
+from orchestrator.service.transfer.outputs import list_output
+from orchestrator.service.transfer.store import Uploads
+from orchestrator.service.views.comparison import ComparisonView, comparison_view
+from orchestrator.service.views.records import (
+    BatchAnswer,
+    ExplanationView,
+    explanation_view,
+    in_order,
+    place_of,
+    promise_view,
+)
+from orchestrator.service.views.sweeps import SweepView, sweep_view
+from orchestrator.specs.access import Principal
+from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
+from orchestrator.specs.events import RequestKey
+from orchestrator.specs.fault import Fault
+from orchestrator.specs.job.paths import with_paths
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.run import JobFolder
+
+ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
+LIVE_MAX = 500  # live jobs in a response
+PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
+WAIT_S_MAX = 10.0  # of a long poll
+RECEIVE_S = 900.0  # for an upload to arrive
+FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
+IdempotencyKey = Annotated[
+    str, Header(max_length=64)
+]  # names a submission: sent again, it makes no second job
+Rank = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
+BYTES_SENT = {
+    "requestBody": {
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    }
+}
+
+
+def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Waits) -> None:
+    """Add the routes of jobs, comparisons and sweeps to the application."""
+    _add_submission_routes(app, service, uploads)
+    _add_view_routes(app, service, waits)
+    _add_comparison_route(app, service)
+    _add_cancel_route(app, service)
+    _add_sweep_routes(app, service)
+
+
+def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    controller = service.controller
+
+    @app.post("/jobs", **answers(SubmittedAnswer))
+    def submit(
+        request: SubmitRequest,
+        sender: Sender,
+        name_objects: NameObjects,
+        idempotency_key: IdempotencyKey = "",
+    ) -> dict[str, Any]:
+        key = request_key(idempotency_key, sender, request)
+        job_id = controller.submit(
+            *requested_job(request, "the submitted job", sender, uploads, service), key
+        )
+        name_objects([job_id])
+        return {"id": job_id, "late": late(controller.state, [job_id])}
+
+    @app.post("/jobs/batch", **answers(BatchAnswer))
+    def submit_batch(
+        request: BatchRequest,
+        sender: Sender,
+        name_objects: NameObjects,
+        idempotency_key: IdempotencyKey = "",
+    ) -> dict[str, Any]:
+        """Submit all jobs or none, in one transaction."""
+        key = request_key(idempotency_key, sender, request)
+        jobs = [
+            requested_job(job, f"submitted job {number}", sender, uploads, service)
+            for number, job in enumerate(request.jobs, 1)
+        ]
+        ids = controller.submit_all(jobs, key)
+        name_objects(ids)
+        submitted = [job_of(controller, job_id) for job_id in ids]
+        promises = {job.id: promise for job in submitted if (promise := promise_view(job))}
+        refused = {job.id: job.reason for job in submitted if job.status is JobStatus.REFUSED}
+        return {
+            "ids": ids,
+            "late": late(controller.state, ids),
+            "promises": promises,
+            "refused": refused,
+        }
+
+
+def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
+    controller = service.controller
+
+    @app.get("/jobs", **answers(JobsAnswer))
+    def jobs(
+        ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN,
+        before: str | None = None,
+        after: Annotated[str | None, Query(pattern=PLACE)] = None,
+    ) -> dict[str, Any]:
+        """Return recently ended jobs, then live jobs, by page; `next` of a page is `after` of the following one.
+
+        A job that starts between two pages is on neither.
+        """
+        live = in_order(controller.state.jobs.values()) if before is None else []
+        if after is not None:
+            place = tuple(map(int, after.split(",")))
+            live = [job for job in live if place_of(job) > place]
+        shown = {job.id: job for job in live[:LIVE_MAX]}
+        if after is None:
+            shown |= {
+                job.id: job for job in controller.ended(ended, before)
+            }  # read second, so that no job is missed
+        policy, problems = controller.state.policy, controller.health.problems()
+        jobs = map(service.reasons.explained, in_order(shown.values()))
+        views = [view_of(service.home, job, policy, problems) for job in jobs]
+        more = len(live) > LIVE_MAX
+        return {
+            "jobs": views,
+            "next": ",".join(map(str, place_of(live[LIVE_MAX - 1]))) if more else None,
+        }
+
+    @app.get("/jobs/{job_id}", **answers(JobAnswer))
+    async def job(
+        job_id: str,
+        seen: int | None = None,
+        wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0,
+    ) -> Response:
+        await run_in_threadpool(job_of, controller, job_id)
+        if seen is not None:
+            await waits.until(lambda: controller.version != seen, wait_s)
+        return await run_in_threadpool(answer_now, job_id)
+
+    def answer_now(job_id: str) -> Response:
+        version, job = (
+            controller.version,
+            job_of(controller, job_id),
+        )  # in this order: nothing is missed
+        job = service.reasons.explained(job)
+        view = view_of(service.home, job, controller.state.policy, controller.health.problems())
+        return JSONResponse({"job": view, "version": version})
+
+    @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
+    def explanation(job_id: str) -> dict[str, Any]:
+        job = service.reasons.explained(job_of(controller, job_id))
+        return dict(explanation_view(controller.state, job, service.reasons.sooner(job)))
+
+
+def _add_comparison_route(app: FastAPI, service: Service) -> None:
+    links = Links(partial(comparison_url, service.home))
+
+    @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
+    def compared(job_id: str, request: Request) -> dict[str, Any]:
+        """Return the strategies of a comparison, by the id of any of its jobs."""
+        jobs = _compared_jobs(service, job_of(service.controller, job_id))
+        curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
+        strategies = comparison(service.controller.state, jobs, curves)
+        address, ran = service.trackers.get("mlflow"), sum(bool(job.attempts) for job in jobs)
+        link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
+        return dict(comparison_view(strategies, link and seen_from(request, link)))
+
+
+def _add_cancel_route(app: FastAPI, service: Service) -> None:
+    controller, sweeper = service.controller, service.sweeper
+
+    @app.post("/jobs/cancel", **answers(CancelledAnswer))
+    def cancel(request: CancelRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
+        """Cancel jobs, and sweeps by their ids."""
+        name_objects(request.jobs)
+        sweeps = [job_id for job_id in request.jobs if sweeper.knows(job_id)]
+        jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
+        trials = [
+            trial.job for sweep_id in sweeps for trial in _sweep_report(service, sweep_id).trials
+        ]
+        for job_id in (*jobs, *trials):
+            refuse_other_teams(
+                job_of(controller, job_id), sender, controller.state.policy, "cancel"
+            )
+        if request.whole_arrays:
+            sweeps += dict.fromkeys(
+                sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id))
+            )
+            jobs = [job_id for job_id in jobs if sweeper.sweep_of(job_id) is None]
+        cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
+        return {
+            "cancelled": cancelled
+            + [job_id for sweep_id in sweeps for job_id in sweeper.cancel(sweep_id)]
+        }
+
+
+def _add_sweep_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/sweeps", **answers(SweepsAnswer))
+    def sweeps() -> dict[str, Any]:
+        return {"sweeps": [sweep_view(report) for report in service.sweeper.reports()]}
+
+    @app.get("/sweeps/{sweep_id}", **answers(SweepView))
+    def sweep(sweep_id: str) -> dict[str, Any]:
+        return dict(sweep_view(_sweep_report(service, sweep_id)))
+
+
+def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
+    controller = service.controller
+
+    def file_of(job_id: str, number: int, rank: int) -> tuple[Path, tuple[bytes, ...]]:
+        """Return (path of the log, secrets to hide in it)."""
+        job = job_of(controller, job_id)
+        attempts = job.attempts
+        if not 1 <= number <= len(attempts):
+            raise UnknownError(
+                f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}"
+            )
+        ranks = attempts[number - 1].plan.world_size
+        if rank >= ranks:
+            raise UnknownError(
+                f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}"
+            )
+        if removed := removal_words(service.home, job_id, "attempts"):
+            raise UnknownError(f"{job_id}: {removed[0]}")
+        return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(
+            job.spec, os.environ
+        )
+
+    @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
+    def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
+        file, hidden = file_of(job_id, number, rank)
+        text = read_from(file, offset, hidden)
+        headers = {"X-Next-Offset": str(offset + len(text))}
+        return Response(content=text, media_type="application/octet-stream", headers=headers)
+
+    @app.get("/jobs/{job_id}/attempts/{number}/logs/follow", **answers_bytes())
+    async def follow(
+        job_id: str,
+        number: int,
+        rank: Rank = 0,
+        offset: Offset = 0,
+        wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
+    ) -> Response:
+        """Stream a rank's log from an offset as it grows, until the attempt has ended, or for `wait_s` seconds."""
+        file, hidden = await run_in_threadpool(file_of, job_id, number, rank)
+
+        def is_over() -> bool:
+            job = controller.state.jobs.get(job_id)
+            return job is None or job.attempts[number - 1].status is AttemptStatus.ENDED
+
+        stream = follow_file(file, offset, hidden, is_over, waits, wait_s)
+        return StreamingResponse(stream, media_type="application/octet-stream")
+
+
+def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    @app.post("/uploads/missing", **answers(MissingAnswer))
+    def missing(request: DigestsRequest) -> dict[str, Any]:
+        return {"missing": uploads.missing(request.digests)}
+
+    @app.put("/uploads/{digest}", **answers(EmptyAnswer), openapi_extra=BYTES_SENT)
+    async def upload(digest: str, request: Request) -> dict[str, Any]:
+        with uploads.receiving() as file:
+            try:
+                async with asyncio.timeout(RECEIVE_S):
+                    await _write_body(request, file)
+            except TimeoutError:
+                raise ServiceError(
+                    f"the upload took longer than {RECEIVE_S:.0f} s: submit again"
+                ) from None
+            except ClientDisconnect:
+                raise ServiceError("the upload was cut off") from None
+            except OSError as error:
+                raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
+            await run_in_threadpool(uploads.store, digest, file)
+        return {}
+
+    @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
+    def output(job_id: str, sender: Sender) -> Response:
+        """Return the job's output folder as an archive, without uploaded files that did not change."""
+        job = job_of(service.controller, job_id)
+        refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
+        listing = list_output(service.home, job)
+        headers = {
+            "Content-Length": str(
+                len(listing.manifest()) + listing.total_bytes
+            ),  # a client sees what is cut off
+            "X-Output-Bytes": str(listing.total_bytes),
+            "X-Output-Left-Out": str(len(listing.left_out)),
+        }
+        return StreamingResponse(
+            listing.stream(), media_type="application/octet-stream", headers=headers
+        )
+
+
+async def _write_body(request: Request, file: Path) -> None:
+    """Write the body to a file."""
+    with file.open("wb") as body:
+        async for chunk in request.stream():
+            await run_in_threadpool(body.write, chunk)
+
+
+def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey | None:
+    """Return the idempotency key of a submission: the sender's name for it, and its digest; None without a name."""
+    if not name:
+        return None
+    digest = hashlib.sha256(request.model_dump_json().encode(errors="surrogatepass")).hexdigest()
+    return RequestKey(name=f"{sender.name}/{name}", digest=digest)
+
+
+def requested_job(
+    request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, service: Service
+) -> tuple[JobSpec, Fault | None]:
+    """Return (job of the sender with local file paths, fault to inject or None); for a sweep, its first trial.
+
+    The home folder's own token may name any user. Raises SpecError where the job may not run as its user.
+    """
+    fault = None if request.fault is None else Fault(**request.fault.model_dump())
+    spec = job_from_data(request.spec, source)
+    check_packages(spec, source)
+    if sender.is_owner:
+        identity_of(spec.user or "", service.users, source)
+        return _first_trial(spec, service.sweeper), fault
+    if spec.user not in (None, sender.name):
+        hint = "leave `user` out: the job belongs to the user of the token"
+        what = "another user's name"
+        raise SpecError(
+            what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint
+        )
+    spec = with_paths(spec, uploads.resolved)
+    check_files(spec, source)
+    identity_of(sender.name, service.users, source)
+    return _first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
+
+
+def _first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
+    return spec if spec.trial is None else sweeper.first(spec)
+
+
+def refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
+    if may_change(job.user, sender, policy):
+        return
+    raise Forbidden(
+        f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only"
+    )
+
+
+def _sweep_report(service: Service, sweep_id: str) -> SweepReport:
+    report = service.sweeper.report(sweep_id)
+    if report is None:
+        raise UnknownError(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
+    return report
+
+
+def _compared_jobs(service: Service, job: Job) -> list[Job]:
+    """Return the jobs of the comparison to which the job belongs. Raises ServiceError where it belongs to none."""
+    member = job.spec.member
+    if member is None or not member.compared:
+        raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
+    return [job_of(service.controller, job_id) for job_id in compared_ids(job)]

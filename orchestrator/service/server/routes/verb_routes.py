@@ -1,0 +1,97 @@
+"""Routes that change a job: hold, release, suspend, resume, update and retry. Senders must be of its team."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from orchestrator.scheduling.options.asks import with_allowed
+from orchestrator.service.intake.intake import check_files
+from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
+from orchestrator.service.server.routes.answers import ChangedAnswer, RetriedAnswer, answers
+from orchestrator.service.server.routes.dependencies import NameObjects, Sender, Service, job_of
+from orchestrator.service.server.routes.job_routes import (
+    IdempotencyKey,
+    refuse_other_teams,
+    request_key,
+    requested_job,
+)
+from orchestrator.service.server.routes.requests import (
+    JobsRequest,
+    RetryRequest,
+    SubmitRequest,
+    UpdateRequest,
+)
+from orchestrator.service.server.verbs import VERBS, Change, update
+from orchestrator.service.transfer.store import Uploads
+
+
+def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    """Add the routes to the application."""
+    controller = service.controller
+    for verb, change_of in VERBS.items():
+        app.post(f"/jobs/{verb}", name=verb, **answers(ChangedAnswer))(
+            _verb_route(service, verb, change_of)
+        )
+
+    @app.post("/jobs/{job_id}/update", **answers(ChangedAnswer))
+    def update_job(
+        job_id: str, request: UpdateRequest, sender: Sender, name_objects: NameObjects
+    ) -> dict[str, Any]:
+        """Change the priority, deadline or time limit of a job that has not ended."""
+        refuse_other_teams(job_of(controller, job_id), sender, controller.state.policy, "update")
+        settings = tuple(request.settings.items())
+        name_objects(f"{key}={value}" for key, value in settings)
+        return {"changed": controller.change([job_id], update(settings, controller.state.policy))}
+
+    @app.post("/jobs/{job_id}/retry", **answers(RetriedAnswer))
+    def retry(
+        job_id: str,
+        request: RetryRequest,
+        sender: Sender,
+        name_objects: NameObjects,
+        idempotency_key: IdempotencyKey = "",
+    ) -> dict[str, Any]:
+        """Answer a job's question, or submit an ended job again."""
+        job = job_of(controller, job_id)
+        refuse_other_teams(job, sender, controller.state.policy, "retry")
+        settings = tuple(request.settings.items())
+        if job.asks and not job.status.ended and not settings:
+            controller.retry(
+                job_id, with_allowed(job.spec, request.allow, request.global_batch_size)
+            )
+            return {"id": job_id, "continues_from": job_id, "why": "goes on with what was allowed"}
+        check_retry(job, allows=request.allow is not None or request.global_batch_size is not None)
+        source = f"the retry of {job_id}"
+        data = retry_spec(job, settings, source).model_dump(mode="json")
+        if not sender.is_owner:
+            data["user"] = None  # whoever asks
+        spec, _ = requested_job(SubmitRequest(spec=data), source, sender, uploads, service)
+        check_files(spec, source)
+        begin = continuation(job, spec, [key for key, _ in settings])
+        key = request_key(idempotency_key and f"{idempotency_key}/{job_id}", sender, request)
+        new_id = controller.submit_retry(job, spec, begin, key)
+        name_objects([new_id])
+        newer = changed_files(job, spec)
+        why = begin.why + (
+            f"; other data than before: {', '.join(newer)} changed since" if newer else ""
+        )
+        return {"id": new_id, "continues_from": begin.continues_from, "why": why}
+
+
+def _verb_route(
+    service: Service, verb: str, change_of: Callable[[str], Change]
+) -> Callable[..., dict[str, Any]]:
+    """Return the endpoint of one verb: all of the jobs are changed, or none."""
+
+    def change(request: JobsRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
+        name_objects(request.jobs)
+        for job_id in request.jobs:
+            job = job_of(service.controller, job_id)
+            refuse_other_teams(job, sender, service.controller.state.policy, verb)
+        return {"changed": service.controller.change(request.jobs, change_of(sender.name))}
+
+    change.__doc__ = f"{verb.capitalize()} jobs, all or none."
+    return change

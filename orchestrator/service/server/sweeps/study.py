@@ -1,0 +1,111 @@
+"""Optuna's study of one sweep: it proposes parameters and stops trials early."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.specs.job.sweep import EarlyTerminate, Parameter, Sweep, Value
+
+if TYPE_CHECKING:
+    import optuna
+
+REPORTS = 100  # of one trial, at steps that all trials share
+REPORTED_STEPS = 1000  # where the length of a trial is not known: its first ones
+
+
+class Study:
+    """The trials of a sweep, in memory. Proposals are deterministic in the trials and their order."""
+
+    def __init__(self, name: str, sweep: Sweep, steps: int | None) -> None:
+        """`steps` is the length of a trial; None: not known. `name` decides the bracket of hyperband of each trial."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna, self._sweep, self._steps = optuna, sweep, steps
+        self._study = optuna.create_study(
+            study_name=name,
+            direction=sweep.metric.goal,
+            pruner=_pruner(sweep.early_terminate, steps),
+        )
+        self._trials: list[optuna.Trial] = []
+        self._reported: dict[int, int] = {}  # last step by number
+        self._distributions = {
+            name: _distribution(parameter) for name, parameter in sweep.parameters
+        }
+
+    def ask(self, parameters: Mapping[str, Value] | None = None) -> dict[str, Value]:
+        """Return parameters of the next trial; `parameters` re-registers a trial from before a restart."""
+        number = len(self._trials)
+        if self._sweep.method == "grid" and parameters is None:
+            parameters = self._sweep.combination(number)
+        if parameters is not None:
+            self._study.enqueue_trial(dict(parameters))
+        self._study.sampler = self._sampler(number)
+        trial = self._study.ask(self._distributions)
+        self._trials.append(trial)
+        return dict(trial.params)
+
+    def report(self, number: int, step: int, value: float) -> bool:
+        """Report a trial's value at a step; return whether the trial should be stopped."""
+        if (
+            self._sweep.early_terminate is None
+            or not self._counts(step)
+            or step <= self._reported.get(number, -1)
+        ):
+            return False
+        self._reported[number] = step
+        self._trials[number].report(value, step)
+        return bool(self._trials[number].should_prune())
+
+    def tell(self, number: int, value: float | None, *, stopped: bool = False) -> None:
+        """Record the end of a trial: with its value, stopped early, or without a value."""
+        states = self._optuna.trial.TrialState
+        if stopped:
+            self._study.tell(self._trials[number], state=states.PRUNED)
+        elif value is None or value != value:
+            self._study.tell(self._trials[number], state=states.FAIL)
+        else:
+            self._study.tell(self._trials[number], value)
+
+    def _counts(self, step: int) -> bool:
+        """Return whether trials are compared at this step; the last step never counts."""
+        if self._steps is None:
+            return step <= REPORTED_STEPS
+        return step < self._steps and step % max(1, self._steps // REPORTS) == 0
+
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
+        """Return a sampler seeded by the trial's number, so that a restart changes nothing."""
+        seed = self._sweep.seed + number
+        if self._sweep.method == "bayes":
+            return self._optuna.samplers.TPESampler(seed=seed)
+        return self._optuna.samplers.RandomSampler(seed=seed)
+
+
+def _pruner(rule: EarlyTerminate | None, steps: int | None) -> Any:
+    import optuna
+
+    if rule is None:
+        return optuna.pruners.NopPruner()
+    if rule.type == "median":
+        return optuna.pruners.MedianPruner(
+            n_startup_trials=rule.startup_trials, n_warmup_steps=rule.min_iter
+        )
+    most = steps if rule.max_iter is None else rule.max_iter
+    return optuna.pruners.HyperbandPruner(
+        min_resource=rule.min_iter,
+        max_resource="auto" if most is None else most,
+        reduction_factor=rule.eta,
+    )
+
+
+def _distribution(parameter: Parameter) -> Any:
+    import optuna
+
+    if parameter.choices:
+        return optuna.distributions.CategoricalDistribution(parameter.choices)
+    low, high = parameter.extremes
+    is_log = parameter.distribution == "log_uniform_values"
+    if parameter.is_whole:
+        return optuna.distributions.IntDistribution(int(low), int(high), log=is_log)
+    return optuna.distributions.FloatDistribution(float(low), float(high), log=is_log)

@@ -1,0 +1,252 @@
+"""Runs sweeps: submits their trials, reports metric values to the study, and stops hopeless trials.
+
+The journal has the trials and how they ended; files of the attempts have their curves. A study is made anew from these
+after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
+from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.polling import poll_until
+from orchestrator.service.server.sweeps.study import Study
+from orchestrator.service.server.sweeps.trial_curve import MetricCurve
+from orchestrator.service.server.sweeps.trials import to_come, with_costs
+from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.parse import trial_of
+
+LOOK_S = 1.0  # between two looks at the curves of running trials
+# first trials that all fail: the program is to blame (wandb/agents/pyagent.py has the same number)
+FAILURES_MAX = 5
+SHOWN_MAX = 50  # sweeps of a list, the newest first
+ERRORS_MAX = 5
+REASON_MAX = 500  # characters
+FINISHED, CANCELLED = "finished", "cancelled"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sweep that this process has taken up."""
+
+    first: JobSpec
+    trial: Trial  # the first
+    study: Study
+    curves: dict[int, MetricCurve] = field(
+        default_factory=dict
+    )  # of the trials that have not ended
+    over: dict[int, JobStatus] = field(default_factory=dict)  # of the trials that have
+    next_number: int = 0  # of the trial that the study proposes next
+
+
+class Sweeper:
+    """Runner of a service's sweeps. Every method is thread-safe."""
+
+    def __init__(self, controller: Controller, sweeps: Sweeps, home: Path) -> None:
+        """Nothing is submitted before `look`."""
+        self._controller, self._sweeps, self._home = controller, sweeps, home
+        self._running: dict[str, _Running] = {}
+        self._over: dict[str, SweepReport] = {}  # of the newest, those that do not change any more
+        self._errors: dict[str, int] = {}  # in a row, by sweep
+        self._lock = threading.Lock()
+
+    def run(self, stop: threading.Event) -> None:
+        """Call `look` every LOOK_S seconds until `stop` is set."""
+        poll_until(stop, self.look, LOOK_S, log, "looking after sweeps failed")
+
+    def first(self, spec: JobSpec) -> JobSpec:
+        """Return the first trial of a sweep at its submission, with its parameters."""
+        assert spec.trial is not None, spec.name
+        if spec.trial.of is not None or spec.trial.number > 0 or spec.trial.parameters:
+            raise SpecError(
+                "a trial of a sweep that exists is submitted by the service alone", path="sweep"
+            )
+        return with_costs(
+            trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()), self._home
+        )
+
+    def look(self) -> None:
+        """Advance each open sweep. A sweep that fails ERRORS_MAX times in a row is ended."""
+        for sweep_id in self._sweeps.open():
+            with self._lock:
+                if self._sweeps.ended(sweep_id) != "":  # somebody has cancelled it meanwhile
+                    continue
+                try:
+                    self._advance(sweep_id)
+                except ServiceError:
+                    raise
+                except Exception as error:  # the edge of a sweep: others go on
+                    log.exception("sweep %s", sweep_id)
+                    self._running.pop(sweep_id, None)  # made anew from what the journal has
+                    self._errors[sweep_id] = self._errors.get(sweep_id, 0) + 1
+                    if self._errors[sweep_id] >= ERRORS_MAX:
+                        self._end(
+                            sweep_id,
+                            f"its search failed: {type(error).__name__}: {error}"[:REASON_MAX],
+                        )
+                else:
+                    self._errors.pop(sweep_id, None)
+
+    def cancel(self, sweep_id: str) -> list[str]:
+        """End a sweep and cancel its live trials; return their ids. Raises ServiceError if it is ended or unknown."""
+        with self._lock:
+            ended = self._sweeps.ended(sweep_id)
+            if ended is None:
+                raise ServiceError(f"there is no sweep {sweep_id!r}: `orc queue` lists them")
+            if ended:
+                raise ServiceError(f"the sweep {sweep_id} has ended already: {ended}")
+            self._end(sweep_id, CANCELLED)
+            live = [
+                job.id for job in self._jobs(self._sweeps.trials(sweep_id)) if not job.status.ended
+            ]
+            return self._controller.cancel(live) if live else []
+
+    def sweep_of(self, job_id: str) -> str | None:
+        """Return the open sweep with this id, or with this job as a trial; None without one."""
+        job = self._controller.job(job_id)
+        sweep_id = job_id if job is None else job.array if job.spec.trial is not None else None
+        return sweep_id if sweep_id is not None and self._sweeps.ended(sweep_id) == "" else None
+
+    def knows(self, sweep_id: str) -> bool:
+        """Return whether a sweep with this id exists or existed."""
+        return sweep_id.startswith(SWEEP) and self._sweeps.ended(sweep_id) is not None
+
+    def report(self, sweep_id: str) -> SweepReport | None:
+        """Return the sweep with its trials; None where there is none."""
+        if sweep_id in self._over:
+            return self._over[sweep_id]
+        ended = self._sweeps.ended(sweep_id)
+        if ended is None:
+            return None
+        rows = self._sweeps.trials(sweep_id)
+        running, jobs = self._running.get(sweep_id), self._jobs(rows)
+        values = {row.number: row.value for row in rows}
+        if running is not None:
+            values |= {
+                number: curve.last
+                for number, curve in dict(running.curves).items()
+                if curve.last is not None
+            }
+        report = sweep_report(
+            sweep_id, ended, jobs, values, self._controller.state, self._controller.now_s()
+        )
+        if ended and not report.live:
+            self._over[sweep_id] = report
+        return report
+
+    def reports(self) -> list[SweepReport]:
+        """Return the newest sweeps, newest first."""
+        newest = self._sweeps.newest(SHOWN_MAX)
+        reports = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
+        self._over = {
+            sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest
+        }
+        return reports
+
+    def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
+        """Return {open sweep id: trials still to submit}."""
+        return to_come(self._sweeps, self._controller.job, self._home)
+
+    def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:
+        jobs = (self._controller.job(row.job) for row in rows)
+        return [job for job in jobs if job is not None]
+
+    def _advance(self, sweep_id: str) -> None:
+        rows = self._sweeps.trials(sweep_id)
+        jobs = {
+            row.number: self._controller.job(row.job)
+            for row in rows
+            if not self._is_over(sweep_id, row.number)
+        }
+        if None in jobs.values():  # it is being committed
+            return
+        running = self._running.get(sweep_id) or self._take_up(sweep_id, rows)
+        for job in jobs.values():
+            assert job is not None, sweep_id
+            self._follow(running, job)
+        over = list(running.over.values())
+        if len(over) >= FAILURES_MAX and not {*over} - {JobStatus.FAILED, JobStatus.REFUSED}:
+            self._end(sweep_id, f"its first {len(over)} trials failed")
+            return
+        live, number = len(rows) - len(over), len(rows)
+        while number < running.trial.sweep.trials and live < running.trial.max_concurrent:
+            if not self._submit(running, sweep_id, number):
+                return
+            live, number = live + 1, number + 1
+        if not live:
+            self._end(sweep_id, FINISHED)
+
+    def _is_over(self, sweep_id: str, number: int) -> bool:
+        return sweep_id in self._running and number in self._running[sweep_id].over
+
+    def _take_up(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
+        first = self._controller.job(rows[0].job)
+        assert first is not None, sweep_id
+        trial = first.spec.trial
+        assert trial is not None, sweep_id
+        running = _Running(
+            first.spec, trial, Study(sweep_id, trial.sweep, first.spec.optimizer_steps)
+        )
+        self._running[sweep_id] = running
+        return running
+
+    def _submit(self, running: _Running, sweep_id: str, number: int) -> bool:
+        """Return whether the next trial was submitted; else the sweep has ended."""
+        assert running.next_number == number, (running.next_number, number)
+        parameters = running.study.ask()
+        running.next_number += 1
+        try:
+            self._controller.submit(
+                with_costs(trial_of(running.first, sweep_id, number, parameters), self._home)
+            )
+        except OrchestratorError as error:
+            self._running.pop(sweep_id, None)  # its study has a trial that the queue lacks
+            if not isinstance(error, SpecError):
+                raise
+            self._end(
+                sweep_id, f"trial {number} was refused: {error}"[:REASON_MAX]
+            )  # as by a deadline that is over
+            return False
+        return True
+
+    def _follow(self, running: _Running, job: Job) -> None:
+        """Report a trial's new points and its end to the study."""
+        trial = job.spec.trial
+        assert trial is not None, job.id
+        if trial.number == running.next_number:
+            running.study.ask(dict(trial.parameters))
+            running.next_number += 1
+        curve = running.curves.setdefault(trial.number, MetricCurve(self._home, job.id))
+        hopeless = [
+            step
+            for step, value in curve.new_points(job)
+            if running.study.report(trial.number, step, value)
+        ]
+        if job.status.ended:
+            value = curve.last if job.status is JobStatus.SUCCEEDED else None
+            running.study.tell(trial.number, value, stopped=is_stopped_early(job))
+            if curve.last is not None:
+                self._sweeps.tell(job.id, curve.last)
+            running.over[trial.number] = job.status
+            del running.curves[trial.number]
+        elif hopeless and not job.cancelling:
+            name = trial.sweep.metric.name
+            self._controller.stop_early(
+                job.id, f"{STOPPED_EARLY} at step {hopeless[0]}: other trials had a better {name}"
+            )
+
+    def _end(self, sweep_id: str, why: str) -> None:
+        self._sweeps.end(sweep_id, why)
+        self._running.pop(sweep_id, None)
+        log.info("sweep %s has ended: %s", sweep_id, why)

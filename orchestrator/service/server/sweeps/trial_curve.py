@@ -1,0 +1,120 @@
+"""Reads a trial's metric by step, from metrics that our engines write or from a script's log."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.backends.attempts.durable import open_left
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.metric_row import parse_row
+from orchestrator.specs.patterns import LinePattern, count_of
+from orchestrator.specs.run import AttemptFolder, JobFolder
+
+READ_BYTES = 4 * 2**20  # of a file at a time
+LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
+LINE_CHARACTERS_MAX = 16 * 1024  # of a line that are searched for a value
+NUMBER_CHARACTERS_MAX = 64
+
+
+class MetricCurve:
+    """Metric values of one trial, read as its files grow. A later attempt continues from its checkpoint."""
+
+    def __init__(self, home: Path, job_id: str) -> None:
+        self.last: float | None = None  # the value of the newest point
+        self._folder = JobFolder(home, job_id)
+        self._offsets: dict[Path, int] = {}
+        self._rest: dict[Path, bytes] = {}
+        self._counted: dict[Path, int] = {}  # steps that a log has told
+
+    def new_points(self, job: Job) -> Iterator[tuple[int, float]]:
+        """Yield (step, value) of each point since the last call."""
+        for attempt in job.attempts:
+            if not attempt.probe:
+                for step, value in self._attempt_points(
+                    job.spec, self._folder.attempt(attempt.number)
+                ):
+                    # what has diverged has no value
+                    self.last = value if math.isfinite(value) else None
+                    if self.last is not None:
+                        yield step, value
+
+    def _attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
+        assert spec.trial is not None, spec.name
+        name, path = (
+            spec.trial.sweep.metric.name,
+            folder.log(0) if spec.is_script else folder.metrics,
+        )
+        patterns = LogPatterns.of(spec)
+        for line in self._lines(path):
+            if patterns is None:
+                point = _point_in_curve(line, name)
+            else:
+                point = _point_in_log(patterns, line[:LINE_CHARACTERS_MAX], self._counted, path)
+            if point is not None:
+                yield point
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        while True:
+            try:
+                with open_left(path) as file:
+                    file.seek(self._offsets.get(path, 0))
+                    chunk = file.read(READ_BYTES)
+            except OSError:
+                return
+            if not chunk:
+                return
+            self._offsets[path] = self._offsets.get(path, 0) + len(chunk)
+            *lines, rest = re.split(rb"[\r\n]", self._rest.get(path, b"") + chunk)
+            self._rest[path] = rest[-LINE_BYTES_MAX:]
+            yield from (line.decode(errors="replace") for line in lines)
+
+
+def _point_in_curve(text: str, name: str) -> tuple[int, float] | None:
+    row = parse_row(text)
+    step, value = row.get("step"), row.get(name)
+    return (step, float(value)) if isinstance(step, int) and value is not None else None
+
+
+@dataclass(slots=True)
+class LogPatterns:
+    """The patterns by which a trial's log is read: its value, and its step where the job has `progress`."""
+
+    value: LinePattern
+    step: LinePattern | None
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> LogPatterns | None:
+        """Return the patterns; None where the metric is not read from a log."""
+        assert spec.trial is not None, spec.name
+        pattern = spec.trial.sweep.metric.log
+        if pattern is None:
+            return None
+        return cls(
+            LinePattern(pattern), None if spec.progress is None else LinePattern(spec.progress)
+        )
+
+
+def _point_in_log(
+    patterns: LogPatterns, line: str, counts: dict[Path, int], path: Path
+) -> tuple[int, float] | None:
+    """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
+    if patterns.step is not None:
+        steps = [
+            step for text in patterns.step.list_groups(line) if (step := count_of(text)) is not None
+        ]
+        if steps:
+            counts[path] = steps[-1]
+    values = patterns.value.list_groups(line)
+    if not values:
+        return None
+    if patterns.step is None:
+        counts[path] = counts.get(path, 0) + 1
+    try:
+        return counts.get(path, 0), float(values[-1][:NUMBER_CHARACTERS_MAX])
+    except ValueError:
+        return None

@@ -1,0 +1,21 @@
+"""Expected starts and ends of jobs as JSON, as the service forecasts them."""
+
+from __future__ import annotations
+
+from typing_extensions import TypedDict
+
+
+class ExpectedJob(TypedDict):
+    """Expected start and end of a job."""
+
+    id: str
+    status: str
+    devices: int | None
+    start_s: float | None  # None: no expectation yet
+    end_s: float | None
+    # it starts within this range with a probability of 80 %; None: unknown
+    start_range_s: tuple[float, float] | None
+    end_range_s: tuple[float, float] | None
+    deadline_s: float | None
+    says_length: bool  # False: a day was assumed
+    why: str
