@@ -14,7 +14,7 @@ TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 SERVED := $(addprefix tests/,service k8s) $(wildcard tests/test_*.py)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: constraints demo demo-audio seeds test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare clean
+.PHONY: constraints demo demo-audio seeds test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare release clean
 
 $(USED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -91,6 +91,7 @@ chaos: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 docs: $(READY)  # the generated pages of docs/reference, and the site in build/site
@@ -120,6 +121,9 @@ bench-recovery: $(READY)
 
 bench-compare: $(READY)
 	$(BIN)/python -m benchmarks compare
+
+release: $(READY)  # a tag of this commit, where nothing is missing; CONTRIBUTING.md has the steps before
+	$(BIN)/python -m tests.releases.tag
 
 clean:
 	rm -rf $(VENV) .bench .demo orc-demo build *.egg-info

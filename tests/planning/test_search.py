@@ -25,7 +25,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
-from tests.examples import examples
+from tests.examples import examples, phases
 
 Cost = tuple[
     Degradation, float, int, int, float
@@ -144,7 +144,13 @@ LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2*
 @example(
     job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), LARGE
 )
-@settings(max_examples=examples(30, 4), deadline=None)
+@example(
+    job(WORK[3], 6, (1, 1), "numeric"), machine(DeviceKind.CUDA, 2, 1, "96MiB", nvme=True), SMALL
+)
+@example(
+    job(WORK[6], 12, (1, 2), "semantic"), machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False), SMALL
+)
+@settings(max_examples=examples(30), deadline=None, phases=phases())
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     spec: JobSpec, here: Hardware, overhead: Overhead
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_refusal_is_heard_in_the_same_step() -> None:
 
 
 def test_whom_a_refusal_lets_in_takes_its_turn_among_all() -> None:
-    """Refusals come before starts: a dependant of a higher class still goes first."""
+    """Refusals come before starts: a job of a higher class that depends on one still goes first."""
     _, launches = played(
         submitted(1, script({1: 10.0})),
         submitted(2, too_large("huge")),

@@ -36,7 +36,7 @@ from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.policy import UNSHARED
 from orchestrator.specs.state import State
-from tests.examples import examples
+from tests.examples import examples, phases
 from tests.scheduling.invariants import violations
 from tests.scheduling.people import interrupted
 from tests.scheduling.transition import Transition, history
@@ -62,6 +62,7 @@ from tests.scheduling.world import (
 
 SEEDS = st.integers(0, 2**32)  # a failing one is all that is needed to play its night again
 UNSHRUNK = settings(phases=(Phase.explicit, Phase.generate))
+NAMED = settings(phases=phases())
 NIGHTS_OF_EVERY_FAILURE = (
     24,
     26,
@@ -99,8 +100,14 @@ def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
         assert without_waits(again) == without_waits(transition.state)
 
 
-@settings(UNSHRUNK, max_examples=examples(60, 5))
+@settings(NAMED, max_examples=examples(60))
 @given(SEEDS)
+@example(6)  # 14 changes, and eight kinds of failure
+@example(8)  # the service dies, and a node is lost
+@example(16)  # a cancelled job, and two that reach their time limit
+@example(22)
+@example(23)  # the service dies three times
+@example(25)  # twelve changes while a node is drained
 def test_every_law_holds_where_people_hold_release_and_limit_jobs(seed: int) -> None:
     """However often the service dies; every event told twice changes nothing the second time."""
     draw = random.Random(seed)
@@ -126,8 +133,12 @@ def test_every_law_holds_in_new_worlds(seed: int) -> None:
     assert played(random_scenario(draw, jobs=draw.randint(1, 12)), journal) == []
 
 
-@settings(UNSHRUNK, max_examples=examples(40, 4))
+@settings(NAMED, max_examples=examples(40))
 @given(SEEDS)
+@example(0)
+@example(4)
+@example(20)  # a node is drained
+@example(24)  # three nodes are drained, a job is cancelled
 def test_every_law_holds_however_often_the_service_dies(seed: int) -> None:
     draw = random.Random(seed)
     journal = MemoryJournal(
@@ -363,9 +374,12 @@ def test_any_sequence_of_events_keeps_the_laws(seed: int) -> None:
     assert violations(history(events)) == []
 
 
-@settings(UNSHRUNK, max_examples=examples(30, 4))
+@settings(NAMED, max_examples=examples(30))
 @given(SEEDS)
 @example(883791)
+@example(4366)
+@example(142)
+@example(6821)
 def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:
     """Only the reason for which a job waits may change: reservations are made anew after launches."""
     journal, scenario = MemoryJournal(), random_scenario(random.Random(seed))

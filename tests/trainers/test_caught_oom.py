@@ -10,12 +10,13 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.trainers.driver import Drive, cluster, log, story
 from tests.trainers.test_ways_to_torch import CUDA_WORDS, on
+from tests.uncompiled import WITHOUT_COMPILER
 
 # Its batch needs 1 MiB a sample. Without a virtual device it raises what CUDA would, where a device
 # of 48 MiB had none.
 SKIPS = f"""
-import argparse, os, sys
-import torch
+{WITHOUT_COMPILER}
+import argparse, os
 from torch import nn
 
 parser = argparse.ArgumentParser()
@@ -27,7 +28,6 @@ args = parser.parse_args()
 model = nn.Linear(8, 8)
 if "RANK" in os.environ:
     torch.distributed.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 done = 0
 
@@ -41,6 +41,8 @@ for step in range(args.steps):
     try:
         for _ in range(args.accumulate):
             model(batch(step)).sum().backward()
+        if "RANK" in os.environ:
+            torch.distributed.all_reduce(model.weight.grad)
         optimizer.step()
         done += 1
     except torch.OutOfMemoryError:

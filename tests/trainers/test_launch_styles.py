@@ -13,23 +13,27 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import alive
 from tests.trainers.driver import Drive, cluster, log, story
+from tests.uncompiled import WITHOUT_COMPILER
 
-RANKS = """
+RANKS = (
+    WITHOUT_COMPILER
+    + """
 import os, sys
-import torch
 from torch import nn
 
 torch.distributed.init_process_group("gloo")
 rank = torch.distributed.get_rank()
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} is process {os.getpid()} and was told {sys.argv[1:]}", flush=True)
-model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+model = nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
     model(torch.ones(1, 8)).sum().backward()
+    torch.distributed.all_reduce(model.weight.grad)
     if rank == 1 and step == 2:
         torch.zeros(64, 2**20)
     optimizer.step()
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +133,8 @@ def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are
 
 
 APART = """
+{compiler}
 import os, sys
-import torch
 from torch import nn
 {first}
 model = nn.Linear(8, 8)
@@ -145,7 +149,7 @@ ENDLESS = 10**6  # steps: minutes, where nothing ends it
 
 def apart(folder: Path, steps: int, *, first: str = "", gpus: int = 2, **changes: object) -> Job:
     """The job of a script that trains on each rank, after `first`, without asking for the others."""
-    (folder / "train.py").write_text(APART.format(first=first))
+    (folder / "train.py").write_text(APART.format(compiler=WITHOUT_COMPILER, first=first))
     (folder / "horovod.py").write_text("")
     fields = {
         "name": "apart",

@@ -15,6 +15,7 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.spec import JobSpec
 from tests.trainers.driver import Drive, cluster, log
+from tests.uncompiled import WITHOUT_COMPILER
 
 CUDA_WORDS = (
     "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 64.00 MiB of which 9.81 MiB is "
@@ -22,8 +23,7 @@ CUDA_WORDS = (
     "is allocated by PyTorch, and 1.19 MiB is reserved by PyTorch but unallocated."
 )
 INNER = f"""
-import torch
-
+{WITHOUT_COMPILER}
 def train():
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -304,7 +304,7 @@ sys.exit(subprocess.run([{words}]).returncode)
 INNER_UNSEEN = """
 import sys, time
 sys.path += {paths}
-import torch
+{compiler}
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
@@ -329,7 +329,9 @@ def test_a_child_without_the_guard_is_recorded(
     launch: str, command: str, devices: str, tmp_path: Path
 ) -> None:
     packages = [path for path in sys.path if "site-packages" in path]
-    (tmp_path / "unseen.py").write_text(INNER_UNSEEN.format(paths=packages))
+    (tmp_path / "unseen.py").write_text(
+        INNER_UNSEEN.format(paths=packages, compiler=WITHOUT_COMPILER)
+    )
     (tmp_path / "program.py").write_text(UNWATCHED.format(words=command))
     only, evidence = attempt_of(tmp_path, devices, "python program.py", launch=launch)
     (sentence,) = evidence.unwatched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,12 @@ def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield heads with their settings in a random order."""
     every = heads()
     random.Random(seed).shuffle(every)
-    for model_type, head in every:
+    yield from with_settings(every)
+
+
+def with_settings(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each of these (model type, head) that the library builds, with its settings."""
+    for model_type, head in pairs:
         settings = settings_of(model_type, head)
         if settings is not None:
             yield head, settings

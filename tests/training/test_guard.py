@@ -18,22 +18,13 @@ from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE, GuardSettings
 from orchestrator.training import progress
 from orchestrator.training.guard import guard, oom_report
 from tests.training.fake_cuda import ON_CUDA
+from tests.uncompiled import WITHOUT_COMPILER
 
 MIB = 2**20
-# Of optimizers, which import the compiler though nothing is compiled: two seconds of each script.
-# DDP asks it more.
-WITHOUT_COMPILER = """
-import os, sys, types
-import torch
-if "MASTER_PORT" not in os.environ:
-    compiler = types.SimpleNamespace(graph_break=lambda: None, disable=lambda function, recursive=True, **_: function)
-    torch._dynamo = sys.modules["torch._dynamo"] = compiler
-"""
-
 TRAIN = (
     WITHOUT_COMPILER
     + """
-import argparse
+import argparse, os
 from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=64)
@@ -46,14 +37,14 @@ args = parser.parse_args()
 if "MASTER_PORT" in os.environ:
     torch.distributed.init_process_group("gloo")
 model = nn.Linear(args.width, args.width)
-if torch.distributed.is_initialized():
-    model = nn.parallel.DistributedDataParallel(model)
 optimizers = [torch.optim.AdamW(model.parameters()) for _ in range(1 + args.adversary)]
 rank = int(os.environ.get("RANK", "0"))
 try:
     for step in range(args.steps):
         for optimizer in optimizers:
             model(torch.ones(8, args.width)).sum().backward()
+            if torch.distributed.is_initialized():
+                torch.distributed.all_reduce(model.weight.grad)
             optimizer.step()
             optimizer.zero_grad()
         if rank == 1 and step == 2:
