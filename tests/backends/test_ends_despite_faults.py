@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import evidence as evidence_module
-from orchestrator.backends.attempts import watch
+from orchestrator.backends.attempts import launcher, watch
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.attempts.evidence import Ending, collect
+from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.specs.attempt import Evidence, FailureKind
@@ -126,6 +128,39 @@ def test_an_end_that_raises_again_after_a_restart_is_an_end(
     third.backend.adopt(launch.job, launch.attempt)
     third.await_end(launch)
     assert sum(isinstance(event, Released) for event in third.received) == 1
+
+
+@pytest.mark.parametrize(
+    "obstacle", ["a folder for its exit code", "no folder", "an epoch of words"]
+)
+def test_what_a_rank_does_to_its_folder_does_not_hide_its_end(
+    backends: Callable[[], Reader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    monkeypatch.setattr(launcher, "WRITE_AGAIN_S", 0.01)
+    jobs = JobFolder(tmp_path, "odd")
+    folder = jobs.attempt(1)
+    code = {
+        "a folder for its exit code": f"import os; os.makedirs({str(folder.exit_code(0) / 'x')!r})",
+        "no folder": f"import shutil; shutil.rmtree({str(folder.path)!r})",
+        "an epoch of words": f"open({str(jobs.epoch)!r}, 'w').write('words')",
+    }[obstacle]
+    command = (sys.executable, "-c", f"{code}; import time; time.sleep(1)")
+    spec = script().model_copy(update={"command": command, "launch": "self"})
+    reader, launch = backends(), launch_of("odd", spec)
+    reader.backend.launch(launch)
+    reader.await_end(launch)
+
+
+def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(tmp_path: Path) -> None:
+    folder = AttemptFolder(tmp_path)
+    for text in (
+        "[" * 200_000,
+        "{}",
+        '{"model": 1, "data": [], "training": null, "plan": "x"}',
+        "\x00",
+    ):
+        folder.run.write_text(text)
+        clean_up("no such mark", str(tmp_path))
 
 
 def test_an_end_that_nobody_could_read_is_final_and_says_so() -> None:

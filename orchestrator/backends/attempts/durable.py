@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -11,6 +12,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 REPORT_BYTES_MAX = 2**20  # of a JSON file that a rank wrote
+DISK_AWAY = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+)  # of the home folder: no fault of an attempt
+EPOCH_BYTES_MAX = 32
 PRIVATE = 0o600  # mode of a file that its owner alone may read
 
 
@@ -93,8 +101,12 @@ class Fence:
 
 
 def read_epoch(path: Path) -> int:
-    """Return the number of the job's newest attempt; 0 before the first launch."""
+    """Return the number of the job's newest attempt; 0 before the first launch, or for no number."""
     try:
-        return int(path.read_text())
-    except FileNotFoundError:
+        with path.open() as file:
+            return int(file.read(EPOCH_BYTES_MAX))
+    except (
+        FileNotFoundError,
+        ValueError,
+    ):  # ValueError: a job that runs as the service wrote to it
         return 0

@@ -52,7 +52,7 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.patterns import count_of
+from orchestrator.specs.patterns import LinePattern, count_of
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.guard import oom_report
@@ -131,6 +131,9 @@ def collect(
         return reports.reports
 
     beats = read(Heartbeat, folder.heartbeat)
+    for pattern in (spec.progress, *dict(spec.phases).values()):
+        problem = None if pattern is None else LinePattern(pattern).problem
+        parts.problems.add(*([problem] if problem else []))
     results, checkpoints, unmatched = Results(), Checkpoints(), tuple[str, ...]()
     if not attempt.probe:
         results = parts.read(

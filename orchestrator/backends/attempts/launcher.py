@@ -15,12 +15,19 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from orchestrator.backends.attempts.durable import Fence, open_to_append, read_epoch, write_durably
+from orchestrator.backends.attempts.durable import (
+    DISK_AWAY,
+    Fence,
+    open_to_append,
+    read_epoch,
+    write_durably,
+)
 from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
@@ -36,6 +43,7 @@ GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their ow
 GRACE_AFTER_ERROR_S = 15.0
 BEFORE_TIMEOUT_S = 900.0
 FENCE_EVERY_S = 0.5
+WRITE_TRIES_MAX = 5  # where more room would not help: something of a rank lies in the way
 WRITE_AGAIN_S = 1.0
 PORTS = range(
     20000, 32000
@@ -86,7 +94,7 @@ class Rank:
 
     number: int
     process: subprocess.Popen[bytes]
-    exit_code: int | None = None  # set after it stands in the .rc file
+    exit_code: int | None = None  # set after it stands in the .rc file, or could not be written
 
 
 class Launcher:
@@ -106,6 +114,7 @@ class Launcher:
         self._no_program = False
         self._stale = False
         self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
+        self._next_fence_s = self._next_census_s = 0.0  # by the monotonic clock
         self._kills_before = oom_kills()
         self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
         self._ended = threading.Event()
@@ -228,22 +237,14 @@ class Launcher:
             rank for number in self._ranks for rank in range(number, number + self._ranks_each)
         ]
         threading.Thread(target=self._sampler.run, args=(numbers, self._ended), daemon=True).start()
-        next_fence_s = next_census_s = 0.0
-        while any(
-            rank.exit_code is None for rank in self._ranks.values()
-        ):  # ends: the watchdog stops hung ranks
+        # ends: the watchdog stops hung ranks
+        while any(rank.exit_code is None for rank in self._ranks.values()):
             with self._changed:
                 self._changed.wait(POLL_S)
-            if time.monotonic() >= next_fence_s:
-                next_fence_s = time.monotonic() + FENCE_EVERY_S
-                if self._is_superseded():
-                    self._kill_within(0)
-            if time.monotonic() >= next_census_s:
-                self._census.take({rank.process.pid for rank in self._ranks.values()})
-                next_census_s = time.monotonic() + CENSUS_EVERY_S
-            self._notice_failure()
-            if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
-                self._signal(signal.SIGKILL)
+            try:
+                self._look()
+            except Exception:  # the edge of a thread: a file of a rank must not hide its end
+                traceback.print_exc()
         self._ended.set()
         try:
             clean_up(
@@ -255,6 +256,19 @@ class Launcher:
             with self._changed:
                 self._state = "ended"
                 self._touch()
+
+    def _look(self) -> None:
+        """Count processes, notice failures, and send the signals that are due."""
+        if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
+            self._signal(signal.SIGKILL)
+        if time.monotonic() >= self._next_census_s:
+            self._next_census_s = time.monotonic() + CENSUS_EVERY_S
+            self._census.take({rank.process.pid for rank in self._ranks.values()})
+        self._notice_failure()
+        if time.monotonic() >= self._next_fence_s:
+            self._next_fence_s = time.monotonic() + FENCE_EVERY_S
+            if self._is_superseded():
+                self._kill_within(0)
 
     def _start_all(self, ranks: list[RankStart], workdir: str) -> None:
         base = base_env()
@@ -295,13 +309,15 @@ class Launcher:
 
     def _reap(self, rank: Rank) -> None:
         code, ended_ns = rank.process.wait(), time.time_ns()
-        while (
-            True
-        ):  # on a full disk until there is room: an end that nobody can read is not reported
+        tries = 0
+        # on a full disk until there is room: an end that nobody can read is not reported
+        while tries < WRITE_TRIES_MAX:
             try:
+                self._folder.path.mkdir(parents=True, exist_ok=True)  # which a program may remove
                 write_durably(self._folder.exit_code(rank.number), str(code))
                 break
-            except OSError:
+            except OSError as error:
+                tries += error.errno not in DISK_AWAY
                 time.sleep(WRITE_AGAIN_S)
         with self._changed:
             if code != 0 and (self._first_ended is None or ended_ns < self._first_ended[1]):

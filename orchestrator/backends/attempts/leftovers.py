@@ -6,13 +6,13 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import open_left, read_json
 from orchestrator.backends.attempts.process_census import MARK, marked_processes
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
@@ -25,14 +25,22 @@ def mark_of(folder: AttemptFolder, node: str) -> str:
 def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
     """End every process that an attempt left on this node, and remove its ranks' swap files here."""
     kill_marked(mark, sessions)
-    path = AttemptFolder(attempt_folder).run
-    # a script has none
-    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None
-    if run is None or run.swap_folder is None:
+    folder = _swap_folder(AttemptFolder(attempt_folder).run)
+    if folder is None:
         return
-    shutil.rmtree(run.swap_folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not there, or a newer attempt swaps beside it
-        run.swap_folder.parent.rmdir()
+        folder.parent.rmdir()
+
+
+def _swap_folder(path: Path) -> Path | None:
+    """The swap folder of a run that this service described; None for a script, or a file of somebody else's."""
+    try:
+        with open_left(path) as file:
+            is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
+        return training_run_from_json(read_json(path)).swap_folder if is_ours else None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
 
 
 def kill_marked_below(home: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from orchestrator.backends.attempts.durable import Fence, read_epoch, write_durably
+from orchestrator.backends.attempts.durable import DISK_AWAY, Fence, read_epoch, write_durably
 from orchestrator.backends.attempts.evidence import (
     Ending,
     collect,
@@ -47,12 +46,6 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 TICK_S = 0.25
-DISK_AWAY = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-)  # of the home folder: no fault of an attempt
 AWAY_S = 1.0  # between two tries to reach a cluster that is away
 # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
 END_TIMEOUT_S = 30.0
