@@ -131,9 +131,7 @@ def collect(
         return reports.reports
 
     beats = read(Heartbeat, folder.heartbeat)
-    for pattern in (spec.progress, *dict(spec.phases).values()):
-        problem = None if pattern is None else LinePattern(pattern).problem
-        parts.problems.add(*([problem] if problem else []))
+    parts.problems.add(*_list_pattern_problems(spec))
     results, checkpoints, unmatched = Results(), Checkpoints(), tuple[str, ...]()
     if not attempt.probe:
         results = parts.read(
@@ -192,6 +190,14 @@ def collect(
         virtual=_left_object(folder.guard).get("virtual_capacity_bytes") is not None,
         unread=tuple(parts.problems.sentences),
     )
+
+
+def _list_pattern_problems(spec: JobSpec) -> list[str]:
+    """Sentences on the patterns of progress and phases that the engine refuses."""
+    patterns = [LinePattern(pattern) for _, pattern in spec.phases]
+    if spec.progress is not None:
+        patterns.append(LinePattern(spec.progress))
+    return [pattern.problem for pattern in patterns if pattern.problem is not None]
 
 
 @dataclass(slots=True)
