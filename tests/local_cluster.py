@@ -33,6 +33,7 @@ class LocalNodes:
                     address="127.0.0.1",
                     device=node.device,
                     devices=node.devices,
+                    device_ids=node.device_ids,
                     cpus=CPUS,
                 ),
                 host_memory_bytes=node.host_memory,
@@ -118,6 +119,7 @@ class LocalLaunchers:
                     devices=part.devices,
                     is_alone=len(attempt.placement) == 1,
                     driver=live[part.node].launch.device.kind.traits.driver,
+                    device_ids=live[part.node].launch.device_ids,
                 ),
             )
             for part in attempt.placement

@@ -26,6 +26,7 @@ name: lab
 nodes:
   - name: box
     devices: 2
+    device_ids: [2, 3]
     device:
       {name: fake-1gb, kind: fake, memory: 1GiB, bf16_tflops: 1, fp32_tflops: 1,
        memory_bandwidth: 9GB/s, link_bandwidth: 1GB/s}
@@ -45,7 +46,7 @@ from tests.local_cluster import LocalLaunchers, LocalNodes
 
 class FakeNodes(LocalNodes):
     def read_devices(self, node):
-        return read_devices(node.launch.device.kind.traits.driver)
+        return read_devices(node.launch.device.kind.traits.driver, node.launch.device_ids)
 
 home, cluster = Path(sys.argv[1]), parse_cluster(sys.argv[2], "cluster.yaml")
 backend = ProcessBackend(home, cluster, FakeNodes(cluster), LocalLaunchers(), Alone())
@@ -93,7 +94,7 @@ def test_a_vendor_is_few_files_and_a_script_runs_on_its_devices(tmp_path: Path) 
         )
     subprocess.run(["git", "apply", "-"], input=change(), text=True, cwd=tmp_path, check=True)
     driver = tmp_path / "driver"
-    driver.write_text(f"{512 << 20}\n{768 << 20}\n")
+    driver.write_text("".join(f"{size << 20}\n" for size in (128, 256, 512, 768)))
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "home"), CLUSTER],
         env={**os.environ, "PYTHONPATH": str(tmp_path), "FAKE_DRIVER": str(driver)},
@@ -104,4 +105,4 @@ def test_a_vendor_is_few_files_and_a_script_runs_on_its_devices(tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stderr
     assert "free [512, 768]" in ended.stdout
-    assert "[0] sees 1" in ended.stdout
+    assert "[0] sees 3" in ended.stdout, "our second device is the driver's fourth"

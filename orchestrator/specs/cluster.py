@@ -29,6 +29,7 @@ LAUNCH_COST_S = 30.0
 TFLOPS_MAX = 1e6
 MULTIPROCESSORS_MAX = 100_000
 PRICE_MAX = 1e9
+DEVICE_ID_MAX = 1023  # of a device, as its driver counts
 
 
 class DeviceSpec(SpecModel):
@@ -160,6 +161,12 @@ class NodeSpec(SpecModel):
     )
     count: int = Field(default=1, ge=1, le=65536, description="Number of such nodes.", examples=[8])
     devices: int = Field(ge=1, le=64, description="Devices per node.", examples=[8])
+    device_ids: tuple[Annotated[int, Field(ge=0, le=DEVICE_ID_MAX)], ...] = Field(
+        default=(),
+        description="Indices of the devices as their driver counts them, where the node has only some of a machine's; "
+        "empty: the first `devices`.",
+        examples=[[8, 9, 10, 11, 12, 13, 14, 15]],
+    )
     device: Annotated[
         DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)
     ] = Field(
@@ -172,6 +179,17 @@ class NodeSpec(SpecModel):
         description="Rack of the nodes: placement prefers few racks; empty: unknown.",
         examples=["r1"],
     )
+
+    @model_validator(mode="after")
+    def _check_device_ids(self) -> NodeSpec:
+        if self.device_ids and len({*self.device_ids}) != self.devices:
+            raise SpecError(
+                "`device_ids` names each device once",
+                path="device_ids",
+                got=", ".join(map(str, self.device_ids)),
+                allowed=f"{self.devices} different indices, since `devices` is {self.devices}",
+            )
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:

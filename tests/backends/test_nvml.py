@@ -66,6 +66,7 @@ def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
         {
             "index": 0,
             "name": "Fake H200",
+            "uuid": "GPU-00000000-aaaa",
             "total_bytes": 1000 * MIB,
             "free_bytes": 900 * MIB,
             "used_bytes": 100 * MIB,
@@ -78,6 +79,7 @@ def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
         {
             "index": 1,
             "name": "Fake H200",
+            "uuid": "GPU-00000001-aaaa",
             "total_bytes": 2000 * MIB,
             "free_bytes": 2000 * MIB,
             "used_bytes": 0,

@@ -139,8 +139,16 @@ def test_memory_that_others_hold_and_cards_that_are_lost_are_told(find: Find) ->
     assert "no device can be read" in find("81559 0 1 -")["error"]
 
 
-def test_a_choice_of_devices_is_refused_and_an_empty_one_means_virtual_devices(find: Find) -> None:
-    assert "hides some of 2 devices" in find(H100, H100, CUDA_VISIBLE_DEVICES="1")["error"]
+def test_a_choice_of_devices_is_the_node_and_an_empty_one_means_virtual_devices(find: Find) -> None:
+    part = found_cluster(find(H100, H100, H100, CUDA_VISIBLE_DEVICES="2,1")).nodes[0]
+    assert (part.devices, part.device_ids) == (2, (2, 1))
+    named = found_cluster(find(H100, H100, CUDA_VISIBLE_DEVICES="GPU-00000001")).nodes[0]
+    assert (named.devices, named.device_ids) == (1, (1,))
+    for wrong in ("2", "0,0", "MIG-1", "GPU-0000000", "x", "0,"):
+        assert find(H100, H100, CUDA_VISIBLE_DEVICES=wrong)["error"], wrong
+    assert "in its own order" in find(H100, UNKNOWN, CUDA_VISIBLE_DEVICES="1")["error"]
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
+    assert found_cluster(find(UNKNOWN, H100, **order)).nodes[0].device_ids == (1,)
     assert found_cluster(find(H100, H100, CUDA_VISIBLE_DEVICES="0,1")).nodes[0].devices == 2
     answer = find(H100, CUDA_VISIBLE_DEVICES="")
     assert found_cluster(answer).nodes[0].device.kind == "virtual"

@@ -160,7 +160,7 @@ def test_a_child_of_the_service_never_inherits_its_environment_unasked() -> None
     package = Path(orchestrator.__file__).parent
     calls = [
         f"{file.relative_to(package)}:{call.lineno}"
-        for folder in ("backends", "service/server")
+        for folder in ("backends", "service/server", "service/client", "service/intake")
         for file in (package / folder).rglob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call)

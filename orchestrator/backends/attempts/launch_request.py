@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +52,13 @@ class LaunchNode:
     device: DeviceSpec
     devices: int
     cpus: int
+    device_ids: tuple[int, ...] = ()  # of the driver, in the order of our indices; (): the same
+
+    def driver_ids(self, devices: Sequence[int]) -> tuple[int, ...]:
+        """Return the driver's indices of these devices."""
+        if not self.device_ids:
+            return tuple(devices)
+        return tuple(self.device_ids[index] for index in devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,5 +456,5 @@ def _device_env(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
     traits = node.device.kind.traits
     variables = dict(traits.variables)
     if traits.visible_variable:
-        variables[traits.visible_variable] = ",".join(str(index) for index in devices)
+        variables[traits.visible_variable] = ",".join(map(str, node.driver_ids(devices)))
     return variables

@@ -29,9 +29,10 @@ class Watched:
     """The node, and the attempt's devices on it, whose use is sampled."""
 
     node: str
-    devices: tuple[int, ...]  # as NVML counts them
+    devices: tuple[int, ...]
     is_alone: bool = True  # the attempt has one node; else the names contain the node
     driver: str = "nvml"  # that reads the devices; "" on virtual ones
+    device_ids: tuple[int, ...] = ()  # of all devices of the node, as the driver counts; (): all
 
 
 class Sampler:
@@ -82,7 +83,7 @@ class Sampler:
                     yield f"gpu_{index}_memory_usage_megabytes", live_bytes / MEGABYTE
                     yield f"gpu_{index}_memory_usage_percentage", 100 * live_bytes / capacity_bytes
             return
-        for device in read_devices(self._watched.driver).devices:
+        for device in read_devices(self._watched.driver, self._watched.device_ids).devices:
             if (
                 device.index in self._watched.devices
                 and device.error is None

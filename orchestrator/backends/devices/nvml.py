@@ -34,6 +34,7 @@ class NvmlDevice:
 
     index: int
     name: str = ""
+    uuid: str = ""  # as CUDA_VISIBLE_DEVICES may name it; "" where the driver does not say
     total_bytes: int = 0
     free_bytes: int = 0
     used_bytes: int = 0
@@ -164,9 +165,11 @@ def _device(index: int) -> NvmlDevice:
                 index=index, error="the driver reports more memory free or used than there is"
             )
         name = pynvml.nvmlDeviceGetName(handle)
+        uuid = _query(pynvml.nvmlDeviceGetUUID, handle) or ""
         return NvmlDevice(
             index=index,
             name=name if isinstance(name, str) else name.decode(),
+            uuid=uuid if isinstance(uuid, str) else uuid.decode(),
             total_bytes=memory.total,
             free_bytes=memory.free,
             used_bytes=memory.used,

@@ -50,12 +50,14 @@ class Calls:
         except RayError as error:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
-    def read_devices(self, node_id: str, name: str, driver: str = "nvml") -> NvmlReading:
+    def read_devices(
+        self, node_id: str, name: str, driver: str = "nvml", device_ids: tuple[int, ...] = ()
+    ) -> NvmlReading:
         """Return the driver's reading of a node. No answer within 20 s gives a reading with an error."""
-        task = ray.remote(num_cpus=0, max_retries=0)(read_devices)
+        task: Any = ray.remote(num_cpus=0, max_retries=0)(read_devices)
         reference = task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ).remote(driver)
+        ).remote(driver, device_ids)
         try:
             return ray.get(reference, timeout=PROBE_TIMEOUT_S)
         except GetTimeoutError:

@@ -180,6 +180,7 @@ class RayLaunchers:
                     devices=part.devices,
                     is_alone=len(bundles) == 1,
                     driver=live[part.node].launch.device.kind.traits.driver,
+                    device_ids=live[part.node].launch.device_ids,
                 ),
             )
             for index, (part, bundle) in enumerate(zip(attempt.placement, bundles, strict=True))

@@ -318,7 +318,11 @@ def read_devices(link: Link, node: LiveNode) -> NvmlReading:
     """Return NVML's reading of `node`. No answer gives a reading with an error."""
     try:
         reading: NvmlReading = link.call(
-            "read_devices", node.id, node.launch.name, node.launch.device.kind.traits.driver
+            "read_devices",
+            node.id,
+            node.launch.name,
+            node.launch.device.kind.traits.driver,
+            node.launch.device_ids,
         )
     except (ClusterAway, CallFailed) as error:
         return NvmlReading(error=f"node {node.launch.name} does not answer: {error}")

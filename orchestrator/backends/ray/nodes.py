@@ -80,6 +80,7 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
                 device=device,
                 devices=1 + max(indices),
                 cpus=max(1, int(entry["Resources"].get("CPU", 1))),
+                device_ids=_device_ids(spec, 1 + max(indices)),
             ),
             host_memory_bytes=spec.host_memory
             if spec
@@ -88,6 +89,13 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
             ray_gpus=int(entry["Resources"].get("GPU", 0)),
         )
     return nodes
+
+
+def _device_ids(spec: NodeSpec | None, devices: int) -> tuple[int, ...]:
+    """The driver's indices of a node's devices; () where Ray has other devices than the cluster file."""
+    if spec is None or len(spec.device_ids) != devices:
+        return ()
+    return spec.device_ids
 
 
 def device_of(cluster: ClusterSpec, node: NodeSpec | None, label: str | None) -> DeviceSpec | None:

@@ -67,13 +67,16 @@ def detect_machine(name: str) -> DetectedMachine:
     reading = nvml.devices()
     if reading.error or not reading.devices:
         return _virtual_machine(name, reading.error or "NVML shows none")
+    devices = _visible_devices(reading.devices)
+    ids = tuple(device.index for device in devices)
     node = NodeSpec(
         name=name,
-        devices=len(reading.devices),
-        device=_device(reading.devices),
+        devices=len(devices),
+        device_ids=() if ids == tuple(range(len(reading.devices))) else ids,
+        device=_device(devices),
         host_memory=f"{host_bytes()}B",  # type: ignore[arg-type]  # as a cluster file says it
     )
-    return DetectedMachine(node=node, notes=tuple(_notes(reading.devices, node)))
+    return DetectedMachine(node=node, notes=tuple(_notes(devices, node)))
 
 
 def host_bytes() -> int:
@@ -95,7 +98,6 @@ def _virtual_machine(name: str, why: str) -> DetectedMachine:
 
 def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
     """Return the one kind that these devices are of. Raises SpecError."""
-    _refuse_hidden_devices(len(devices))
     readable = [device for device in devices if device.error is None]
     if not readable:
         errors = "; ".join(f"{device.index}: {device.error}" for device in devices)
@@ -134,16 +136,52 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
     )
 
 
-def _refuse_hidden_devices(devices: int) -> None:
-    """Raise SpecError where the shell shows only some devices to CUDA: a node takes all that NVML counts."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and len(set(chosen.split(","))) < devices:
+def _visible_devices(devices: Sequence[nvml.NvmlDevice]) -> tuple[nvml.NvmlDevice, ...]:
+    """Return the devices that CUDA_VISIBLE_DEVICES shows, in its order; all where it is not set.
+
+    Numbers count as NVML counts, so a machine with several kinds of devices needs CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    Raises SpecError for what names no device, or one twice.
+    """
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is None:
+        return tuple(devices)
+    entries = [word.strip() for word in variable.split(",")]
+    _refuse_own_order(entries, devices)
+    visible = tuple(_find_device(word, devices) for word in entries)
+    if len({device.index for device in visible}) < len(visible):
+        raise SpecError("CUDA_VISIBLE_DEVICES names a device twice", source=SOURCE, got=variable)
+    return visible
+
+
+def _refuse_own_order(entries: Sequence[str], devices: Sequence[nvml.NvmlDevice]) -> None:
+    """Raise SpecError where numbers name devices that CUDA may count in another order than NVML."""
+    kinds = {device.name for device in devices if not device.error}
+    is_alike = len(kinds) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if not is_alike and any(word.isdecimal() for word in entries):
         raise SpecError(
-            f"CUDA_VISIBLE_DEVICES hides some of {devices} devices, and a node has all of them",
+            "CUDA counts devices of several kinds in its own order",
             source=SOURCE,
-            got=chosen,
-            hint="unset it; or name a cluster file with --cluster: its node takes the first `devices`",
+            got=f"CUDA_VISIBLE_DEVICES={','.join(entries)}",
+            hint="set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the devices by their UUIDs (`nvidia-smi -L`)",
         )
+
+
+def _find_device(word: str, devices: Sequence[nvml.NvmlDevice]) -> nvml.NvmlDevice:
+    """Return the device that a word of CUDA_VISIBLE_DEVICES names: an index, or the beginning of a UUID."""
+    by_uuid = [device for device in devices if len(word) > 4 and device.uuid.startswith(word)]
+    if len(by_uuid) == 1:
+        return by_uuid[0]
+    if word.isdecimal() and len(word) < 5 and int(word) < len(devices):
+        return devices[int(word)]
+    is_slice = word.startswith("MIG-")
+    raise SpecError(
+        "orc places jobs on whole devices" if is_slice else "names no device of this machine",
+        source=SOURCE,
+        path="CUDA_VISIBLE_DEVICES",
+        got=word,
+        allowed=f"0 to {len(devices) - 1}, or UUIDs that `nvidia-smi -L` shows",
+        hint="unset it, or name a cluster file with --cluster: `device_ids` says which devices its node has",
+    )
 
 
 def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> DeviceSpec:

@@ -123,6 +123,13 @@ int nvmlDeviceGetName(void *handle, char *name, unsigned length) {
     return answer;
 }
 
+int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned length) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer == 0) snprintf(uuid, length, "GPU-%08lx-aaaa", (unsigned long)(device - devices));
+    return answer;
+}
+
 int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
     Device *device;
     int answer = find(handle, &device);
