@@ -1,0 +1,206 @@
+"""The table of a night: each kind of job with its job file, and the ends that are right for it.
+
+A kind is a row here and a program in `programs/`. docs/extending/night-kind.md shows how one is added.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).with_name("programs")
+FOLDER = "{folder}"  # in a job file: the folder of the night
+
+
+def loop_file(program: str, steps: int, batch: int = 8) -> str:
+    """Return the job file of a program that takes the flags of `programs/loop.py`."""
+    return f"""\
+command: python {program} --steps {steps}
+gpus: 1
+global_batch_size: {batch}
+steps: {steps}
+probe: never
+knobs:
+  micro_batch_size: {{flag: --batch-size, default: {batch}}}
+  gradient_accumulation_steps: {{flag: --accumulate, default: 1}}
+  output_dir: {{flag: --output}}
+  resume_from: {{flag: --resume}}
+resume: {{checkpoints: checkpoint-*.pt}}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of job, and its row of the table."""
+
+    name: str
+    # its job file, without name, user and workdir; {folder} is the folder of the night
+    job: str = ""
+    typed: tuple[str, ...] = ()  # instead of a job file: what a user types after `orc init`
+    needs: tuple[str, ...] = ()  # libraries without which the kind is skipped
+    prepare: Callable[[Path], None] | None = None  # writes what the program reads into its folder
+    steps: int  # of the whole training
+    ends: frozenset[str] = frozenset({"succeeded"})  # statuses that are right
+    # kinds of failure that its attempts may have where no fault met them
+    failures: frozenset[str] = frozenset()
+    attempts_max: int = 1  # where no fault met them
+    telling: str = ""  # pattern of the line that says why it failed
+    leaves: str = ""  # a file that a success leaves, with {folder}
+    mended_by: Mapping[str, str] = field(
+        default_factory=dict
+    )  # law that it breaks -> issue that will mend it
+
+    @property
+    def fails(self) -> bool:
+        """Whether its right end is a failure, of which a notice is sent."""
+        return "succeeded" not in self.ends
+
+    def why_skipped(self) -> str | None:
+        """Return why this machine cannot run it; None where it can."""
+        absent = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"no {absent[0]}: pip install '.[night]'" if absent else None
+
+
+def make_tiny_model(folder: Path) -> None:
+    """Write a tiny Llama with a tokenizer to `model` in the folder."""
+    command = [sys.executable, "-m", "jobs.finetune.tiny_model", str(folder / "model")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+
+
+BUG = frozenset({"unknown", "user_error"})  # an end that nothing explains, and the same once more
+KINDS = (
+    Kind(
+        name="hf-trainer",
+        needs=("transformers", "accelerate"),
+        job="""\
+trainer: hf
+launch: ranks
+command: python hf_trainer.py --max_steps 20 --save_steps 5 --report_to none --per_device_train_batch_size 8
+gpus: 1
+global_batch_size: 8
+steps: 20
+probe: never
+success: {artifacts: [model.safetensors]}
+""",
+        steps=20,
+    ),
+    Kind(
+        name="trl",
+        needs=("trl", "datasets"),
+        prepare=make_tiny_model,
+        job="""\
+trainer: trl
+launch: ranks
+precision: fp32
+command: python trl_sft.py --max_steps 10 --save_steps 5 --report_to none --per_device_train_batch_size 8
+gpus: 1
+global_batch_size: 8
+steps: 10
+probe: never
+success: {artifacts: [model.safetensors]}
+""",
+        steps=10,
+    ),
+    Kind(
+        name="adapter",
+        needs=("transformers", "peft"),
+        prepare=make_tiny_model,
+        job="""\
+model: {hf: ./model, lora: {rank: 4, alpha: 8}}
+data: {chat: [chat.jsonl], sequence_length: 64}
+gpus: 1
+global_batch_size: 4
+training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
+""",
+        steps=20,
+    ),
+    Kind(
+        name="plain-loop",
+        typed=("python", "loop.py", "--batch-size", "8", "--steps", "60"),
+        steps=60,
+        attempts_max=3,
+        failures=frozenset({"probed"}),
+    ),
+    Kind(
+        name="too-large",
+        job=loop_file("too_large.py", 20),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=frozenset({"device_oom"}),
+        attempts_max=4,  # a batch of 8 is halved three times
+        telling="out of memory|memory",
+    ),
+    Kind(
+        name="oom-at-0",
+        job=loop_file("wide.py 0", 12, batch=512),
+        steps=12,
+        failures=frozenset({"device_oom"}),
+        attempts_max=4,
+    ),
+    Kind(
+        name="oom-at-50",
+        job=loop_file("wide.py 50", 60, batch=512),
+        steps=60,
+        failures=frozenset({"device_oom"}),
+        attempts_max=4,
+    ),
+    Kind(
+        name="bug-at-30",
+        job=loop_file("bug.py", 40),
+        steps=40,
+        ends=frozenset({"failed"}),
+        failures=BUG,
+        attempts_max=3,
+        telling="KeyError: 'labels'",
+    ),
+    Kind(
+        name="nan",
+        job=loop_file("nan_loss.py", 40),
+        steps=40,
+        ends=frozenset({"failed"}),
+        failures=BUG,
+        attempts_max=3,
+        telling="the loss is NaN at step 30",
+    ),
+    Kind(
+        name="absolute-artifact",
+        job=loop_file(f"absolute.py {FOLDER}/results", 20)
+        + f"success: {{artifacts: ['{FOLDER}/results/model.pt']}}\n",
+        steps=20,
+        leaves=f"{FOLDER}/results/model.pt",
+    ),
+    Kind(
+        name="hang",
+        job=loop_file("hang.py", 40) + "hang_timeout: 15s\n",
+        steps=40,
+        ends=frozenset({"failed"}),
+        failures=frozenset({"hung"}),
+        attempts_max=2,
+        telling="hung|no training step|15",
+    ),
+    Kind(
+        name="sigterm-exit-0",
+        job=loop_file("sigterm.py", 100),
+        steps=100,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+        mended_by={
+            "each job ends as its row says": "04"
+        },  # it ends as succeeded after 6 of 100 steps
+    ),
+    Kind(
+        name="handled-oom-then-bug",
+        job=loop_file("handled_oom.py", 40),
+        steps=40,
+        ends=frozenset({"failed"}),
+        failures=BUG,
+        attempts_max=3,
+        telling="KeyError: 'labels'",
+        mended_by={"each job ends as its row says": "04"},  # it ends as "no plan fits"
+    ),
+)
