@@ -14,7 +14,7 @@ TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 SERVED := $(addprefix tests/,service k8s) $(wildcard tests/test_*.py)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: constraints demo demo-audio seeds test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare release clean
+.PHONY: constraints demo demo-audio seeds test test-pure test-trained test-served test-others test-long test-oldest-torch test-cluster chaos night lint docs bench bench-memory bench-cost bench-gpu gpu-rehearsal bench-scheduler bench-recovery bench-compare release clean
 
 $(USED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -87,6 +87,13 @@ LIMIT_S = 20000
 chaos: $(READY)
 	PYTHONHASHSEED=0 $(BIN)/python -m tests.cluster.chaos --seed $(SEED) --faults $(FAULTS) --jobs $(JOBS) \
 		--limit-s $(LIMIT_S)
+
+# Drawn jobs and faults on one machine, and the laws of the morning; `make night SEED=... JOBS=... FAULTS=...` draws the
+# same night again. Kinds whose library is absent are skipped: `pip install -c constraints.txt '.[night]'`.
+night: JOBS = 12
+night: FAULTS = 4
+night: $(READY)
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.night.night --seed $(SEED) --jobs $(JOBS) --faults $(FAULTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -50,6 +50,7 @@ class Kind:
     failures: frozenset[str] = frozenset()
     attempts_max: int = 1  # where no fault met them
     telling: str = ""  # pattern of the line that says why it failed
+    logged: str = ""  # pattern of what `orc logs` shows of the failure; "": the telling line
     leaves: str = ""  # a file that a success leaves, with {folder}
     mended_by: Mapping[str, str] = field(
         default_factory=dict
@@ -133,7 +134,7 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         ends=frozenset({"failed"}),
         failures=frozenset({"device_oom"}),
         attempts_max=4,  # a batch of 8 is halved three times
-        telling="out of memory|memory",
+        telling="ran out",
     ),
     Kind(
         name="oom-at-0",
@@ -181,7 +182,8 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         ends=frozenset({"failed"}),
         failures=frozenset({"hung"}),
         attempts_max=2,
-        telling="hung|no training step|15",
+        telling="no training step for 15 s",
+        logged="step 14/40",
     ),
     Kind(
         name="sigterm-exit-0",

@@ -275,12 +275,9 @@ def advice_does_what_it_says(morning: Morning) -> Iterator[tuple[str, str]]:
             if advice.exit_code != 0:
                 yield entry.id, f"`{advice.command}` ended with {advice.exit_code}: {advice.output}"
         logs = [advice.output for advice in commands if advice.command.startswith("orc logs")]
-        if (
-            logs
-            and entry.kind.fails
-            and not any(re.search(entry.kind.telling, log) for log in logs)
-        ):
-            yield entry.id, f"`orc logs` does not show {entry.kind.telling!r}"
+        pattern = entry.kind.logged or entry.kind.telling
+        if logs and not any(re.search(pattern, log) for log in logs):
+            yield entry.id, f"`orc logs` does not show {pattern!r}"
 
 
 def each_notice_comes_once(morning: Morning) -> Iterator[tuple[str, str]]:

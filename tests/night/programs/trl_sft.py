@@ -1,5 +1,7 @@
 """The SFTTrainer of trl over the tiny model beside it."""
 
+import time
+
 from datasets import Dataset
 from transformers import HfArgumentParser
 from trl import SFTConfig, SFTTrainer
@@ -11,4 +13,4 @@ talks = Dataset.from_list(
 trainer = SFTTrainer(model="model", args=training, train_dataset=talks)
 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
 trainer.save_model()
-print(f"trained {trainer.state.global_step} steps", flush=True)
+print(f"step {trainer.state.global_step} at {time.time():.3f}", flush=True)
