@@ -86,7 +86,7 @@ class Morning:
         default=frozenset()
     )  # successes without the file that they leave
 
-    def known(self) -> Iterator[tuple[Entry, Mapping[str, Any]]]:
+    def present(self) -> Iterator[tuple[Entry, Mapping[str, Any]]]:
         """Yield the jobs that the service still has."""
         for entry in self.entries:
             if entry.id in self.jobs:
@@ -132,7 +132,7 @@ def none_is_lost(morning: Morning) -> Iterator[tuple[str, str]]:
 
 
 def ends_as_its_row(morning: Morning) -> Iterator[tuple[str, str]]:
-    for entry, job in morning.known():
+    for entry, job in morning.present():
         if job["status"] not in ENDS:
             # It may wait or ask where its row allows that, with a reason and a time.
             waits = job["asks"] or (job["reason"] and re.search(r"\d{1,2}:\d\d", job["reason"]))
@@ -163,7 +163,7 @@ def _telling(job: Mapping[str, Any]) -> str:
 
 
 def attempts_as_its_row(morning: Morning) -> Iterator[tuple[str, str]]:
-    for entry, job in morning.known():
+    for entry, job in morning.present():
         added = 0
         for attempt in job["attempts"]:
             outcome = attempt["outcome"]
@@ -177,7 +177,7 @@ def attempts_as_its_row(morning: Morning) -> Iterator[tuple[str, str]]:
 
 
 def nobody_innocent_is_accused(morning: Morning) -> Iterator[tuple[str, str]]:
-    for entry, job in morning.known():
+    for entry, job in morning.present():
         for attempt in job["attempts"]:
             failure = attempt["failure"]
             if failure is None or failure["kind"] in entry.kind.failures:
@@ -215,13 +215,13 @@ def none_runs_twice_at_once(morning: Morning) -> Iterator[tuple[str, str]]:
 def no_device_is_held(morning: Morning) -> Iterator[tuple[str, str]]:
     running = {job_id for job_id, job in morning.jobs.items() if job["status"] == "running"}
     for node in morning.nodes:
-        held = set(node["jobs"]) - running
-        if held or (node["busy"] and not running):
-            yield "", f"devices {node['busy']} of {node['name']} are held by {sorted(held)}"
+        holders = set(node["jobs"]) - running
+        if holders or (node["busy"] and not running):
+            yield "", f"devices {node['busy']} of {node['name']} are held by {sorted(holders)}"
 
 
 def no_step_is_repeated(morning: Morning) -> Iterator[tuple[str, str]]:
-    for entry, job in morning.known():
+    for entry, job in morning.present():
         saved, reached = 0, 0
         for attempt in trainings(job):
             trace = morning.traces[name_of(entry.id, attempt)]
@@ -254,7 +254,7 @@ def the_report_tells(morning: Morning) -> Iterator[tuple[str, str]]:
     lines = {}
     for section in ("failed", "refused"):
         lines |= {line["id"]: line["said"] for line in morning.report[section]}
-    for entry, job in morning.known():
+    for entry, job in morning.present():
         if job["status"] not in ("failed", "refused"):
             if entry.id in lines:
                 yield entry.id, f"did not fail, and the report says so: {lines[entry.id]}"
@@ -265,7 +265,7 @@ def the_report_tells(morning: Morning) -> Iterator[tuple[str, str]]:
 
 
 def advice_does_what_it_says(morning: Morning) -> Iterator[tuple[str, str]]:
-    for entry, job in morning.known():
+    for entry, job in morning.present():
         if job["status"] not in ("failed", "refused"):
             continue
         commands = morning.advice.get(entry.id, ())
@@ -290,7 +290,7 @@ def each_notice_comes_once(morning: Morning) -> Iterator[tuple[str, str]]:
     is_calm = not any(fault.kind in ("reboot", "kill the service") for fault in morning.faults)
     if is_calm and len(ids) != len(morning.notices):
         yield "", "a notice came again, though nothing was killed"
-    for entry, job in morning.known():
+    for entry, job in morning.present():
         wanted = int(job["status"] in ("failed", "refused") or bool(job["asks"]))
         count = counts["orc.failed", entry.id]
         if min(count, 1) != wanted:

@@ -30,11 +30,11 @@ SHORT = ("plain-loop", "oom-at-0", "oom-at-50", "bug-at-30", "absolute-artifact"
 def check(
     seed: int, jobs: int, faults: int, kinds: list[Kind], fault_kinds: tuple[str, ...]
 ) -> None:
-    morning, unexpected, kept = run_night(seed, jobs, faults, kinds, fault_kinds)
+    morning, unexpected, overdue = run_night(seed, jobs, faults, kinds, fault_kinds)
     assert unexpected == [], (
         f"the same night again: make night SEED={seed} JOBS={jobs} FAULTS={faults}"
     )
-    assert kept == []
+    assert overdue == []
     assert len(morning.entries) == jobs
 
 
@@ -232,8 +232,8 @@ def test_an_expected_breach_passes_and_has_to_show() -> None:
     law = "each job ends as its row says"
     marked = dataclasses.replace(BAD, mended_by={law: "04"})
     entries = (calm().entries[0], Entry(id="bad-2", kind=marked))
-    unexpected, kept = verdict(calm(entries=entries))
-    assert (unexpected, len(kept)) == ([], 1), "the mark is to be taken away"
+    unexpected, overdue = verdict(calm(entries=entries))
+    assert (unexpected, len(overdue)) == ([], 1), "the mark is to be taken away"
     broken = {**changed("bad-2", status="cancelled"), "entries": entries, "notices": []}
     report = {"report": {"failed": [], "refused": []}}
     assert verdict(calm(**broken, **report)) == ([], [])
