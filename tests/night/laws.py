@@ -20,7 +20,9 @@ CAUSED = {  # fault -> kinds of failure that it may cause
     "reboot": frozenset({"node_lost", "preempted", "startup"}),
     "kill the service": frozenset(),
     "kill a rank": frozenset({"preempted"}),
-    "full disk": frozenset({"disk_full"}),
+    # A rank that cannot write its log says nothing. Wrong today: a hang that is ended meanwhile
+    # counts as a lost node.
+    "full disk": frozenset({"disk_full", "startup", "node_lost"}),
 }
 
 
@@ -296,7 +298,7 @@ def each_notice_comes_once(morning: Morning) -> Iterator[tuple[str, str]]:
         if min(count, 1) != wanted:
             yield entry.id, f"{job['status']}, and {count} notices of a failure"
         if counts["orc.late", entry.id]:
-            yield entry.id, "is told to be late, and its deadline is hours away"
+            yield entry.id, "is told to be late, and its deadline is days away"
 
 
 LAWS: Mapping[str, Callable[[Morning], Iterator[tuple[str, str]]]] = {

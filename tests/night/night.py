@@ -66,8 +66,10 @@ SETTLE_S, JOB_S = (
 )  # of the wall clock, on two cores that others use, too: for a night, and for each job
 FULL_S = 180.0
 DISK = "768m"
-# ahead: a script without a measured step counts as a day, with its two probes as three
-MAINTENANCE_H = 96
+# How far the maintenance and the deadline lie ahead. A script without a measured step counts as a
+# day, with its two
+# probes as three: nearer ones hold such jobs up, or tell them to be late.
+AHEAD_H = 96
 RANK_S = 60.0  # that a fault waits for a rank to meet
 RECORD_S = 120.0  # until the last record and the last notice have arrived
 POLL_S = 0.5
@@ -174,10 +176,10 @@ class Night:
         }
         shutil.copytree(PROGRAMS, folder / "programs", ignore=shutil.ignore_patterns("__pycache__"))
         now = datetime.now(UTC)
-        begins = now + timedelta(hours=MAINTENANCE_H)
+        begins = now + timedelta(hours=AHEAD_H)
         window = {"start": begins.isoformat(), "end": (begins + timedelta(hours=1)).isoformat()}
         (folder / "cluster.yaml").write_text(EMBEDDED_CLUSTER + CLUSTER.format(**window))
-        self.deadline = (now + timedelta(hours=4)).strftime("%Y-%m-%dT%H:%M UTC")
+        self.deadline = (now + timedelta(hours=AHEAD_H)).strftime("%Y-%m-%dT%H:%M UTC")
 
     def orc(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Return the end of a command that a user types."""

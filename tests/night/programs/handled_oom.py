@@ -1,21 +1,20 @@
-"""A loop that handles one out-of-memory error at step 3, and has a real bug at step 20."""
+"""A loop that handles an out-of-memory error at step 20, and has a real bug in what it does then."""
 
 import loop
 import torch
 
 
 class Handled(loop.Loop):
-    """A script that tries a large batch once."""
+    """A script that tries a large batch, and falls back to a smaller one with a wrong key."""
 
     def batch(self) -> torch.Tensor:
-        if self.step == 2:
-            try:
-                torch.zeros(2**27)
-            except torch.OutOfMemoryError:
-                print("skipping a large batch", flush=True)
-        if self.step == 19:
-            raise KeyError("labels")
-        return super().batch()
+        if self.step < 19:
+            return super().batch()
+        try:
+            torch.zeros(2**27)
+        except torch.OutOfMemoryError:
+            print("skipping a large batch", flush=True)
+        return {"inputs": super().batch()}["labels"]
 
 
 Handled(loop.parse()).run()
