@@ -51,6 +51,7 @@ class Kind:
     attempts_max: int = 1  # where no fault met them
     telling: str = ""  # pattern of the line that says why it failed
     logged: str = ""  # pattern of what `orc logs` shows of the failure; "": the telling line
+    advice: str = ""  # pattern of what the report says to do about its failure
     leaves: str = ""  # a file that a success leaves, with {folder}
     mended_by: Mapping[str, str] = field(
         default_factory=dict
@@ -135,6 +136,7 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         failures=frozenset({"device_oom"}),
         attempts_max=4,  # a batch of 8 is halved three times
         telling="ran out",
+        advice="larger devices",
         logged="OutOfMemoryError",
     ),
     Kind(
@@ -159,6 +161,7 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         failures=BUG,
         attempts_max=3,
         telling="KeyError: 'labels'",
+        advice="mend the program",
     ),
     Kind(
         name="nan",
@@ -168,6 +171,7 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         failures=BUG,
         attempts_max=2,
         telling="the loss is NaN at step 30",
+        advice="mend the program",
     ),
     Kind(
         name="absolute-artifact",
@@ -184,6 +188,7 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         failures=frozenset({"hung"}),
         attempts_max=2,
         telling="no training step for 15 s",
+        advice="hang_timeout",
         logged="step 14/40",
     ),
     Kind(
@@ -204,8 +209,10 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         failures=BUG,
         attempts_max=3,
         telling="KeyError: 'labels'",
+        advice="mend the program",
         mended_by={  # it is taken for an end by memory: "no micro-batch is small enough"
             "nobody innocent is accused": "04",
+            "each advice does what it says": "04",
             "the report names each failure with its telling line": "04",
         },
     ),

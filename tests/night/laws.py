@@ -270,6 +270,9 @@ def advice_does_what_it_says(morning: Morning) -> Iterator[tuple[str, str]]:
     for entry, job in morning.present():
         if job["status"] not in ("failed", "refused"):
             continue
+        sentences = [line for line in morning.report["to_do"] if line.startswith(f"{entry.id}:")]
+        if not any(re.search(entry.kind.advice, sentence) for sentence in sentences):
+            yield entry.id, f"the report does not advise {entry.kind.advice!r}: {sentences}"
         commands = morning.advice.get(entry.id, ())
         if not commands:
             yield entry.id, "the report has no command for it"
