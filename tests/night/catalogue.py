@@ -1,6 +1,6 @@
 """The table of a night: each kind of job with its job file, and the ends that are right for it.
 
-A kind is a row here and a program in `programs/`. docs/extending/night-kind.md shows how one is added.
+A kind is a row here and a program in `programs/`: docs/extending/night-kind.md adds one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).with_name("programs")
-FOLDER = "{folder}"  # in a job file: the folder of the night
+FOLDER = "{folder}"  # in a job file: a folder of the job's own
 
 
 def loop_file(program: str, steps: int, batch: int = 8) -> str:
@@ -39,23 +39,20 @@ class Kind:
     """A kind of job, and its row of the table."""
 
     name: str
-    # its job file, without name, user and workdir; {folder} is the folder of the night
-    job: str = ""
+    job: str = ""  # its job file, without name, user and workdir
     typed: tuple[str, ...] = ()  # instead of a job file: what a user types after `orc init`
     needs: tuple[str, ...] = ()  # libraries without which the kind is skipped
     prepare: Callable[[Path], None] | None = None  # writes what the program reads into its folder
     steps: int  # of the whole training
     ends: frozenset[str] = frozenset({"succeeded"})  # statuses that are right
-    # kinds of failure that its attempts may have where no fault met them
-    failures: frozenset[str] = frozenset()
+    failures: frozenset[str] = frozenset()  # kinds that its attempts may have without a fault
     attempts_max: int = 1  # where no fault met them
     telling: str = ""  # pattern of the line that says why it failed
     logged: str = ""  # pattern of what `orc logs` shows of the failure; "": the telling line
     advice: str = ""  # pattern of what the report says to do about its failure
     leaves: str = ""  # a file that a success leaves, with {folder}
-    mended_by: Mapping[str, str] = field(
-        default_factory=dict
-    )  # law that it breaks -> issue that will mend it
+    # law that it breaks today -> issue that will mend it
+    mended_by: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fails(self) -> bool:
@@ -197,9 +194,8 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         steps=100,
         failures=frozenset({"preempted"}),
         attempts_max=2,
-        mended_by={
-            "each job ends as its row says": "04"
-        },  # it ends as succeeded after 6 of 100 steps
+        # It ends as succeeded after 6 of 100 steps.
+        mended_by={"each job ends as its row says": "04"},
     ),
     Kind(
         name="handled-oom-then-bug",

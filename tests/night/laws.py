@@ -1,6 +1,7 @@
 """The laws of the morning: what has to hold when a night is over, whatever was drawn.
 
-Each law yields its breaches. A breach that a later issue will mend stands in the row of its kind, and has to show.
+Each law yields its breaches. A breach that a later issue will mend stands in the row of its kind,
+and has to show.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def name_of(job_id: str, attempt: Mapping[str, Any]) -> str:
     return f"{job_id}-{attempt['number']}"
 
 
-# --------------------------------------------------------------------------------------------------------------- laws
+# ----------------------------------------------------------------------------------------- laws
 
 
 def none_is_lost(morning: Morning) -> Iterator[tuple[str, str]]:
@@ -184,9 +185,8 @@ def nobody_innocent_is_accused(morning: Morning) -> Iterator[tuple[str, str]]:
             failure = attempt["failure"]
             if failure is None or failure["kind"] in entry.kind.failures:
                 continue
-            if not any(
-                failure["kind"] in CAUSED[cause] for cause in morning.causes(entry.id, attempt)
-            ):
+            causes = morning.causes(entry.id, attempt)
+            if not any(failure["kind"] in CAUSED[cause] for cause in causes):
                 yield (
                     entry.id,
                     f"attempt {attempt['number']} is {failure['kind']}: {failure['reason']}",
@@ -328,7 +328,7 @@ def breaches(morning: Morning) -> list[Breach]:
 
 
 def verdict(morning: Morning) -> tuple[list[Breach], list[str]]:
-    """Return (breaches that no row expects, expected ones that did not show), the second as sentences."""
+    """Return (breaches that no row expects, sentences on expected ones that did not show)."""
     marks = {}
     for entry in morning.entries:
         for law, issue in entry.kind.mended_by.items():

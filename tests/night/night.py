@@ -1,10 +1,11 @@
-"""A night that is run: a service, Ray and MLflow on two virtual devices, drawn jobs, drawn faults, and a morning.
+"""A night that is run: a service on two virtual devices, drawn jobs, drawn faults, and a morning.
 
     python -m tests.night.night --seed 1 --jobs 12 --faults 4
 
-The same seed draws the same jobs, ways of submission, users and faults. A job or a fault is due once so many jobs have
-ended; which process a fault meets depends on what runs then. The verdict goes to .bench/night.json. Exit code 1 where
-a law of `tests/night/laws.py` is broken, or where one holds that a row expects to be broken.
+The same seed draws the same jobs, ways of submission, users and faults. A job or a fault is due
+once so many jobs have ended; which process a fault meets depends on what runs then. The verdict
+goes to .bench/night.json. Exit code 1 where a law of `tests/night/laws.py` is broken, or where one
+holds that a row expects to be broken.
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ SETTLE_S, JOB_S = (
 FULL_S = 180.0
 DISK = "768m"
 # How far the maintenance and the deadline lie ahead. A script without a measured step counts as a
-# day, with its two
-# probes as three: nearer ones hold such jobs up, or tell them to be late.
+# day, with its two probes as three: nearer ones hold such jobs up, or tell them to be late.
 AHEAD_H = 96
 RANK_S = 60.0  # that a fault waits for a rank to meet
 RECORD_S = 120.0  # until the last record and the last notice have arrived
@@ -115,11 +115,8 @@ def why_no_fault(kind: str) -> str | None:
     """Return why this machine cannot inflict a kind of fault; None where it can."""
     if kind != "full disk":
         return None
-    return (
-        None
-        if os.geteuid() == 0 and shutil.which("mount")
-        else "a disk of its own needs root and mount(8)"
-    )
+    can_mount = os.geteuid() == 0 and shutil.which("mount") is not None
+    return None if can_mount else "a disk of its own needs root and mount(8)"
 
 
 def draw(
@@ -147,7 +144,7 @@ def draw(
 
 
 def until(holds: Callable[[], Any], what: str, patience_s: float) -> Any:
-    """Return the first true answer of `holds`, or the last one after `patience_s`, which is told."""
+    """Return the first true answer of `holds`; after `patience_s` tell that none came."""
     deadline_s = time.monotonic() + patience_s
     while not (answer := holds()):
         if time.monotonic() > deadline_s:
@@ -190,10 +187,10 @@ class Night:
         ended = self.orc("up", *arguments)
         assert ended.returncode == 0, (ended.stdout, ended.stderr)
 
-    # ---------------------------------------------------------------------------------------------------- submissions
+    # ------------------------------------------------------------------------------- submissions
 
     def submit(self, job: DrawnJob) -> bool:
-        """Submit a job in its way; return False where the service cannot take it now, as on a full disk."""
+        """Submit a job in its way; return False where the service cannot take it now."""
         number = len(self.entries)
         text = self.write_job_file(job, number)
         file = self.folder / f"job{number}.yaml"
@@ -212,7 +209,7 @@ class Night:
         return True
 
     def write_job_file(self, job: DrawnJob, number: int) -> str:
-        """Return the job file: the row's own, or what `orc init` proposes for what its user types."""
+        """Return the job file: the row's own, or what `orc init` proposes."""
         programs = self.folder / "programs"
         if job.kind.prepare is not None and not (programs / "model").exists():
             job.kind.prepare(programs)
@@ -240,21 +237,17 @@ class Night:
         return str(job_id)
 
     def submit_by_form(self, file: Path) -> str:
-        """Return the id of a job that the Submit page has planned and its button has sent. Raises ServiceError."""
+        """Return the id of a job that the button of the Submit page has sent. Raises ServiceError."""
         url = f"http://127.0.0.1:{service_file(self.home)['port']}"
         headers = {"Authorization": f"Bearer {(self.home / 'token').read_text()}"}
         with httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False) as browser:
             try:
-                page = (
-                    browser.post("/ui/submit", data={"text": file.read_text()})
-                    .raise_for_status()
-                    .text
-                )
+                answer = browser.post("/ui/submit", data={"text": file.read_text()})
+                page = answer.raise_for_status().text
                 button = re.search(r"hx-post=\"(/jobs/batch)\" hx-vals='([^']*)'", page)
                 if button is None:
-                    raise ServiceError(
-                        f"the page has no button: {re.findall(r'role=.alert.>([^<]*)', page)}"
-                    )
+                    errors = re.findall(r"role=.alert.>([^<]*)", page)
+                    raise ServiceError(f"the page has no button: {errors}")
                 body = json.loads(html.unescape(button[2]))
                 answer = browser.post(button[1], json=body).raise_for_status()
             except httpx.HTTPError as error:
@@ -267,10 +260,10 @@ class Night:
         with Sdk(self.home) as client:
             return client.submit(file).id
 
-    # --------------------------------------------------------------------------------------------------------- faults
+    # ------------------------------------------------------------------------------------ faults
 
     def inflict(self, fault: DrawnFault) -> None:
-        """Inflict a fault, and start again what it ended. Waits at most RANK_S for what it needs to meet."""
+        """Inflict a fault, and start again what it ended. Waits at most RANK_S for a rank to meet."""
         time.sleep(fault.delay_s)
         ranks = until(self.ranks, f"a rank to meet, for {fault.kind}", RANK_S)
         at_s = time.time()
@@ -291,9 +284,8 @@ class Night:
         else:
             return
         lasts_s = FULL_S if fault.kind == "full disk" else 0.0
-        self.faults.append(
-            Inflicted(kind=fault.kind, at_s=at_s, until_s=time.time() + lasts_s, job=job)
-        )
+        until_s = time.time() + lasts_s
+        self.faults.append(Inflicted(kind=fault.kind, at_s=at_s, until_s=until_s, job=job))
         print(f"inflicted: {fault.kind} {job or ''}", flush=True)
 
     def ranks(self) -> list[tuple[int, str]]:
@@ -311,11 +303,10 @@ class Night:
         state = read_state(self.home)
         marks = [str(self.home), *([state["temp_dir"]] if state is not None else [])]
         for _ in range(20):
-            pids = [
-                pid
-                for pid, *texts in _processes()
-                if any(mark in text for mark in marks for text in texts)
-            ]
+            pids = []
+            for pid, command, environment in _processes():
+                if any(mark in command or mark in environment for mark in marks):
+                    pids.append(pid)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -330,7 +321,7 @@ class Night:
             _output("mount", "-o", f"remount,size={DISK}", str(self.home))
             self.full_until_s = None
 
-    # ---------------------------------------------------------------------------------------------------------- night
+    # ------------------------------------------------------------------------------------- night
 
     def views(self) -> dict[str, Any]:
         """Return the service's jobs by id; {} while it does not answer."""
@@ -339,7 +330,7 @@ class Night:
         return {}
 
     def run(self, jobs: Sequence[DrawnJob], faults: Sequence[DrawnFault]) -> None:
-        """Submit the jobs and inflict the faults when they are due; return when all jobs have ended, or too late."""
+        """Submit jobs and inflict faults when they are due, until all jobs have ended or it is late."""
         deadline_s = time.monotonic() + SETTLE_S + JOB_S * len(jobs) + FULL_S
         jobs_to_come, faults_to_come = list(jobs), list(faults)
         ended = 0
@@ -362,19 +353,17 @@ class Night:
             time.sleep(POLL_S)
         print(f"the night is over before its jobs: {ended} of {len(jobs)} have ended", flush=True)
 
-    # -------------------------------------------------------------------------------------------------------- morning
+    # ----------------------------------------------------------------------------------- morning
 
     def morning(self) -> Morning:
-        """Return what is known once the last record and notice have come; types what the report advises."""
+        """Return what the last record and notice complete; type what the report advises."""
         jobs = self.views()
-        names = [
-            name_of(job_id, attempt) for job_id, job in jobs.items() for attempt in job["attempts"]
-        ]
-        until(
-            lambda: sorted(self.records()) == sorted((name, True) for name in names),
-            "all records",
-            RECORD_S,
-        )
+        traces = {}
+        for job_id, job in jobs.items():
+            for attempt in job["attempts"]:
+                traces[name_of(job_id, attempt)] = self.trace(job_id, attempt["number"])
+        ends = sorted((name, True) for name in traces)
+        until(lambda: sorted(self.records()) == ends, "all records", RECORD_S)
         failed = {job_id for job_id, job in jobs.items() if job["status"] in ("failed", "refused")}
         until(lambda: failed <= {notice.job for notice in self.notices()}, "all notices", RECORD_S)
         with closing(Client(self.home)) as client:
@@ -386,10 +375,6 @@ class Night:
             nodes = client.cluster()["nodes"]
         report = json.loads(self.orc("report", "--since", "12h", "--json").stdout)
         self.orc("drain", "virtual")  # what the advice submits again starts nowhere
-        traces = {}
-        for job_id, job in jobs.items():
-            for attempt in job["attempts"]:
-                traces[name_of(job_id, attempt)] = self.trace(job_id, attempt["number"])
         return Morning(
             entries=tuple(self.entries),
             faults=tuple(self.faults),
@@ -404,7 +389,7 @@ class Night:
         )
 
     def trace(self, job_id: str, number: int) -> Trace:
-        """Return the steps and saves of an attempt, by its log; by its metrics where an engine of ours trained."""
+        """Return the steps and saves of an attempt, by its log or by the metrics of our engine."""
         folder = JobFolder(self.home, job_id).attempt(number)
         if folder.metrics.exists():
             lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
@@ -414,15 +399,12 @@ class Night:
         return Trace(steps=steps, saves=tuple(map(int, SAVED.findall(text))))
 
     def records(self) -> list[tuple[str, bool]]:
-        """Return MLflow's runs of attempts: the name, and whether the run has ended. [] while it does not answer."""
+        """Return (attempt, whether it has ended) of each run in MLflow; [] while it does not answer."""
         runs: list[tuple[str, bool]] = []
         with contextlib.suppress(httpx.HTTPError, OSError), self.mlflow() as client:
-            answer = client.post(
-                "/experiments/search", json={"max_results": 1000}
-            ).raise_for_status()
-            experiments = [
-                experiment["experiment_id"] for experiment in answer.json().get("experiments", [])
-            ]
+            answer = client.post("/experiments/search", json={"max_results": 1000})
+            rows = answer.raise_for_status().json().get("experiments", [])
+            experiments = [row["experiment_id"] for row in rows]
             body = {"experiment_ids": experiments, "max_results": 1000}
             answer = client.post("/runs/search", json=body).raise_for_status()
             for run in answer.json().get("runs", []):
@@ -433,7 +415,7 @@ class Night:
 
     @contextmanager
     def mlflow(self) -> Iterator[httpx.Client]:
-        """Connect to the home's MLflow, without the seconds that importing its client takes. Raises OSError."""
+        """Connect to the home's MLflow; importing its client takes seconds. Raises OSError."""
         with socket_path(self.home / "mlflow") as path:
             transport = httpx.HTTPTransport(uds=path)
             with httpx.Client(transport=transport, base_url=MLFLOW, timeout=30.0) as client:
@@ -452,15 +434,12 @@ class Night:
         """Yield the jobs that succeeded without the file that their row says they leave."""
         for number, entry in enumerate(self.entries):
             left = entry.kind.leaves.replace(FOLDER, str(self.folder / f"job{number}"))
-            if (
-                left
-                and jobs.get(entry.id, {}).get("status") == "succeeded"
-                and not Path(left).exists()
-            ):
+            status = jobs.get(entry.id, {}).get("status")
+            if left and status == "succeeded" and not Path(left).exists():
                 yield entry.id
 
     def follow_advice(self, job_id: str, report: dict[str, Any]) -> list[Advice]:
-        """Type each command that the report has for a job. What `orc retry` submits is cancelled again."""
+        """Type each command that the report has for a job. What `orc retry` submits is cancelled."""
         advice = []
         for sentence in report["to_do"]:
             if not sentence.startswith(f"{job_id}:"):
@@ -491,16 +470,14 @@ def _processes() -> Iterator[tuple[int, str, str]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # gone meanwhile
-                texts = [
-                    (entry / name).read_bytes().decode(errors="replace")
-                    for name in ("cmdline", "environ")
-                ]
-                yield int(entry.name), texts[0], texts[1]
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                environment = (entry / "environ").read_bytes().decode(errors="replace")
+                yield int(entry.name), command, environment
 
 
 @contextmanager
 def night(*, with_disk: bool) -> Iterator[Night]:
-    """A started night in a folder of its own, on a disk of its own where one is to be full; ended afterwards."""
+    """Yield a started night in a folder of its own, on a disk of its own where one is to be full."""
     with tempfile.TemporaryDirectory(prefix="orc-night-") as name, closing(Hook()) as hook:
         started = Night(Path(name), hook)
         started.home.mkdir()
@@ -518,7 +495,7 @@ def night(*, with_disk: bool) -> Iterator[Night]:
 def run_night(
     seed: int, jobs: int, faults: int, kinds: Sequence[Kind], fault_kinds: Sequence[str]
 ) -> tuple[Morning, list[Breach], list[str]]:
-    """Return the morning of a seed, the breaches that no row expects, and expected ones that did not show."""
+    """Return the morning of a seed, with its breaches as `verdict` returns them."""
     drawn_jobs, drawn_faults = draw(seed, jobs, faults, kinds, fault_kinds)
     with night(with_disk=any(fault.kind == "full disk" for fault in drawn_faults)) as started:
         started.run(drawn_jobs, drawn_faults)
@@ -555,9 +532,8 @@ def main() -> int:
     for entry in morning.entries:
         job = morning.jobs.get(entry.id, {})
         outcomes = [attempt["outcome"] for attempt in job.get("attempts", [])]
-        print(
-            f"{entry.id} ({entry.way}): {job.get('status')}, {outcomes}: {job.get('reason', '')[:150]!r}"
-        )
+        reason = job.get("reason", "")[:150]
+        print(f"{entry.id} ({entry.way}): {job.get('status')}, {outcomes}: {reason!r}")
     for breach in unexpected:
         print(f"BROKEN {breach.law}: {breach.job} {breach.text}")
     for sentence in overdue:

@@ -1,4 +1,4 @@
-"""Nights that are run, and checks of their judge: draws repeat, and each law finds its planted breach."""
+"""Nights that are run, and checks of their judge: each law finds its planted breach."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_long_night_ends_as_its_table_says() -> None:
     check(5, 24, 8, HERE, tuple(fault for fault in FAULTS if why_no_fault(fault) is None))
 
 
-# ---------------------------------------------------------------------------------------------------------- the judge
+# ------------------------------------------------------------------------------------ the judge
 
 
 def test_a_seed_draws_the_same_night_and_every_kind_comes_once_before_one_comes_again() -> None:

@@ -1,4 +1,4 @@
-"""A loop that handles an out-of-memory error at step 20, and has a real bug in what it does then."""
+"""A loop that handles an out-of-memory error at step 20, and has a real bug in doing so."""
 
 import loop
 import torch
