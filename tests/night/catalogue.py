@@ -207,6 +207,7 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         telling="KeyError: 'labels'",
         advice="mend the program",
         mended_by={  # it is taken for an end by memory: "no micro-batch is small enough"
+            "each job ends as its row says": "04",
             "nobody innocent is accused": "04",
             "each advice does what it says": "04",
             "the report names each failure with its telling line": "04",

@@ -145,7 +145,7 @@ def ends_as_its_row(morning: Morning) -> Iterator[tuple[str, str]]:
             yield entry.id, f"ended as {job['status']}: {job['reason']}"
         elif job["status"] == "succeeded":
             yield from _unfinished(morning, entry, job)
-        elif not re.search(entry.kind.telling, _telling(job)):
+        elif not re.search(entry.kind.telling, job["reason"]):
             yield entry.id, f"does not say {entry.kind.telling!r}: {job['reason']}"
 
 
@@ -158,11 +158,6 @@ def _unfinished(
         yield entry.id, f"succeeded after step {last_step} of {entry.kind.steps}"
     if entry.id in morning.absent:
         yield entry.id, f"succeeded without {entry.kind.leaves}"
-
-
-def _telling(job: Mapping[str, Any]) -> str:
-    excerpts = [attempt["failure"]["excerpt"] for attempt in job["attempts"] if attempt["failure"]]
-    return "\n".join([job["reason"], *excerpts[-1:]])
 
 
 def attempts_as_its_row(morning: Morning) -> Iterator[tuple[str, str]]:

@@ -85,8 +85,9 @@ notify:
   targets: [{{name: hook, webhook: ORC_HOOK_URL, signed_with: ORC_HOOK_SECRET}}]
   allow_hosts: [localhost]
 """
-STEP = re.compile(r"^step (\d+)(?:/\S*)?(?:.* at (\d+\.\d+))?", re.MULTILINE)
-SAVED = re.compile(r"^saved (\d+)", re.MULTILINE)
+# A progress bar may stand before them in their line.
+STEP = re.compile(r"\bstep (\d+)(?:/\d+)? (?:loss \S+ )?at (\d+\.\d+)")
+SAVED = re.compile(r"\bsaved (\d+)\b")
 COMMAND = re.compile(r"`(orc [^`]+)`")
 
 
@@ -395,7 +396,7 @@ class Night:
             lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
             return Trace(steps=tuple((line["step"], 0.0) for line in lines))
         text = folder.log(0).read_text(errors="replace") if folder.log(0).exists() else ""
-        steps = tuple((int(step), float(at_s or 0)) for step, at_s in STEP.findall(text))
+        steps = tuple((int(step), float(at_s)) for step, at_s in STEP.findall(text))
         return Trace(steps=steps, saves=tuple(map(int, SAVED.findall(text))))
 
     def records(self) -> list[tuple[str, bool]]:
