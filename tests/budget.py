@@ -21,6 +21,7 @@ BUDGETS_S = {
     "tests": 220.0,
     "tests/backends": 380.0,
     "tests/memory": 210.0,
+    "tests/night": 140.0,
     "tests/scheduling": 380.0,
     "tests/service": 870.0,
     "tests/trainers": 180.0,
