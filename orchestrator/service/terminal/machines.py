@@ -19,15 +19,27 @@ clusters = typer.Typer(no_args_is_help=True, help="Hardware of the service.")
 
 @clusters.command("show")
 def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Print the cluster file of the home; before the first `orc up`, what is found on this machine."""
+    """Print the cluster file of the home; before the first `orc up`, what is found on this machine.
+
+    Present problems of the service, such as devices that the driver cannot read, stand above it as comments.
+    """
     from orchestrator.service.client.lifecycle import find_cluster
     from orchestrator.service.intake.cluster_file import cluster_text
 
     cluster, notes = find_cluster(home.expanduser())
+    notes = (*notes, *_list_problems(home))
     if as_json:
         tell({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")
     else:
         sys.stdout.write(cluster_text(cluster, notes))
+
+
+def _list_problems(home: Path) -> tuple[str, ...]:
+    """Return the present problems of the home's service; () where none answers."""
+    try:
+        return tuple(client_of(home).cluster()["problems"])
+    except ServiceError:
+        return ()
 
 
 def join(
