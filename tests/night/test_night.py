@@ -69,6 +69,11 @@ def test_each_kind_has_a_name_of_its_own_and_each_mark_names_a_law() -> None:
         assert bool(kind.telling) == bool(kind.advice) == kind.fails
 
 
+def test_a_kind_without_its_library_is_skipped_with_the_reason() -> None:
+    kind = Kind(name="strange", job="-", steps=1, needs=("torch", "no_such_library"))
+    assert kind.why_skipped() == "no no_such_library: pip install '.[night]'"
+
+
 GOOD = Kind(name="good", job="-", steps=4)
 BAD = Kind(
     name="bad",
