@@ -447,8 +447,6 @@ class Night:
                 continue
             for command in COMMAND.findall(sentence):
                 arguments = command.split()[1:]
-                if arguments == ["retry"]:
-                    arguments.append(job_id)
                 ended = self.orc(*arguments)
                 advice.append(
                     Advice(

@@ -354,12 +354,11 @@ def _to_do(
     for job in by_status[JobStatus.FAILED]:
         if job.id in retried:
             continue
-        last = job.last
-        yield (
-            f"{job.id}: {help_for(last.failure)}: `orc logs {job.id}`"
-            if last
-            else f"{job.id}: `orc show {job.id}`"
-        )
+        if job.last is None:
+            yield f"{job.id}: `orc show {job.id}`"
+            continue
+        advice = help_for(job.last.failure).replace("`orc retry`", f"`orc retry {job.id}`")
+        yield f"{job.id}: {advice}: `orc logs {job.id}`"
     for job in state.jobs.values():
         if job.asks:
             yield f"{job.id} asks: {job.asks}"
