@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,15 +18,16 @@ import pytest
 from orchestrator.backends.attempts import evidence as evidence_module
 from orchestrator.backends.attempts import launcher, watch
 from orchestrator.backends.attempts.backend import ProcessBackend
+from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.specs.attempt import Evidence, FailureKind
-from orchestrator.specs.events import Released
+from orchestrator.specs.events import Finished, Released
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from tests.backends.ray_jobs import CLUSTER, Alone, Reader, launch_of, script
+from tests.backends.ray_jobs import CLUSTER, Alone, Reader, launch_of, script, until
 from tests.local_cluster import LocalLaunchers, LocalNodes
 from tests.scheduling.factories import attempt, job, script_spec
 
@@ -149,6 +152,32 @@ def test_what_a_rank_does_to_its_folder_does_not_hide_its_end(
     reader, launch = backends(), launch_of("odd", spec)
     reader.backend.launch(launch)
     reader.await_end(launch)
+
+
+def test_an_end_on_a_full_disk_is_told_once_there_is_room_and_accuses_no_node(
+    backends: Callable[[], Reader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_room, refusals = threading.Event(), list[str]()
+
+    def write(path: Path, text: str, mode: int = 0o666) -> None:
+        is_watched = path.name.endswith(".rc") or path.name == "writable"
+        if is_watched and not has_room.is_set():
+            refusals.append(path.name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_durably(path, text, mode)
+
+    monkeypatch.setattr(launcher, "write_durably", write)
+    monkeypatch.setattr(launcher, "WRITE_AGAIN_S", 0.05)
+    monkeypatch.setattr(watch, "write_durably", write)
+    monkeypatch.setattr(watch, "END_TIMEOUT_S", 0.2)
+    reader, launch = backends(), launch_of("full", script("wait", hang_timeout="1s"))
+    reader.backend.launch(launch)
+    until(lambda: refusals.count("rank0.rc") > 40, "2 s without room")
+    reader.poll(0.0)
+    assert reader.find(launch, Finished) is None
+    has_room.set()
+    evidence = reader.await_end(launch).evidence
+    assert (evidence.nodes_lost, evidence.hung_for_s is not None) == ((), True)
 
 
 def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(tmp_path: Path) -> None:

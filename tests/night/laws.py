@@ -21,9 +21,9 @@ CAUSED = {  # fault -> kinds of failure that it may cause
     "reboot": frozenset({"node_lost", "preempted", "startup"}),
     "kill the service": frozenset(),
     "kill a rank": frozenset({"preempted"}),
-    # A rank that cannot write its log says nothing. Wrong today: a hang that is ended meanwhile
-    # counts as a lost node.
-    "full disk": frozenset({"disk_full", "startup", "node_lost"}),
+    "full disk": frozenset(
+        {"disk_full", "startup"}
+    ),  # a rank that cannot write its log says nothing
 }
 
 

@@ -386,7 +386,20 @@ class AttemptWatch:
                 time.monotonic() + self._stop_grace_s + END_TIMEOUT_S,
             )
         if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
-            gang.lost.update(gang.open())
+            if self._is_disk_away():  # a launcher tells an end once its exit code is written
+                ending.give_up_at_s = time.monotonic() + END_TIMEOUT_S
+            else:
+                gang.lost.update(gang.open())
+
+    def _is_disk_away(self) -> bool:
+        """Return whether the attempt's folder takes no writes now."""
+        probe = self._folder.path / "writable"
+        try:
+            write_durably(probe, "1")
+            probe.unlink()
+        except OSError as error:
+            return error.errno in DISK_AWAY
+        return False
 
     def _poll(self, gang: Gang) -> None:
         """Wait at most a tick for news of any launcher."""
