@@ -250,7 +250,7 @@ def mlflow_is_complete(morning: Morning) -> Iterator[tuple[str, str]]:
 def the_report_tells(morning: Morning) -> Iterator[tuple[str, str]]:
     lines = {}
     for section in ("failed", "refused"):
-        lines |= {line["id"]: line["said"] for line in morning.report[section]}
+        lines |= {line["id"]: line["sentence"] for line in morning.report[section]}
     for entry, job in morning.present():
         if job["status"] not in ("failed", "refused"):
             if entry.id in lines:

@@ -145,7 +145,7 @@ def calm(**changes: Any) -> Morning:
             "bad-2-1": Trace(steps=((1, 11.0),)),
         },
         "runs": [("good-1-1", True), ("good-1-2", True), ("bad-2-1", True)],
-        "report": reported({"id": "bad-2", "said": "user_error: KeyError"}),
+        "report": reported({"id": "bad-2", "sentence": "user_error: KeyError"}),
         "advice": {"bad-2": [Advice(command="orc logs bad-2", exit_code=0, output="KeyError")]},
         "notices": [Notice(id="n1", kind="orc.failed", job="bad-2")],
     }
@@ -204,7 +204,7 @@ PLANTED = [
     ("the report names each failure with its telling line", {"report": reported()}),
     (
         "the report names each failure with its telling line",
-        {"report": reported({"id": "bad-2", "said": "failed"})},
+        {"report": reported({"id": "bad-2", "sentence": "failed"})},
     ),
     ("each advice does what it says", {"report": reported(to_do="bad-2: buy a larger device")}),
     ("each advice does what it says", {"advice": {}}),
