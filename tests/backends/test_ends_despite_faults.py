@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,8 +22,9 @@ from orchestrator.backends.attempts import launcher, watch
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect
-from orchestrator.backends.attempts.leftovers import clean_up
+from orchestrator.backends.attempts.leftovers import clean_up, mark_of
 from orchestrator.backends.attempts.nodes import NodeWatch
+from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.specs.attempt import Evidence, FailureKind
 from orchestrator.specs.events import Finished, Released
@@ -151,7 +154,14 @@ def test_what_a_rank_does_to_its_folder_does_not_hide_its_end(
     spec = script().model_copy(update={"command": command, "launch": "self"})
     reader, launch = backends(), launch_of("odd", spec)
     reader.backend.launch(launch)
-    reader.await_end(launch)
+    evidence = reader.await_end(launch).evidence
+    failure = classify(launch.job, launch.attempt, evidence)
+    if obstacle == "a folder for its exit code":
+        assert [end.exit_code for end in evidence.ranks] == [None]
+        assert failure is not None, "nobody knows whether it succeeded"
+    else:
+        assert failure is None, failure
+    assert evidence.nodes_lost == ()
 
 
 def test_an_end_on_a_full_disk_is_told_once_there_is_room_and_accuses_no_node(
@@ -180,16 +190,30 @@ def test_an_end_on_a_full_disk_is_told_once_there_is_room_and_accuses_no_node(
     assert (evidence.nodes_lost, evidence.hung_for_s is not None) == ((), True)
 
 
-def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(tmp_path: Path) -> None:
-    folder = AttemptFolder(tmp_path)
-    for text in (
+@pytest.mark.parametrize(
+    "text",
+    [
         "[" * 200_000,
         "{}",
         '{"model": 1, "data": [], "training": null, "plan": "x"}',
         "\x00",
-    ):
-        folder.run.write_text(text)
-        clean_up("no such mark", str(tmp_path))
+    ],
+    ids=["deep", "empty", "wrong types", "NUL"],
+)
+def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(
+    tmp_path: Path, text: str
+) -> None:
+    folder = AttemptFolder(tmp_path)
+    folder.run.write_text(text)
+    mark = mark_of(folder, "n0")
+    left = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
+    try:
+        until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")
+        clean_up(mark, str(tmp_path))
+        assert left.wait(10.0) == -signal.SIGKILL
+    finally:
+        left.kill()
+    assert folder.run.exists()
 
 
 def test_an_end_that_nobody_could_read_is_final_and_says_so() -> None:

@@ -120,7 +120,9 @@ def collect(
     folder = jobs.attempt(attempt.number)
     world_size = sum(len(part.devices) for part in attempt.placement)
     started = started_ranks(spec, attempt.placement)
-    began = any(folder.log(rank).exists() for rank in started)
+    # a program may remove its log: the launcher writes the exit code all the same
+    files = [*map(folder.log, started), *map(folder.exit_code, started)]
+    began = any(file.exists() for file in files)
     parts = Parts(attempt.name)
 
     def read(kind: type[Report], path: Callable[[int], Path]) -> tuple[Report, ...]:
