@@ -75,7 +75,7 @@ def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identi
 def access_of(job: Job, users: Mapping[str, UserSpec], python: str) -> FileAccess:
     """Return the rights by which the files of a job are searched: those of its user.
 
-    A user whom the cluster file no longer names has those of nobody.
+    For a user who is not in the cluster file any more they are the rights of the system user nobody.
     """
     try:
         identity = identity_of(job.user, users, job.id)

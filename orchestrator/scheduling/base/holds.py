@@ -32,7 +32,8 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
         job = replace(job, deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None)
     was_held, job = job.held_by is not None, replace(job, spec=spec, held_by=event.held_by)
     if event.held_by is None:
-        return with_job(state, _released(job) if was_held else job), ()
+        reason = job.reason or ("was released" if was_held else "")
+        return with_job(state, replace(job, reason=reason)), ()
     if was_held:
         return with_job(state, job), ()
     job = replace(job, starts_by_s=None, reason=job.reason if job.waits_for else "")
@@ -51,10 +52,6 @@ def shown_reason(job: Job) -> str:
     verb, effect = ("resume", "lets it go on") if job.attempts else ("release", "lets it start")
     command = f"`orc {verb} {job.id}` {effect}"
     return "; ".join(filter(None, (_holder(job), job.reason, command)))
-
-
-def _released(job: Job) -> Job:
-    return replace(job, reason=job.reason or "was released")
 
 
 def _holder(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""Calls of a script with what their names stand for, read from its syntax trees: who calls whom, where, with what."""
+"""Reads the calls of a script from its syntax trees: caller, place, and what each argument stands for."""
 
 from __future__ import annotations
 
