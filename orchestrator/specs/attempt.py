@@ -230,6 +230,7 @@ class Heartbeat:
     live_bytes: int = 0  # allocated at `at_s`
     # ranks of the largest process group it joined; 0: none, None: unknown
     group_size: int | None = None
+    signal: int = 0  # SIGTERM or SIGINT that reached a handler of the program; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

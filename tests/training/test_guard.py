@@ -227,6 +227,57 @@ def test_a_script_ends_as_it_would_without_a_guard(
     assert not guarded.has("oom")
 
 
+SAVES_AT_SIGTERM = """
+import os, signal, sys
+def save(number, frame):
+    print("saved")
+    sys.exit(0)
+previous = signal.signal(signal.SIGTERM, save)
+assert previous is signal.SIG_DFL
+assert signal.getsignal(signal.SIGTERM) is save
+assert signal.signal(signal.SIGTERM, save) is save
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+SWALLOWS_AN_INTERRUPT = """
+import os, signal, time
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("saved")
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(SAVES_AT_SIGTERM, signal.SIGTERM), (SWALLOWS_AN_INTERRUPT, signal.SIGINT)],
+)
+def test_a_signal_that_a_script_handles_is_recorded_and_hidden_from_nobody(
+    tmp_path: Path, text: str, number: int
+) -> None:
+    guarded = run(tmp_path, script(tmp_path, text))
+    assert (guarded.exit_code, guarded.out.strip()) == (0, "saved")
+    assert guarded.read("heartbeat")["signal"] == number
+
+
+def test_a_handled_out_of_memory_error_is_not_what_another_exception_reports(
+    tmp_path: Path,
+) -> None:
+    text = """
+import torch
+try:
+    torch.zeros(2**27)
+except torch.OutOfMemoryError:
+    pass
+{}["labels"]
+"""
+    guarded = run(tmp_path, script(tmp_path, text), virtual_capacity_bytes=2**20)
+    assert guarded.exit_code == 1
+    assert (guarded.has("oom"), guarded.has("caught")) == (False, True)
+    assert guarded.read("error")["type"] == "KeyError"
+
+
 def test_an_error_report_shows_the_users_frames_only(tmp_path: Path) -> None:
     guarded = run(tmp_path, script(tmp_path, "def work():\n    {}['missing']\n\nwork()\n"))
     report = guarded.read("error")

@@ -8,7 +8,9 @@ import functools
 import importlib
 import os
 import runpy
+import signal
 import sys
+import threading
 import traceback
 import types
 from dataclasses import replace
@@ -89,6 +91,32 @@ class FailureReporter:
         if out_of_memory:
             os._exit(OOM_EXIT_CODE)  # a destructor could deadlock with ranks that wait for this one
 
+    def watch_signals(self) -> None:
+        """Record SIGTERM and SIGINT before a handler of the program gets them, which may save and exit with 0.
+
+        The program sees its own handlers. Without a handler a signal ends the process, and its exit code tells.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return  # only there may a handler be set
+        register, current = signal.signal, signal.getsignal
+
+        def watched(number: int, handler: Any) -> Any:
+            if number not in (signal.SIGTERM, signal.SIGINT) or not callable(handler):
+                return _bare_handler(register(number, handler))
+
+            @functools.wraps(handler)
+            def noted(number: int, frame: types.FrameType | None) -> Any:
+                self.monitor.note_signal(number)
+                return handler(number, frame)
+
+            noted.orc_handler = handler  # type: ignore[attr-defined]
+            return _bare_handler(register(number, noted))
+
+        signal.signal = watched  # type: ignore[assignment]
+        signal.getsignal = lambda number: _bare_handler(current(number))  # type: ignore[assignment]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            watched(number, current(number))
+
     def watch_children(self) -> None:
         """Report the end of `multiprocessing` children that turn out to be ranks."""
         process = importlib.import_module("multiprocessing.process").BaseProcess
@@ -149,7 +177,9 @@ class FailureReporter:
 
     def _report_oom(self, error: BaseException) -> bool:
         cause = oom_report.out_of_memory(error)
-        if self._noted and self._noted.steps_done == self.monitor.steps_done:
+        # an exception of another cause ends the program although memory ran out before it in this step
+        is_open = cause is not None or isinstance(error, SystemExit)
+        if is_open and self._noted and self._noted.steps_done == self.monitor.steps_done:
             report = self._noted
         elif cause is not None:
             report = self._oom_report(cause, None)
@@ -187,6 +217,11 @@ class FailureReporter:
             injected=monitor.injected,
             message=message,
         )
+
+
+def _bare_handler(handler: Any) -> Any:
+    """Return the program's own handler of a signal."""
+    return getattr(handler, "orc_handler", handler)
 
 
 def _device_memory(device: VirtualDevice | None) -> tuple[int, int]:

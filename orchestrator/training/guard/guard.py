@@ -68,6 +68,7 @@ def main(argv: list[str]) -> None:
         ):  # the script will fail too, or finds torch elsewhere (python -S)
             importlib.import_module("torch")  # in this thread: it is the one that the device counts
     _buffer_lines()
+    reporter.watch_signals()
     monitor.beat()
     try:
         _run_target(target)
@@ -135,6 +136,7 @@ def _inherit_now(settings_path: str, torch: Any) -> None:
     reporter = FailureReporter(monitor, AttemptFolder(settings.attempt_folder))
     _attach(reporter, torch)
     reporter.watch_exit()
+    reporter.watch_signals()
     _inherited.append(reporter)
 
 

@@ -63,6 +63,7 @@ class Monitor:
         self._capacity_bytes = settings.virtual_capacity_bytes
         self.step, self.steps_done, self._backwards = 0, 0, 0
         self.injected = False
+        self._signal = 0
         self.beat_after_next_step = False  # memory ran out since the last step
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
@@ -186,6 +187,7 @@ class Monitor:
             backwards=self._backwards,
             live_bytes=self.live_bytes(),
             group_size=self._ranks_met(),
+            signal=self._signal,
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)
@@ -193,6 +195,12 @@ class Monitor:
             with contextlib.suppress(OSError):  # a full disk must not end the training
                 write_json(path, beat)
         self._next_beat_s = time.monotonic() + self._interval_s
+
+    def note_signal(self, number: int) -> None:
+        """Record a signal that a handler of the program gets: whatever it does then, it was told to end."""
+        self._signal = number
+        if self.is_rank:
+            self.beat()
 
     def _ranks_met(self) -> int | None:
         """Ranks of the largest process group that this process joined so far.
@@ -285,7 +293,7 @@ class Monitor:
 
     def _after_fork(self) -> None:
         """Reset the counters: a forked child is a rank once it trains, and counts from there."""
-        self._rank, self.is_rank, self._next_beat_s = None, False, 0.0
+        self._rank, self.is_rank, self._next_beat_s, self._signal = None, False, 0.0, 0
         self.step, self.steps_done, self._backwards, self._last_step_s = 0, 0, 0, None
         self._group_size = 0
         self._durations.clear()
