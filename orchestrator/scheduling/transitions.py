@@ -10,6 +10,7 @@ from orchestrator.scheduling.base.holds import apply_update
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.time_limits import is_over, over_limit
 from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.done_steps import describe_done
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
 from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge
@@ -211,7 +212,8 @@ def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
         else ""
     )
     doubts = "".join(f"; {warning}" for warning in warnings(attempt))
-    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}{doubts}")
+    done = describe_done(job, attempt, evidence)
+    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{done}{lost}{doubts}")
 
 
 def _with_unread(job: Job, evidence: Evidence) -> Job:

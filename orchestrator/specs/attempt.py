@@ -118,6 +118,8 @@ class Cause(StrEnum):
     TIMEOUT = "timeout"  # a rank waited in vain for others: examine the other ranks
     PROGRAM = "user_error"  # an error that would recur on any device at any time
     SECONDARY = "secondary"  # a consequence of another rank's failure: examine the other ranks
+    RAISED = "raised"  # an exception that no rule knows
+    DEFERRED = "deferred"  # an exception that points at the error of another process
 
 
 class Phase(StrEnum):
@@ -172,6 +174,8 @@ class Failure:
     ending: Ending | None = None  # None where something explains the end
     verdict: Verdict | None = None  # of such an end, or of a shortage
     broken: Extent | None = None  # what the hardware or its driver named as broken
+    # nothing explains the end, and memory was nearly full, or had run out in the step that it ended in
+    near_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +249,7 @@ class Finding:
     phase: Phase | None = None
     excerpt: str = ""  # the traceback that ends with this line
     oom: OomReport | None = None  # byte counts in the line
+    is_exception: bool = False  # it ended its rank as far as the log tells; else a line beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def left_behind(home: Path, log: str, spec: JobSpec | None = None) -> Evidence:
 def test_a_cause_far_from_the_end_of_a_log_is_found(tmp_path: Path) -> None:
     # 360 KB of one traceback: the tail holds nothing else
     frames = '  File "a.py", line 1, in f\n    f()\n' * 10_000
-    evidence = left_behind(tmp_path, f"step 1\n{OOM}\n{frames}RuntimeError: step failed\n")
+    evidence = left_behind(tmp_path, f"step 1\n{OOM}\n{frames}step failed\n")
     finding = evidence.ranks[0].findings[0]
     assert (finding.cause, finding.log, finding.offset) == (
         Cause.DEVICE_OOM,

@@ -194,8 +194,6 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         steps=100,
         failures=frozenset({"preempted"}),
         attempts_max=2,
-        # It ends as succeeded after 6 of 100 steps.
-        mended_by={"each job ends as its row says": "04"},
     ),
     Kind(
         name="handled-oom-then-bug",
@@ -206,11 +204,5 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         attempts_max=3,
         telling="KeyError: 'labels'",
         advice="mend the program",
-        mended_by={  # it is taken for an end by memory: "no micro-batch is small enough"
-            "each job ends as its row says": "04",
-            "nobody innocent is accused": "04",
-            "each advice does what it says": "04",
-            "the report names each failure with its telling line": "04",
-        },
     ),
 )

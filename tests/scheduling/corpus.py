@@ -12,8 +12,8 @@ REPORTED: list[dict[str, Any]] = yaml.safe_load((_HERE / "reported.yaml").read_t
 ORDINARY: list[dict[str, str]] = yaml.safe_load((_HERE / "ordinary.yaml").read_text())
 _SHARED = Path(__file__).parents[3] / "shared" / "reference"  # optional
 REAL_LOGS = _SHARED / "failures"  # whole logs
-# ends of programs of others, with the kinds that an operator accepts
-STRANGERS = _SHARED / "strangers" / "logs.yaml"
+# ends of programs of others, with what an operator accepts
+STRANGERS = [_SHARED / "strangers" / name for name in ("logs.yaml", "logs2.yaml")]
 
 
 def names() -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from orchestrator.scheduling.failures.log_scan import LogScan, read_log
 from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_frames
-from orchestrator.scheduling.failures.signatures import LogScan, read_log
 from orchestrator.specs.attempt import Phase
 from tests.scheduling.corpus import REPORTED
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.failures.classify import classify
-from orchestrator.scheduling.failures.signatures import LogScan
+from orchestrator.scheduling.failures.log_scan import LogScan
 from orchestrator.specs.attempt import (
     Attempt,
     Evidence,

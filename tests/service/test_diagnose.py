@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.backends.attempts import left_files
 from orchestrator.backends.attempts.evidence import end_of
-from orchestrator.scheduling.failures.signatures import CALM_LINES, LogScan, read_log
+from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan, read_log
 from orchestrator.service.commands import diagnose as work
 from orchestrator.service.commands.diagnose import diagnose, redact, shorten
 from orchestrator.specs.errors import SpecError

@@ -39,7 +39,8 @@ from orchestrator.backends.attempts.script_output import (
     output_folder,
     saved_step,
 )
-from orchestrator.scheduling.failures.signatures import COMPLAINTS, FINDINGS_MAX, LogScan
+from orchestrator.scheduling.failures.log_scan import FINDINGS_MAX, LogScan
+from orchestrator.scheduling.failures.signatures import COMPLAINTS
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,

@@ -11,47 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
+from orchestrator.scheduling.failures.log_scan import type_of
 from orchestrator.scheduling.failures.phases import GUARD_PHASES, Frame, phase_of_frames
-from orchestrator.specs.attempt import Attempt, Ending, ErrorReport, Evidence, RankEnd
+from orchestrator.scheduling.failures.program_faults import is_device_error, is_programs, may_pass
+from orchestrator.specs.attempt import Attempt, Ending, ErrorReport, Evidence, Finding, RankEnd
 
-# Types that a mistake in code or arguments raises, wherever it is raised.
-PROGRAM_TYPES = frozenset(
-    (
-        *(
-            "SyntaxError",
-            "IndentationError",
-            "TabError",
-            "NameError",
-            "UnboundLocalError",
-            "ImportError",
-        ),
-        *(
-            "ModuleNotFoundError",
-            "AttributeError",
-            "TypeError",
-            "KeyError",
-            "IndexError",
-            "LookupError",
-            "ValueError",
-        ),
-        *(
-            "AssertionError",
-            "NotImplementedError",
-            "ZeroDivisionError",
-            "RecursionError",
-            "UnicodeDecodeError",
-        ),
-    )
-)
-# Exceptions that name what the operating system, a network or a service refused: the same may
-# succeed later.
-_REFUSED = re.compile(
-    r"Connect|Network|Http|HTTP|URL|SSL|Timeout|TimedOut|Socket|BrokenPipe|Retr|RateLimit|Unavailable|Comm"
-    r"|\A(?:OS|IO|EOF|Interrupted|Permission|BlockingIO|gai|h)[Ee]rror\Z"
-)
-_NO_ANSWER = re.compile(
-    r"Connection error|(?:Cannot|Could not|Couldn't) (?:connect|reach)"
-)  # of a ValueError, say
 _INSTALLED = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3|^<(?:frozen|string|stdin)|\.zip[/\\]"
 )
@@ -95,10 +59,11 @@ def read_exceptions(text: str) -> tuple[Raised, ...]:
         line = raw[prefix.end() :] if (prefix := _PREFIX.match(raw)) else raw
         if _HEAD in line:
             frames = []
+        elif frame := _FRAME.match(line):
+            frames = [] if frames is None else frames
+            frames.append(Frame(frame[1], frame[2] or ""))
         elif frames is None:
             continue
-        elif frame := _FRAME.match(line):
-            frames.append(Frame(frame[1], frame[2] or ""))
         elif line.startswith(" "):
             if frames and not frames[-1].source:
                 frames[-1] = Frame(frames[-1].file, frames[-1].function, line.strip())
@@ -117,41 +82,52 @@ def ending_of(
     attempt: Attempt,
     evidence: Evidence,
     end: RankEnd,
+    finding: Finding | None,
     report: ErrorReport | None,
     command: Sequence[str],
 ) -> Ending:
-    """Return the features of a rank's end, from the guard's report, else from its log and exit code."""
-    raised = read_exceptions(end.log_tail if report is None else report.traceback)
+    """Return the features of a rank's end, by the exception that ended it, else by its exit code."""
+    raised = read_exceptions("" if finding is None else finding.excerpt)
+    frames = raised[-1].frames if raised else ()
+    kind = "" if finding is None else type_of(finding.line)
+    message = "" if finding is None else finding.line.partition(":")[2].strip()
     step = (
         max((beat.step for beat in evidence.heartbeats), default=0)
         if report is None
         else report.step
     )
-    last = raised[-1] if raised else None
-    kind = (
-        last.type if last is not None else "" if report is None else report.type.rpartition(".")[2]
-    )
-    frames = last.frames if last is not None else ()
     phase = GUARD_PHASES.get(report.phase) if report is not None else None
     where = phase or phase_of_frames(frames)
-    own_frame = next(
-        (frame for frame in reversed(frames) if not _INSTALLED.search(frame.file)), None
-    )
-    place = (
-        f" in {_FOLDERS.sub('', own_frame.file)}:{own_frame.function}"
-        if own_frame is not None
-        else ""
-    )
-    may_pass = any(
-        _REFUSED.search(error.type) or _NO_ANSWER.match(error.message) for error in raised
-    ) or bool(_REFUSED.search(kind))
+    place = _own_place(frames)
+    is_own = end.exit_code in _OWN_CODES
+    if kind:
+        is_own = _is_own(kind, message, frames, command)
+        # a virtual device is no GPU, wherever the program is tried
+        is_own = is_own or (evidence.virtual and is_device_error(f"{kind}: {message}"))
     return Ending(
         signature=f"{kind or _exit_text(end.exit_code)}{place}{f', {where}' if where else ''}",
         step=step or None,
         elapsed_s=max(0.0, attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s),
-        is_own=_is_own(kind, last, end.exit_code, command, may_pass=may_pass),
-        may_pass=may_pass,
+        is_own=is_own,
+        may_pass=bool(kind) and may_pass(kind, message),
     )
+
+
+def _own_place(frames: Sequence[Frame]) -> str:
+    """Return file and function of the innermost frame of the program's own files, as ` in F:f`; "" without one."""
+    for frame in reversed(frames):
+        if not _INSTALLED.search(frame.file):
+            return f" in {_FOLDERS.sub('', frame.file)}:{frame.function}"
+    return ""
+
+
+def _is_own(kind: str, message: str, frames: Sequence[Frame], command: Sequence[str]) -> bool:
+    """Return whether an exception blames the program itself. A missing file does where the command names it."""
+    if kind == "FileNotFoundError":
+        return any(len(word) > 1 and word.rpartition("=")[2] in message for word in command[1:])
+    if is_programs(kind, message):
+        return True
+    return not may_pass(kind, message) and _is_raised(frames, message)
 
 
 def same_point(first: Ending, other: Ending) -> bool:
@@ -162,23 +138,13 @@ def same_point(first: Ending, other: Ending) -> bool:
     return abs(first.elapsed_s - other.elapsed_s) <= allowed_s
 
 
-def _is_own(
-    kind: str, last: Raised | None, code: int | None, command: Sequence[str], *, may_pass: bool
-) -> bool:
-    """Return whether the exception, or without one the exit code, blames the program itself."""
-    if not kind:
-        return code in _OWN_CODES
-    if kind == "FileNotFoundError" and last is not None:
-        return any(
-            len(word) > 1 and word.rpartition("=")[2] in last.message for word in command[1:]
-        )
-    if may_pass:
+def _is_raised(frames: Sequence[Frame], message: str) -> bool:
+    """Return whether the program's own file raised it: the one that ran, not a framework in the same folder."""
+    if not frames or is_device_error(message):
         return False
-    innermost = last.frames[-1] if last is not None and last.frames else None
-    is_raised = innermost is not None and innermost.source.startswith("raise ")
-    return kind in PROGRAM_TYPES or (
-        is_raised and innermost is not None and not _INSTALLED.search(innermost.file)
-    )
+    innermost = frames[-1]
+    is_script = innermost.file == frames[0].file and not _INSTALLED.search(innermost.file)
+    return is_script and innermost.source.startswith("raise ")
 
 
 def _exit_text(code: int | None) -> str:

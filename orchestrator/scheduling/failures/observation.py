@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.memory.calibration.correction import corrected_allocated_bytes, worst_moments
+from orchestrator.scheduling.failures.done_steps import made_no_step
 from orchestrator.scheduling.failures.meeting import other_size_in_words
 from orchestrator.scheduling.failures.out_of_memory import (
     caught_in_words,
@@ -114,6 +115,10 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
     if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
         sentences.append(
             f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's"
+        )
+    if evidence is not None and attempt.failure is None and made_no_step(evidence):
+        sentences.append(
+            "its optimizer made no step, though backward passes were made: nothing was trained"
         )
     if other_size := other_size_in_words(attempt):
         sentences.append(other_size)

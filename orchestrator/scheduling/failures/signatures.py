@@ -1,29 +1,14 @@
-"""Log analysis: finds the line that says why a process ended, by an ordered catalogue and in bounded memory.
+"""The catalogue of lines that name a cause of failure, and the words by which unknown lines name memory.
 
-Texts come from the sources named beside each group; `tests/scheduling/failures/` has an example of each. Read only
-after exit codes, reports and counters.
+Texts come from the sources named beside each group; `tests/scheduling/failures/` has an example of each. What no rule
+knows is an exception without a cause: `endings.py` says whom it blames.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_frames
-from orchestrator.specs.attempt import Cause, Extent, Finding, Phase
-from orchestrator.specs.replace import replace
-
-# so many ordinary lines after a complaint, and the program has gone on: it was not the end
-CALM_LINES = 200
-FINDINGS_MAX = 8  # of one log that are kept as evidence
-EXCERPT_CHARACTERS_MAX = 4000
-# of a line that is kept: PyTorch's longest message of memory has about 650
-LINE_CHARACTERS_MAX = 800
-FRAMES_MAX = 60  # of a traceback that are kept, innermost last
-RANKS_MAX = 256  # of one log that are told apart
-PER_CAUSE_MAX = 64  # findings of one cause between two calms
+from orchestrator.specs.attempt import Cause, Extent
 
 _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
     (
@@ -49,13 +34,13 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
         (
             r"killed due to the node running low on memory",
             r"ray\.exceptions\.OutOfMemoryError",
-            r"killed due to memory pressure \(OOM\)",
             r"low on resource: memory",  # kubelet
             r"alloc[a-z]{0,8} [^\n]{0,40}(?:pinned |on )host\b",
             r"Host\w{0,3}lloc\b[^\n]{0,120}(?:fail|emory)",
             r"Failed to CUDA host alloc",
             r"OUT_OF_HOST_MEMORY",
             r"[Oo]ut of host memory",
+            r"paging file is too small",  # Windows
         ),
     ),
     (
@@ -109,6 +94,9 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"Found no NVIDIA driver",
             r"rror: libcuda\.so[\w.]*: cannot open shared object",
             r"system not yet initialized",  # the fabric manager
+            r"the launch timed out and was terminated",
+            r"HW Exception by GPU",  # ROCm
+            r"[Ff]ailed to initialize NVML",
         ),
     ),
     (
@@ -136,6 +124,7 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"No space left on device: '/dev/shm/",
             r"\d+ Bus error  ",  # a shell with job control
             r"workers are out of shared memory",
+            r"shm\.(?:h|cc):\d+[^\n]{0,80}No space left on device",  # NCCL
             r"unable to open shared memory object </torch_",
             r"unable to write to file </torch_",
             r"unable to mmap \d+ bytes from file </torch_",
@@ -207,7 +196,12 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"rror: [^\n]{0,200}(?:must match the size|shapes cannot be multiplied|to be on the same device)",
             r"rror\(s\) in loading state_dict for ",
             r"rror: [^\n]{0,80}does not require grad",
-            r"\b401 Client Error",
+            r"\b4(?!08|25|29)\d\d Client Error",
+            r"NoSuch(?:Bucket|Key)",
+            r"AccessDenied",
+            r"InvalidAccessKey",
+            r"Duplicate GPU detected",  # NCCL: two ranks on one device
+            r"Expected to have finished reduction in the prior iteration",
             r"gated repo",
             r"RepositoryNotFoundError",
             r"rror: [^\n]{0,200}is not a valid model identifier",
@@ -239,6 +233,11 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"\bCANCELLED AT \d",
             r"this job is (?:preempted|timed-out)",  # submitit
             r"PBS: job killed: walltime",
+            r"^KeyboardInterrupt\b",
+            # a script's own handler
+            r"(?:aught|eceived|[Gg]ot|andling)[^\n]{0,20}\bSIG(?:TERM|INT|USR\d)\b",
+            r"(?:aught|eceived|[Gg]ot|andling)[^\n]{0,20}\bsignal (?:2|10|12|15)\b",
+            r"imminent node shutdown",  # kubelet
         ),
     ),
     (
@@ -249,6 +248,11 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"ncclSystemError",
             r"NET/IB[^\n]{0,40}Got completion from peer",
             r"NCCL communicator was aborted",
+            r"remote process exited or there was a network error",
+            r"unhandled (?:system|cuda) error",
+            r"ncclUnhandledCudaError",
+            r"Dist(?:Network|Store)Error: [^\n]{0,200}(?:reset|closed|roken pipe)",
+            r"TCPStore[^\n]{0,120}(?:reset|closed|roken pipe)",
             r"Signal 15 \(SIGTERM\) received by PID",
             r"srun: error: [^\n]{0,80}: Terminated",  # tasks that srun ends after one has failed
             r"Horovod has been shut down",
@@ -265,7 +269,9 @@ TELLING = (
     "off the bus", "NVRM: Xid", "river", "not yet init", "ode failure", "NODE FAIL", "node has ", "too large",
     "kernel image", " symbol", "gated repo", "oss scale ", "ing training", "for launch", "atchdog", "imed out",
     "times out", "timeout", "monitoredBarrier", " signal", "CANCELLED", "this job is", "Got completion", "was aborted",
-    "Executor: W", "Horovod has",
+    "Executor: W", "Horovod has", " process ", "W Exception", "VRAM", "显存", "内存", "finished reduction",
+    "Duplicate GPU", "paging file", "shutdown", "Client E", "NoSuch", "AccessDenied", "InvalidAcc", "NVML",
+    "terminated", "TCPStore", "signal ", "aught", "eceived", "Got ", "got ", "andling",
 )  # fmt: skip
 
 
@@ -294,7 +300,8 @@ def is_telling(line: str) -> bool:
 
 RULES = tuple((cause, re.compile(pattern)) for cause, group in _CATALOGUE for pattern in group)
 NEEDLES = tuple(_literal(pattern.pattern) for _, pattern in RULES)
-SUSPECTS = (Cause.DEVICE_OOM_SUSPECT, Cause.HOST_OOM_SUSPECT)
+# an exception that points at another one, and a cause that other evidence must confirm
+SUSPECTS = (Cause.DEVICE_OOM_SUSPECT, Cause.HOST_OOM_SUSPECT, Cause.DEFERRED)
 COMPLAINTS = (
     Cause.TIMEOUT,
     Cause.PREEMPTED,
@@ -302,228 +309,69 @@ COMPLAINTS = (
 )  # of ranks that another rank's end may have ended
 _NODE_WIDE = re.compile(r"river|libcuda|not yet initialized|CUDA unknown error - ")
 
-# Before what a rank says, where several write into one log: torchrun, `torchrun --tee`, Ray.
-_PREFIX = re.compile(r"(?:\[(?:rank|default)(\d+)\]: ?|\((?:\w+ )?(?:rank=(\d+) )?pid=\d+[^)]*\) )")
-_EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Interrupt)\b")
-_LAUNCHERS = re.compile(
-    r"[\w.]*(?:ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException)\b"
+
+# Words by which a line says that memory was not to be had, in any library's phrase.
+_ALLOCATION = re.compile(r"alloc|memory|\b[Vv]?RAM\b|\bHBM\b|\bOOM\b|显存|内存", re.IGNORECASE)
+_FAILURE = re.compile(
+    r"fail|\berror\b|can(?:not|'t)|could(?: not|n't)|unable|not enough|insufficient|exhaust|out of|ran out|exceed"
+    r"|too (?:small|little)|不足|失败|溢出|超出",
+    re.IGNORECASE,
 )
-_FRAME = re.compile(r'\s+File "([^"]*)", line \d+(?:, in (\S+))?')
-_INDENTED = re.compile(r" {4}")
-_RICH_FRAME = re.compile(
-    r"│ (\S.*?):\d+ in (\S+)\s+│"
-)  # rich's tracebacks, under accelerate launch
-_MARKS = re.compile(r"[\s^~]*\Z")
-_ECHOED_COMMAND = re.compile(r"\[(?:'[^']*'|\"[^\"]*\")(?:, (?:'[^']*'|\"[^\"]*\"))+\]")
-_ACCOUNT_WORDS = "Currently allocated", "Requested", "Device limit", "Free (according to CUDA)"
-_ACCOUNT = re.compile(  # c10/cuda/CUDAMallocAsyncAllocator.cpp
-    rf"\s*(?:{'|'.join(map(re.escape, _ACCOUNT_WORDS))}) *: [\d.]+ [KMGT]?i?[Bb]"
+_ON_DEVICE = re.compile(
+    r"(?<![a-z])(?:cuda|gpu|hip|rocm|npu|xpu|mps|tpu|mlu|musa|sycl|vram|hbm)|\bdevice\b|显存|显卡",
+    re.IGNORECASE,
 )
-_ROOT_CAUSE = "Root Cause (first observed failure)"
-_ROOT_RANK = re.compile(r"\s*rank +: (\d+)")
-_ROOT_EXIT = re.compile(r"\s*exitcode +: (-?\d+)")
-_PINNED = re.compile(r"pin_memory|[Hh]ostAlloc|PinnedMemory")
-_PINNED_LINES = 4  # of a traceback beside a bare "out of memory" that tell of pinned memory
-_SEMAPHORES = re.compile(r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py")
+_ON_HOST = re.compile(
+    r"\bhost|pinned|page.?locked|\bcpu\b|\bram\b|\bswap|paging|\bfork|mmap|\barray\b|内存",
+    re.IGNORECASE,
+)
+_NO_ALLOCATION = re.compile(  # of memory that there was, or of memory of another kind
+    r"illegal memory|memory[ _](?:leak|format|address|efficient|access)|misaligned|invalid (?:device )?pointer"
+    r"|shared memory|/dev/shm|\bdisk\b|No space left|1EB memory|out of resource",
+    re.IGNORECASE,
+)
+_UNPLACED = re.compile(
+    r"alloc\w*[^\n]{0,60}fail|fail\w*[^\n]{0,40}alloc|(?:out of|not enough|insufficient) memory|memory exhausted"
+    r"|can(?:not|'t) allocate",
+    re.IGNORECASE,
+)
+_ADVICE = re.compile(
+    r"\b(?:if|may|might|could|would|try|avoid|reduce|prevent|helps?|when|where|whether|consider|lower|warn\w*|hint"
+    r"|risks?|please|will|refer|documentation|how to)\b",
+    re.IGNORECASE,
+)
+_CODE_2 = re.compile(  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY, hipErrorOutOfMemory
+    r"(?:cuda|hip)\w*[^\n]{0,60}\b(?:error|err|status|code|ret(?:urned)?)(?: code| number)?\W{0,3}2\b(?![.\d])",
+    re.IGNORECASE,
+)
+_KILLED_FOR_MEMORY = re.compile(  # earlyoom, systemd-oomd, YARN, Kubernetes, Ray
+    r"(?:kill|evict|terminat|SIGTERM|SIGKILL)[^\n]{0,200}"
+    r"(?:memory (?:pressure|limit|usage)|(?:physical|virtual) memory|oom_score|out of memory|\bOOM\b)"
+    r"|(?:memory (?:pressure|limits?)|out of memory|\boom)[^\n]{0,120}(?:kill|evict|terminat)"
+    r"|\blow memory\b",
+    re.IGNORECASE,
+)
+_POINTS_ELSEWHERE = re.compile(  # at the error of another process
+    r"(?:see|check|look)\b[^\n]{0,80}\b(?:above|earlier|logs?|other ranks?)\b"
+    r"|no longer alive|\bdied\b|abruptly|exited unexpectedly|BrokenProcessPool|EngineDeadError"
+    r"|\bworkers?\b[^\n]{0,60}\b(?:crashed|exited|terminated)",
+    re.IGNORECASE,
+)
 
-
-@dataclass(slots=True)
-class _Stack:
-    """State of parsing one rank's traceback."""
-
-    frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=FRAMES_MAX))
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=2 * FRAMES_MAX))
-    quoting: bool = False
-
-
-class LogScan:
-    """Incremental log analysis in bounded memory.
-
-    Error lines within CALM_LINES ordinary lines of each other form one group. The last group explains the end of the
-    process, unless the log went on calmly after it. Its first line with a cause decides; secondary errors count only
-    where no line names a cause.
-    """
-
-    def __init__(
-        self,
-        *,
-        log: str = "",
-        command: Sequence[str] = (),
-        markers: Mapping[Phase, str] | None = None,
-    ) -> None:
-        self.root_rank: int | None = None  # the rank that torchrun saw fail first
-        self.root_exit_code: int | None = None
-        self._log = log
-        self._markers = Markers(markers or {})
-        self._echoes = _misleading_arguments(command)
-        self._stacks: dict[str, _Stack] = {}
-        self._quoting = 0  # stacks whose next line may be quoted source
-        self._trouble: dict[Cause, list[Finding]] = {}
-        self._calm = 0  # ordinary lines since the last complaint
-        self._account: list[
-            Finding
-        ] = []  # ends with the finding whose bytes or frames may stand in the next lines
-        self._frames_below = 0  # lines in which frames of that finding may stand
-        self._in_root_cause = False
-
-    def feed(self, line: str, offset: int = 0) -> None:
-        """Read one line, without its line feed. `offset` is its first byte's position in the file."""
-        self._markers.read(line)
-        if (
-            self._account
-            and _ACCOUNT.match(line)
-            and len(self._account[-1].line) < LINE_CHARACTERS_MAX
-        ):
-            self._account[-1] = replace(
-                self._account[-1], line=f"{self._account[-1].line}\n{line.strip()}"
-            )
-            return
-        if self._frames_below:
-            self._frames_below -= 1
-            if _PINNED.search(line):
-                self._account[-1] = replace(self._account[-1], cause=Cause.HOST_OOM)
-        if not self._quoting and not is_telling(line):
-            self._calm += 1
-            return
-        prefix = _PREFIX.match(line)
-        text = line[prefix.end() :] if prefix else line
-        stack = self._stack(prefix[0] if prefix else "")
-        if self._in_traceback(stack, text):
-            return
-        self._root_cause(text)
-        text = _without_echoes(text, self._echoes)
-        cause = first_cause(text)
-        if cause is None and (not _EXCEPTION.match(text) or _LAUNCHERS.match(text)):
-            self._calm += 1
-            return
-        if self._calm > CALM_LINES:
-            self._trouble.clear()
-        self._calm = 0
-        if (
-            cause is not None
-            and len(findings := self._trouble.setdefault(cause, [])) < PER_CAUSE_MAX
-        ):
-            rank = (
-                next((int(number) for number in prefix.groups() if number), None)
-                if prefix
-                else None
-            )
-            findings.append(self._finding(cause, text, rank, offset, stack))
-            self._account = findings
-            self._frames_below = _PINNED_LINES if _is_bare(findings[-1]) else 0
-        stack.frames.clear()
-        stack.lines.clear()
-
-    def pass_over(self, block: str) -> bool:
-        """Count the whole lines of a block as ordinary ones at once; False where they must be fed one by one.
-
-        A line of two characters costs as much as a long one: 20 million empty ones took 16 s.
-        """
-        # a rank whose traceback broke off quotes for ever; lines without a bracket are not of a
-        # rank
-        quotes = self._quoting and (self._stack("").quoting or "[" in block or "(" in block)
-        follows = self._frames_below or (
-            self._account and any(map(block.__contains__, _ACCOUNT_WORDS))
-        )
-        if quotes or follows or self._markers.phase is not None or is_telling(block):
-            return False
-        self._calm += block.count("\n")
-        return True
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """The log line that explains the end, then at most FINDINGS_MAX - 1 others in order; () without any."""
-        if self._calm > CALM_LINES:
-            return ()
-        findings = sorted(
-            (finding for group in self._trouble.values() for finding in group),
-            key=lambda finding: finding.offset,
-        )
-        if not findings:
-            return ()
-        decisive = min(
-            findings,
-            key=lambda finding: (
-                _doubt(finding),
-                self.root_rank not in (None, finding.rank),
-                finding.offset,
-            ),
-        )
-        others = [replace(finding, excerpt="") for finding in findings if finding is not decisive]
-        return (decisive, *others[: FINDINGS_MAX - 1])
-
-    def _stack(self, prefix: str) -> _Stack:
-        if prefix not in self._stacks and len(self._stacks) >= RANKS_MAX:
-            prefix = next(iter(self._stacks))
-        return self._stacks.setdefault(prefix, _Stack())
-
-    def _in_traceback(self, stack: _Stack, text: str) -> bool:
-        """Return whether the line belongs to a traceback: a frame, or source in it, which may mention anything."""
-        if stack.quoting and _INDENTED.match(text):
-            if not _MARKS.match(text):
-                stack.frames[-1] = replace(stack.frames[-1], source=text.strip())
-                stack.lines.append(text)
-            return True
-        if text.startswith("│"):  # a box of rich's: what is no frame in it is quoted source
-            if boxed := _RICH_FRAME.match(text):
-                stack.frames.append(Frame(boxed[1], boxed[2]))
-            stack.lines.append(text)
-            return True
-        frame = _FRAME.match(text)
-        if frame is None and stack.quoting:
-            stack.quoting = False
-            self._quoting -= 1
-        if frame is None:
-            if "Traceback (most recent call last)" in text:
-                stack.frames.clear()
-                stack.lines.clear()
-            return False
-        if not stack.quoting:
-            stack.quoting = True
-            self._quoting += 1
-        stack.frames.append(Frame(frame[1], frame[2] or ""))
-        stack.lines.append(text)
-        return True
-
-    def _finding(
-        self, cause: Cause, text: str, rank: int | None, offset: int, stack: _Stack
-    ) -> Finding:
-        if cause is Cause.DISK_FULL and any(
-            _SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]
-        ):
-            cause = Cause.SHARED_MEMORY  # named semaphores lie in /dev/shm
-        finding = Finding(
-            cause=cause,
-            line=text.strip()[:LINE_CHARACTERS_MAX],
-            rank=rank,
-            log=self._log,
-            offset=offset,
-            phase=phase_of_frames(stack.frames) or self._markers.phase,
-            excerpt="\n".join((*stack.lines, text))[-EXCERPT_CHARACTERS_MAX:].strip("\n"),
-        )
-        if _is_bare(finding) and any(map(_PINNED.search, list(stack.lines)[-_PINNED_LINES:])):
-            return replace(finding, cause=Cause.HOST_OOM)  # page-locked memory is the host's
-        return finding
-
-    def _root_cause(self, text: str) -> None:
-        """Read rank and exit code from torchrun's summary, since torchrun's own exit code is always 1."""
-        if _ROOT_CAUSE in text:
-            self._in_root_cause = True
-        elif self._in_root_cause:
-            if rank := _ROOT_RANK.match(text):
-                self.root_rank = int(rank[1])
-            elif code := _ROOT_EXIT.match(text):
-                self.root_exit_code, self._in_root_cause = int(code[1]), False
-
-
-def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
-    """Return the findings of a `LogScan` over a whole text."""
-    scan = LogScan(command=command)
-    offset = 0
-    for line in text.splitlines():
-        scan.feed(line, offset)
-        offset += len(line) + 1
-    return scan.findings
+# Where a log speaks of failures and none is meant: a text in quotes, a row of a table, a dump of settings, a count of
+# zero. The quoted message of an exception, or of a structured log, is meant.
+_MEANT_QUOTE = re.compile(
+    r"(?:(?:Error|Exception|Exit)\(|(?:[Ff]ailure|[Ee]rror)[ \w]{0,8}"
+    r"|[\"'](?:msg|message|error|err|exception|exc_info|stack|event|log)[\"']: ?)\Z"
+)
+_TABLE_ROW = re.compile(r"\s*[|│┃║].*[|│┃║].*[|│┃║]")
+_SETTING = re.compile(
+    r"\s+(?!\s|exitcode|traceback|error|reason|message|what)[\"']?[a-z][\w.-]*[\"']?\s*[:=]\s"
+    r"|\s*[\"']?[a-z]+_[a-z_]+[\"']?\s*[:=]\s|\s*--\w"
+)
+_COUNTER = re.compile(r"errors|kills|events|OOMs|count", re.IGNORECASE)
+_ZERO_BEFORE = re.compile(r"(?:^|[\s=:])0\s+(?:[\w-]+\s+){0,2}\Z")
+_ZERO_AFTER = re.compile(r"\w{0,12}\s?\w{0,12}\s?[:=]\s*0(?![.\d])")
 
 
 def first_cause(text: str) -> Cause | None:
@@ -534,37 +382,73 @@ def first_cause(text: str) -> Cause | None:
     return None
 
 
+def cause_in_words(text: str) -> Cause | None:
+    """Return memory of the host or of a device where a line that no rule knows says that none was to be had.
+
+    A line of advice, or about memory of another kind, names nothing.
+    """
+    if _ADVICE.search(text):
+        return None
+    if _KILLED_FOR_MEMORY.search(text) and not _ON_DEVICE.search(text):
+        return Cause.HOST_OOM
+    return None if "=" in text else cause_of_message(text)
+
+
+def cause_of_message(text: str) -> Cause | None:
+    """Return the cause that an exception's message names by its words; None where it names none.
+
+    Memory of no named place is the device's, since a training has most of its memory there.
+    """
+    if _NO_ALLOCATION.search(text):
+        return None
+    if _CODE_2.search(text):
+        return Cause.DEVICE_OOM
+    fails = _FAILURE.search(_ALLOCATION.sub("", text)) if _ALLOCATION.search(text) else None
+    if fails and _ON_DEVICE.search(text):
+        return Cause.HOST_OOM if _ON_HOST.search(text) else Cause.DEVICE_OOM
+    if fails and _ON_HOST.search(text):
+        return Cause.HOST_OOM
+    return Cause.DEVICE_OOM if _UNPLACED.search(text) else None
+
+
+def names_device(text: str) -> bool:
+    """Return whether a line speaks of a device."""
+    return _ON_DEVICE.search(text) is not None
+
+
+def points_elsewhere(text: str) -> bool:
+    """Return whether an exception says that the error of another process is the cause."""
+    return _POINTS_ELSEWHERE.search(text) is not None
+
+
+def is_quoted(text: str) -> bool:
+    """Return whether a line only mentions a failure: in quotes, a table, a dump of settings, or as a count of zero."""
+    if _TABLE_ROW.match(text) or _SETTING.match(text):
+        return True
+    match = _match_of(text)
+    if match is None:
+        return False
+    before, after = text[: match.start()], text[match.end() :]
+    is_zero = _ZERO_BEFORE.search(before) or _ZERO_AFTER.match(after)
+    if is_zero and _COUNTER.search(text):
+        return True
+    for quote in "\"'":
+        opened = before.rfind(quote)
+        is_open = before.count(quote) % 2 and quote in after
+        # an apostrophe within a word opens nothing
+        if is_open and not before[:opened][-1:].isalnum():
+            return _MEANT_QUOTE.search(before[:opened]) is None
+    return False
+
+
+def _match_of(text: str) -> re.Match[str] | None:
+    """Return where a line names its cause."""
+    for needle, (_, pattern) in zip(NEEDLES, RULES, strict=True):
+        if needle in text and (match := pattern.search(text)):
+            return match
+    return _ALLOCATION.search(text)
+
+
 def broken_extent(line: str) -> Extent:
     """Return whether a hardware error in a log line concerns a device or the node. A driver error concerns the node."""
     return Extent.NODE if _NODE_WIDE.search(line) else Extent.DEVICE
-
-
-def last_traceback(text: str) -> str:
-    """Return the last Python traceback of a log, or its last 20 lines without one."""
-    start = text.rfind("Traceback (most recent call last)")
-    return text[start:].strip() if start >= 0 else "\n".join(text.splitlines()[-20:])
-
-
-def _is_bare(finding: Finding) -> bool:
-    """Return whether the CUDA runtime, not PyTorch's allocator, was out of device or pinned memory."""
-    return finding.cause is Cause.DEVICE_OOM and "Tried to allocate" not in finding.line
-
-
-def _doubt(finding: Finding) -> int:
-    if finding.cause in COMPLAINTS:
-        return 3 if finding.cause is Cause.SECONDARY else 2
-    return 1 if finding.cause in SUSPECTS else 0
-
-
-def _misleading_arguments(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments that would be read as a cause wherever the program or its launcher repeats them."""
-    parts = [part for word in command for part in (word, word.partition("=")[2])]
-    return tuple(word for word in parts if first_cause(word) or _EXCEPTION.match(word))
-
-
-def _without_echoes(text: str, arguments: Sequence[str]) -> str:
-    """Return the line without a command that a launcher repeats, and without arguments that would mislead."""
-    text = _ECHOED_COMMAND.sub("[]", text)
-    for word in arguments:
-        text = text.replace(word, "")
-    return text

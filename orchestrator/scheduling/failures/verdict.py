@@ -44,6 +44,7 @@ REPEATED_SHARE, REPEATED_S = (
 
 ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
 PROGRAM_ROWS = (5, 7, 10)  # they end the job, and blame its program
+NEAR_LIMIT_ROW = 12  # the next attempt takes a plan with less memory, where there is one
 SHORTAGE_ROW = 13
 UNREADABLE = Verdict(row=14, wait_s=None)  # a training that may have succeeded is not done again
 
@@ -66,7 +67,7 @@ def judge(
     if failure.ending is None:
         return failure
     others = others_of(ends, job, attempt.ended_at_s)
-    verdict, reason = _verdict(job, attempt, failure.ending, others, nodes)
+    verdict, reason = _verdict(job, attempt, failure, failure.ending, others, nodes)
     kind = (
         FailureKind.USER_ERROR
         if verdict.wait_s is None and verdict.row in PROGRAM_ROWS
@@ -108,6 +109,7 @@ def _next_wait_s(waits: Sequence[Attempt], at_s: float, shortage: Shortage) -> f
 def _verdict(
     job: Job,
     attempt: Attempt,
+    failure: Failure,
     ending: Ending,
     others: Sequence[UnexplainedEnd],
     nodes: Sequence[Node],
@@ -116,9 +118,13 @@ def _verdict(
     retries, before = job.spec.retries, _unexplained_attempts(job, attempt)
     if _is_allowed(job, attempt) and len(_attempts_of_row(before, 4)) < retries.on_error:
         return ON_ERROR, f"retries.on_error allows {retries.on_error} restarts"
+    if failure.near_limit and not _attempts_of_row(before, NEAR_LIMIT_ROW):
+        verdict = Verdict(row=NEAR_LIMIT_ROW, wait_s=PROGRAM_WAIT_S, budget="unknown")
+        return verdict, "unexplained, near its limit: one attempt with less memory"
     if ending.is_own and ending.step is None:
         return Verdict(row=10, wait_s=None), "the program's own error, before its first step"
-    if not ending.may_pass:
+    # what a service refuses before the first step may be refused again; the same end within the training is a repeat
+    if not ending.may_pass or ending.step is not None:
         for earlier in reversed(before):  # other ends may lie between
             previous = earlier.failure.ending if earlier.failure else None
             if previous and previous.signature == ending.signature and same_point(previous, ending):
@@ -132,7 +138,7 @@ def _verdict(
         if _is_service(attempt, ending, others):
             return _judge_outside_service(job, attempt)
     verdict, reason = (
-        _judge_before_training(ending, before)
+        _judge_before_training(attempt, ending, before)
         if ending.step is None
         else _judge_in_training(job, attempt, ending, before)
     )
@@ -204,8 +210,16 @@ def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
     ), f"an {OUTSIDE_SERVICE.missing} failed several jobs alike{how_long}"
 
 
-def _judge_before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[Verdict, str]:
-    """Return the verdict of row 11: no step was made, and nothing blames the program."""
+def _judge_before_training(
+    attempt: Attempt, ending: Ending, before: Sequence[Attempt]
+) -> tuple[Verdict, str]:
+    """Return the verdict of row 11: no step is known of, and nothing blames the program.
+
+    Only the guard knows that none was made.
+    """
+    is_watched = attempt.evidence is not None and any(
+        beat.torch_version for beat in attempt.evidence.heartbeats
+    )
     count = len(_attempts_of_row(before, 11))
     wait_s = (
         _refused_wait_s(before)
@@ -214,7 +228,7 @@ def _judge_before_training(ending: Ending, before: Sequence[Attempt]) -> tuple[V
     )
     return Verdict(
         row=11, wait_s=wait_s, budget="startup"
-    ), f"no step was made: again after {wait_s:.0f} s"
+    ), f"{'no step was made' if is_watched else 'nothing explains it'}: again after {wait_s:.0f} s"
 
 
 def _judge_in_training(

@@ -29,6 +29,7 @@ from orchestrator.scheduling.failures.degrade import (
     candidates_for_oom,
 )
 from orchestrator.scheduling.failures.observation import is_truncated, ran_out
+from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
 from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -473,16 +474,26 @@ def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Itera
     host_bytes_max = _smallest_refuted(
         job, group, FailureKind.HOST_OOM, partial(_host_bytes, group)
     )
-    return (
+
+    def device_bytes(candidate: Candidate) -> int:
+        correction = calibrated.correction_of(candidate.plan, candidate.estimate)
+        return corrected_bytes(candidate.estimate, correction)
+
+    untried = (
         candidate
         for candidate in candidates_for_oom(job.spec, here, candidates)
         if candidate.plan not in job.refuted
-        and corrected_bytes(
-            candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate)
-        )
-        < device_bytes_max
+        and device_bytes(candidate) < device_bytes_max
         and _host_bytes(group, candidate.estimate) < host_bytes_max
     )
+    last = job.attempts[-1]
+    verdict = None if last.failure is None else last.failure.verdict
+    if verdict is None or verdict.row != NEAR_LIMIT_ROW or spec.degrade.keeps_plan:
+        return untried
+    # it may have ended for memory: less of it, where any plan takes less
+    listed = list(untried)
+    lower = [entry for entry in listed if device_bytes(entry) < refuted_bytes(last.estimate)]
+    return iter(lower or listed)
 
 
 def _on_device(job: Job, device: str) -> list[Attempt]:

@@ -16,12 +16,8 @@ from orchestrator.backends.attempts.evidence import end_of, feed_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
-from orchestrator.scheduling.failures.signatures import (
-    CALM_LINES,
-    LINE_CHARACTERS_MAX,
-    LogScan,
-    is_telling,
-)
+from orchestrator.scheduling.failures.log_scan import CALM_LINES, LINE_CHARACTERS_MAX, LogScan
+from orchestrator.scheduling.failures.signatures import is_telling
 from orchestrator.scheduling.reports.morning import help_for
 from orchestrator.service.client.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd

@@ -372,6 +372,12 @@ class Success(SpecModel):
         description="Regular expression of a log line that the script prints only when it has finished.",
         examples=["training finished"],
     )
+    steps: Literal["all"] | None = Field(
+        default=None,
+        description="all: an exit with 0 before the last of `steps` is a failure; null: it is a success, as of a "
+        "script that stops early.",
+        examples=["all"],
+    )
 
 
 class Resume(SpecModel):

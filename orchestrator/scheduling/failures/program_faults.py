@@ -1,0 +1,92 @@
+"""Whose fault an exception is that no rule of the catalogue knows: by its type, its errno and its words.
+
+Under ignorance nobody is to blame: the attempt is repeated, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import re
+
+# Types that a mistake in code or arguments raises, wherever it is raised.
+PROGRAM_TYPES = frozenset(
+    (
+        *("SyntaxError", "IndentationError", "TabError", "NameError", "UnboundLocalError"),
+        *("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "KeyError"),
+        *("IndexError", "LookupError", "ValueError", "AssertionError", "NotImplementedError"),
+        *("ZeroDivisionError", "RecursionError", "UnicodeDecodeError"),
+    )
+)
+# Words in the names of their subclasses in libraries, and of errors of broken files.
+_PROGRAM_NAME = re.compile(
+    r"(?:Validation|Decod|Pars(?:e|ing|er)|Syntax|Config|Usage|Argument|Invalid|Unsupported|NotImplemented|Attribute"
+    r"|Unpickling|Safetensor|BadZip|Unidentified|Instantiation|Interpolation|Missing|Schema|Cast|Shape|Dimension"
+    r"|CompilerFailed|Generation|Key)\w*\Z"
+)
+# What a library says of a mistake or of a broken file by an exception of any type.
+_PROGRAM_WORDS = re.compile(
+    r"unsupported|not (?:supported|implemented|configured|installed)|invalid (?:usage|argument|option|choice|load key)"
+    r"|is truncated|truncated file|cannot identify image|broken data stream|zip archive|corrupt|deserializ"
+    r"|unexpected (?:key|keyword|type)|missing (?:key|required)|failed to (?:import|parse)|no module named"
+    r"|failed to find C compiler|is not in \[|out of (?:range|bounds)|size mismatch|not found!? .{0,20}check"
+    r"|unknown (?:option|argument|model|dataset)|expected [^\n]{1,80} but (?:got|found)|incompatible",
+    re.IGNORECASE,
+)
+# What a network, a service or a device says while it is away.
+_MAY_PASS_WORDS = re.compile(
+    r"connect|network|time[sd]? ?out|unavailable|temporar|try again|retr(?:y|ies)\b|\bbusy\b|refused|\breset\b"
+    r"|broken pipe|\bsocket\b|address already in use|\b(?:429|50[0234])\b|rate limit|input/output error|stale file",
+    re.IGNORECASE,
+)
+_NO_ANSWER = re.compile(  # of a ValueError, say
+    r"Connection error|(?:Cannot|Could not|Couldn't) (?:connect|reach)"
+)
+_DEVICE_WORDS = re.compile(r"\bcuda\b|\bgpus?\b|nvidia|nvml|\bdriver\b|\bnccl\b", re.IGNORECASE)
+_DEVICE_ERROR = re.compile(r"CUDA|\bcu[A-Z]\w+|\bCU[A-Z]+_|HIP|hip[A-Z]|NCCL|nccl")
+# Exceptions that name what the operating system, a network or a service refused: the same may succeed later.
+_REFUSED = re.compile(
+    r"Connect|Network|Http|HTTP|URL|SSL|Timeout|TimedOut|Socket|BrokenPipe|Retr|RateLimit|Unavailable|Comm|Chunked"
+    r"|\A(?:Interrupted|BlockingIO|gai|h)[Ee]rror\Z"
+)
+_SYSTEM_TYPES = ("OSError", "IOError", "EnvironmentError")
+_ERRNO = re.compile(r"\[(?:Errno|WinError) (\d+)\]|\berrno[:= ]+(\d+)")
+# Of Linux: EINTR, EIO, EAGAIN, EBUSY, EPIPE, ENOLCK; EADDRINUSE to ENOBUFS; ENOTCONN, ETIMEDOUT, ECONNREFUSED,
+# EHOSTDOWN, EHOSTUNREACH; ESTALE, EREMOTEIO.
+PASSING_ERRNOS = frozenset(
+    (4, 5, 11, 16, 32, 37, *range(98, 106), 107, 110, 111, 112, 113, 116, 121)
+)
+
+
+def may_pass(kind: str, message: str) -> bool:
+    """Return whether a network, a service or the system refused something that may succeed later.
+
+    An error of the system says so by its errno. One without an errno, and of unknown words, may pass.
+    """
+    number = _ERRNO.search(message)
+    if number is not None:
+        return int(number[1] or number[2]) in PASSING_ERRNOS
+    if kind in PROGRAM_TYPES:
+        return _NO_ANSWER.match(message) is not None
+    if _REFUSED.search(kind) or _MAY_PASS_WORDS.search(message):
+        return True
+    return kind in _SYSTEM_TYPES and _PROGRAM_WORDS.search(message) is None
+
+
+def is_programs(kind: str, message: str) -> bool:
+    """Return whether the type or the words of an exception blame the program, its settings or its data.
+
+    An assertion about devices does not: its device may be gone.
+    """
+    if may_pass(kind, message):
+        return False
+    if kind != "AssertionError" and (kind in PROGRAM_TYPES or _PROGRAM_NAME.search(kind)):
+        return True
+    if is_device_error(f"{kind}: {message}"):
+        return False
+    return kind == "AssertionError" or _PROGRAM_WORDS.search(message) is not None
+
+
+def is_device_error(text: str) -> bool:
+    """Return whether a device, its driver or its communicator reported the error, or an assertion asks for one."""
+    if text.startswith("AssertionError") and _DEVICE_WORDS.search(text):
+        return True
+    return _DEVICE_ERROR.search(text) is not None

@@ -1,0 +1,98 @@
+"""The failure of an end that nothing explains: its exception or exit code, and what it looked like."""
+
+from __future__ import annotations
+
+import re
+
+from orchestrator.scheduling.failures.endings import ending_of
+from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
+from orchestrator.scheduling.failures.log_scan import last_traceback, type_of
+from orchestrator.scheduling.failures.phases import GUARD_PHASES
+from orchestrator.specs.attempt import (
+    Attempt,
+    ErrorReport,
+    Evidence,
+    Failure,
+    FailureKind,
+    Finding,
+    RankEnd,
+)
+from orchestrator.specs.replace import replace
+
+EXCERPT_CHARACTERS_MAX = 4000
+MESSAGE_CHARACTERS_MAX = 200  # of an exception that stands in a reason
+LINES_OF_END = 20  # of a log, in which the line stands that tells of its end
+_ANYTHING = re.compile(r"\S")
+# what a C++ program prints before it aborts
+_TELLS_OF_ABORT = re.compile(
+    r"(?i)\b(?:error|fatal|abort\w*|assert\w*|exception|check failed)\b|what\(\):|Hang\b"
+)
+_WANTS_CUDA = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
+
+
+def unexplained_failure(
+    attempt: Attempt,
+    evidence: Evidence,
+    end: RankEnd,
+    report: ErrorReport | None,
+    finding: Finding | None,
+    command: tuple[str, ...],
+) -> Failure:
+    """Return the failure of a rank's end that nothing explains, with its features.
+
+    `report` is the guard's, `finding` the exception that ended the rank; None where there is none.
+    """
+    # torchrun's own exit code is always 1
+    if finding is None and end.exit_code == 1 and end.root_rank is not None:
+        end = replace(end, rank=end.root_rank, exit_code=end.root_exit_code)
+    ending = ending_of(attempt, evidence, end, finding, report, command)
+    rank, excerpt = end.rank, last_traceback(end.log_tail)
+    if finding is None:
+        reason = _describe_exit(evidence, end)
+    else:
+        rank = rank if finding.rank is None else finding.rank
+        excerpt = finding.excerpt if report is None else report.traceback
+        reason = f"rank {rank} raised {_describe_exception(finding)}"
+    if report is not None:
+        reason += f" in {report.phase} after step {report.step}"
+    kind = FailureKind.UNKNOWN
+    if ending.step is None:
+        kind = FailureKind.USER_ERROR if ending.is_own else FailureKind.STARTUP
+    return Failure(
+        kind=kind,
+        rank=rank,
+        phase=None if report is None else GUARD_PHASES.get(report.phase),
+        reason=reason,
+        excerpt=cut_tail(excerpt),
+        ending=ending,
+    )
+
+
+def cut_tail(text: str) -> str:
+    """Return the end of a text, as long as a failure keeps."""
+    return text[-EXCERPT_CHARACTERS_MAX:]
+
+
+def _describe_exception(finding: Finding) -> str:
+    message = finding.line.partition(":")[2].strip()
+    return f"{type_of(finding.line)}: {message}"[:MESSAGE_CHARACTERS_MAX]
+
+
+def _describe_exit(evidence: Evidence, end: RankEnd) -> str:
+    """Return how a process ended that raised no exception, with the line of its log that tells of it."""
+    if end.exit_code == 0 and evidence.missing_artifacts:
+        return f"exited 0 without leaving {', '.join(evidence.missing_artifacts)}"
+    if end.exit_code == 0:
+        return "exited 0 before the last of its steps (`success.steps` is all)"
+    number = exit_signal(end.exit_code)
+    how, pattern = f"exited with code {end.exit_code}", _ANYTHING
+    if number is not None:
+        how, pattern = f"crashed by {signal_name(number)}", _TELLS_OF_ABORT
+    lines = end.log_tail.splitlines()[-LINES_OF_END:]
+    line = next((line.strip() for line in reversed(lines) if pattern.search(line)), "")
+    reason = f"rank {end.rank} {how}"
+    if line:
+        reason += f": {line[:MESSAGE_CHARACTERS_MAX]}"
+    if evidence.virtual and _WANTS_CUDA.search(line):
+        reason += "; its devices are virtual: they are no GPUs"
+    return reason
