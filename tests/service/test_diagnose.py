@@ -12,12 +12,18 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import left_files
-from orchestrator.backends.attempts.evidence import end_of
+from orchestrator.backends.attempts.evidence import Ending, collect, end_of, write_ending
+from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan, read_log
+from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.service.commands import diagnose as work
 from orchestrator.service.commands.diagnose import diagnose, redact, shorten
+from orchestrator.specs.attempt import ErrorReport, Heartbeat, NodeDevices
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.replace import replace
+from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, write_json
 from tests.scheduling.corpus import REPORTED, names
+from tests.scheduling.factories import attempt, job, script_spec
 
 WATCHDOG = "[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580)\n"
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -36,27 +42,27 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("logs", "exit_code", "oom_kills", "kind", "place"),
+    ("logs", "exit_codes", "oom_kills", "kind", "place"),
     [
-        ((f"step 1\n{WATCHDOG}", f"step 1\nstep 2\n{OOM}\n"), None, 0, "device_oom", ("1.log", 3)),
-        ((f"step 1\n{WATCHDOG}",), -6, 0, "hung", ("0.log", 2)),
-        (("step 1\r" * 50 + "\n" + BUG,), None, 0, "startup", ("0.log", 5)),
-        (("step 1\nstep 2\n",), 137, 1, "host_oom", ("0.log", 2)),
-        (("step 1\nstep 2\n",), 143, 0, "preempted", ("0.log", 2)),
-        (("step\n" * 300_000 + f"{OOM}\n",), None, 0, "device_oom", ("0.log", 300_001)),
-        (("step 1\n",), 0, 0, None, (None, None)),
+        ((f"step 1\n{WATCHDOG}", f"step 1\nstep 2\n{OOM}\n"), (), 0, "device_oom", ("1.log", 3)),
+        ((f"step 1\n{WATCHDOG}",), (-6,), 0, "hung", ("0.log", 2)),
+        (("step 1\r" * 50 + "\n" + BUG,), (), 0, "startup", ("0.log", 5)),
+        (("step 1\nstep 2\n",), (137,), 1, "host_oom", ("0.log", 2)),
+        (("step 1\nstep 2\n",), (143,), 0, "preempted", ("0.log", 2)),
+        (("step\n" * 300_000 + f"{OOM}\n",), (), 0, "device_oom", ("0.log", 300_001)),
+        (("step 1\n",), (0,), 0, None, (None, None)),
     ],
 )
 def test_names_the_first_cause_with_its_place(
     tmp_path: Path,
     logs: tuple[str, ...],
-    exit_code: int | None,
+    exit_codes: tuple[int, ...],
     oom_kills: int,
     kind: str | None,
     place: tuple[Any, Any],
 ) -> None:
     paths = [write(tmp_path / f"{rank}.log", text) for rank, text in enumerate(logs)]
-    diagnosis = diagnose(paths, exit_code, oom_kills)
+    diagnosis = diagnose(paths, exit_codes, oom_kills)
     assert diagnosis.kind == kind
     file = None if diagnosis.file is None else Path(diagnosis.file).name
     assert (file, diagnosis.line_number) == place
@@ -73,7 +79,7 @@ def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path
         OOM,
         "No CUDA GPUs are available",
     ):
-        diagnosis = diagnose([write(tmp_path / "log", text)], None, 0)
+        diagnosis = diagnose([write(tmp_path / "log", text)], (), 0)
         advice[diagnosis.kind] = diagnosis.you_can
     assert {kind for kind, text in advice.items() if "mend the program" in text} == {"user_error"}
     assert len(advice) == len(set(advice.values())) == 5
@@ -82,7 +88,7 @@ def test_says_to_mend_the_program_only_where_the_program_is_wrong(tmp_path: Path
 def test_advice_for_a_run_elsewhere_names_what_anybody_can_do_without_the_service(
     tmp_path: Path,
 ) -> None:
-    advice = diagnose([write(tmp_path / "log", OOM)], None, 0).you_can
+    advice = diagnose([write(tmp_path / "log", OOM)], (), 0).you_can
     for way in ("accumulation", "gradient checkpointing", "8-bit optimizer", "LoRA", "orc init"):
         assert way in advice
     for text in (
@@ -92,7 +98,7 @@ def test_advice_for_a_run_elsewhere_names_what_anybody_can_do_without_the_servic
         OOM,
         "No space left on device",
     ):
-        advice = diagnose([write(tmp_path / "log", text)], None, 0).you_can
+        advice = diagnose([write(tmp_path / "log", text)], (), 0).you_can
         assert not re.search(r"orc retry|submit|degrade|hang_timeout", advice), advice
 
 
@@ -104,7 +110,7 @@ def test_what_is_no_log_is_one_error(tmp_path: Path, content: object) -> None:
     elif isinstance(content, bytes):
         write(path, content)
     with pytest.raises(SpecError) as error:
-        diagnose([path], None, 0)
+        diagnose([path], (), 0)
     assert str(path) in str(error.value)
 
 
@@ -120,7 +126,7 @@ def test_a_name_that_leads_to_no_log_is_one_error(tmp_path: Path) -> None:
         Path("/dev/zero"),
     ):
         with pytest.raises(SpecError, match="LOG"):
-            diagnose([path], None, 0)
+            diagnose([path], (), 0)
 
 
 ODD_LOGS = {
@@ -140,7 +146,7 @@ ODD_LOGS = {
 def test_an_odd_log_is_diagnosed_in_two_seconds(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "log", ODD_LOGS[name])
     begun_s = time.process_time()
-    diagnosis = diagnose([path], None, 0)
+    diagnosis = diagnose([path], (), 0)
     assert time.process_time() - begun_s <= 2.0
     assert (diagnosis.kind, len(diagnosis.line) <= 800) == ("startup", True)
 
@@ -257,7 +263,115 @@ def test_an_end_that_the_guide_shows_has_the_kind_that_it_says(
         else f"{line}\n"
     )
     stated = re.search(r"exit code (-?\d+)", end)
-    diagnosis = diagnose(
-        [write(tmp_path / "log", text)], int(stated[1]) if stated else 1, int("oom_kill" in end)
-    )
+    codes = (int(stated[1]) if stated else 1,)
+    diagnosis = diagnose([write(tmp_path / "log", text)], codes, int("oom_kill" in end))
     assert diagnosis.kind == (None if kind == "none" else kind.strip("`"))
+
+
+def test_each_log_may_have_an_exit_code_of_its_own_and_a_clean_one_hides_nothing(
+    tmp_path: Path,
+) -> None:
+    ends = {
+        f"{OOM}\n": "device_oom",
+        "KeyError: 'labels'\n": "user_error",
+        WATCHDOG: "hung",
+        "OSError: [Errno 28] No space left on device\n": "disk_full",
+        "slurmstepd: error: *** STEP 7.0 ON n0 CANCELLED AT 2026-01-01T00:00:00 ***\n": "preempted",
+        "RuntimeError: CUDA error: uncorrectable ECC error encountered\n": "node_lost",
+    }
+    for text, kind in ends.items():
+        clean = write(tmp_path / "clean.log", "step 1 loss 2.0\nstep 2 loss 1.9\n")
+        failed = write(tmp_path / "failed.log", text)
+        for codes in ((), (1,), (1, 1), (0, 1)):
+            assert diagnose([clean, failed], codes, 0).kind == kind, (text, codes)
+            assert diagnose([failed, clean], tuple(reversed(codes)), 0).kind == kind
+    with pytest.raises(SpecError, match="exit code for each log"):
+        diagnose([clean, failed], (1, 1, 1), 0)
+
+
+def test_a_log_is_read_after_an_exit_with_0(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "log", f'Traceback (most recent call last):\n  File "a.py", line 1\n{OOM}\n'
+    )
+    assert diagnose([path], (0,), 0).kind == "device_oom"
+    handled = write(tmp_path / "handled", f"WARNING {OOM}; half of the batch\nstep 1\nstep 2\n")
+    assert diagnose([handled], (0,), 0).kind is None
+    saved = write(
+        tmp_path / "told", "step 69\nReceived SIGTERM, finishing the current step\nsaved\n"
+    )
+    assert diagnose([saved], (0,), 0).kind == "preempted"
+
+
+ERRORS = (
+    OOM,
+    "KeyError: 'labels'",
+    "RuntimeError: odd",
+    "requests.exceptions.ConnectionError: refused",
+    "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    "torch.distributed.DistBackendError: remote process exited or there was a network error",
+)
+
+
+def draw_attempt(draw: random.Random, folder: AttemptFolder, ranks: int) -> Ending:
+    """Write what the ranks of an attempt leave, and return what its watcher saw."""
+    folder.path.mkdir(parents=True)
+    settings = GuardSettings(attempt_folder=str(folder.path), virtual_capacity_bytes=None)
+    write_json(folder.guard, settings)
+    for rank in range(ranks):
+        error = draw.choice(ERRORS)
+        text = "step 1\nstep 2\n"
+        if draw.random() < 0.3:
+            text += f"WARNING {draw.choice(ERRORS)}\n"
+        code = draw.choice((0, 1, 1, 1, -9, -15, -6))
+        if code == 1:
+            text += f'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n{error}\n'
+        folder.log(rank).write_text(text)
+        folder.exit_code(rank).write_text(str(code))
+        step = draw.choice((0, 4))
+        beat = Heartbeat(
+            rank=rank,
+            step=step,
+            steps_done=step,
+            step_s=0.1,
+            peak_bytes=9,
+            phase="forward",
+            at_s=1.0,
+            torch_version="2",
+        )
+        write_json(folder.heartbeat(rank), beat)
+        if code == 1 and draw.random() < 0.5 and error is not OOM:
+            kind = error.partition(":")[0]
+            report = ErrorReport(rank=rank, step=step, phase="forward", type=kind, traceback=text)
+            write_json(folder.error(rank), report)
+    ending = Ending(
+        first_ended_rank=draw.choice((None, 0, ranks - 1)),
+        host_oom_kills=draw.choice((0, 0, 0, 1)),
+        hung_for_s=draw.choice((None, None, None, 60.0)),
+    )
+    write_ending(folder, ending)
+    return ending
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_folder_of_an_attempt_is_judged_as_the_service_judges_it(
+    tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    ranks = draw.choice((1, 2, 4))
+    jobs = JobFolder(tmp_path, "lm-1")
+    ending = draw_attempt(draw, jobs.attempt(1), ranks)
+    placement = (NodeDevices(node="n0", devices=tuple(range(ranks))),)
+    record = job(script_spec(launch="ranks"))
+    ended = replace(attempt(), placement=placement, ended_at_s=0.0, launched_at_s=0.0)
+    evidence = collect(record.spec, ended, jobs, ending)
+    failure = classify(record, ended, evidence)
+    if failure is not None:
+        failure = judge(record, replace(ended, evidence=evidence), failure, (), ())
+    diagnosis = diagnose([jobs.attempt(1).path], (), 0)
+    if failure is None:
+        # the service counts it as a success; only a log that shows an exception is told
+        assert diagnosis.kind is None
+        return
+    assert diagnosis.kind == failure.kind.value
+    assert diagnosis.orc_would == work._next_action(failure)
+    assert diagnosis.reason == failure.reason

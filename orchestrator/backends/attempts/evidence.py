@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.guard import oom_report
 
+RANKS_MAX, FILES_MAX = 4096, 65_536  # of a folder that are read without its job
 WORKERS_MAX = 1024  # logs of dora's ranks that are read
 WORKER_DIED = re.compile(r"Executor: Worker (\d+) died")
 UNWATCHED_MAX = 4  # processes that are named
@@ -176,23 +178,57 @@ def collect(
         caught=read(OomReport, folder.caught),
         errors=read(ErrorReport, folder.error),
         heartbeats=beats,
-        nodes_lost=ending.nodes_lost,
-        first_ended_rank=ending.first_ended_rank,
-        host_oom_kills=ending.host_oom_kills,
-        hung_for_s=ending.hung_for_s,
-        launch_error=ending.launch_error,
-        no_program=ending.no_program,
-        stopped=ending.stopped,
         missing_artifacts=results.absent,
         finished=results.is_reported and not results.absent,
         lost=lost,
         checkpoint_step=step,
         unmatched=unmatched,
-        free_before_bytes=ending.free_before_bytes,
         unwatched=unwatched,
         virtual=_left_object(folder.guard).get("virtual_capacity_bytes") is not None,
         unread=tuple(parts.problems.sentences),
+        **_watched(ending),
     )
+
+
+def collect_folder(folder: AttemptFolder) -> Evidence:
+    """Return the evidence in an attempt's folder without its job: which results it lacks is not known.
+
+    Its ranks are those that left a log or an exit code, at most RANKS_MAX.
+    """
+    spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
+    numbers = set[int]()
+    for path in islice(folder.path.glob("rank*.*"), FILES_MAX):
+        rank = count_of(path.name.removeprefix("rank").partition(".")[0])
+        if rank is not None and rank < RANKS_MAX:
+            numbers.add(rank)
+    ranks = sorted(numbers)
+    beats = read_reports(Heartbeat, folder.heartbeat, ranks).reports
+    ends = []
+    for rank in ranks:
+        if folder.log(rank).exists() or folder.exit_code(rank).exists():
+            scan = scan_log(spec, folder.log(rank))
+            code = read_exit_code(folder, rank)
+            ends.append(end_of(folder.log(rank), rank, code, scan, scan.findings, beats))
+    ending = read_ending(folder) or Ending()
+    return Evidence(
+        ranks=tuple(ends),
+        ooms=read_reports(OomReport, folder.oom, ranks).reports,
+        caught=read_reports(OomReport, folder.caught, ranks).reports,
+        errors=read_reports(ErrorReport, folder.error, ranks).reports,
+        heartbeats=beats,
+        virtual=_left_object(folder.guard).get("virtual_capacity_bytes") is not None,
+        **_watched(ending),
+    )
+
+
+def _watched(ending: Ending) -> dict[str, Any]:
+    """Return the evidence that only the watcher of an attempt saw, by field."""
+    names = {entry.name for entry in dataclasses.fields(Evidence)}
+    return {
+        entry.name: getattr(ending, entry.name)
+        for entry in dataclasses.fields(Ending)
+        if entry.name in names
+    }
 
 
 def _list_pattern_problems(spec: JobSpec) -> list[str]:

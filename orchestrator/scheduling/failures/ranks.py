@@ -210,6 +210,8 @@ def _kind_of(
         if evidence.host_oom_kills
         else FailureKind.PREEMPTED,
         Cause.SECONDARY: None,
+        Cause.RAISED: None,
+        Cause.DEFERRED: None,
     }
     return kinds[finding.cause] if finding.cause in kinds else FailureKind(finding.cause.value)
 

@@ -44,6 +44,8 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
     """Return lines on an attempt: prediction, measurement, the term that was wrong by more than the margin, effects."""
     observation = observation_of(state, job, attempt)
     sentences = [_describe_prediction(state, attempt)]
+    if attempt.failure is not None:
+        sentences.append(f"ended by {attempt.failure.kind.value}: {attempt.failure.reason}")
     predicted = predicted_peak_bytes(attempt)
     if observation is not None:
         sentences.append(_describe_measurement(attempt, observation))

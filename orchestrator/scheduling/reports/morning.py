@@ -10,10 +10,11 @@ from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.holds import shown_reason
 from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.scheduling.reports.cost import prices, sum_spent
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.settings import in_short
@@ -375,31 +376,6 @@ def _to_do(
         yield f"the driver cannot read {places}: nothing new starts there; look at `nvidia-smi` there"
     for node in state.drained:
         yield f"{node} is drained: `orc drain {node} --undo` lets it accept jobs again"
-
-
-HELP = {  # what a person can do, by the kind of the failure
-    FailureKind.DEVICE_OOM: "allow cheaper plans by `degrade`, or give it more or larger devices",
-    FailureKind.HOST_OOM: "give it fewer data loader workers, less offload, or nodes with more memory and /dev/shm",
-    FailureKind.MEMORY_CONTENTION: "find what else holds memory on its devices: `nvidia-smi` names it",
-    FailureKind.NODE_LOST: "look at the node: its kernel log, its network, and `nvidia-smi`",
-    FailureKind.PREEMPTED: "find who ended it by a signal: a batch system, a container, or a person",
-    FailureKind.HUNG: "compare the logs of its ranks: one did not come; raise `hang_timeout` if it is only slow",
-    FailureKind.STARTUP: "no step was made: a port, a hub or a file system may have refused; read its log",
-    FailureKind.UNKNOWN: "nothing explains its end, which may not come again: read its log, then submit it again",
-    FailureKind.GUARD_ABSENT: "let the guard into its processes",
-    FailureKind.DISK_FULL: "free space on the disk, then submit it again",
-    FailureKind.USER_ERROR: "mend the program, then `orc retry` it",
-    FailureKind.TIME_LIMIT: "`orc retry` it with a longer `time_limit`, if it needs one",
-}
-
-
-def help_for(failure: Failure | None) -> str:
-    """Return what a person can do after a failure that ended a job, as a short text."""
-    if failure is None:
-        return "read its log"
-    if failure.broken is not None:
-        return f"have its {failure.broken.value} looked at: a driver, a restart or a new part may mend it"
-    return HELP.get(failure.kind, f"ended by {failure.kind.value}: read its log")
 
 
 def summary(report: MorningReport) -> str:

@@ -12,13 +12,14 @@ from typing import Any
 
 import yaml
 
-from orchestrator.backends.attempts.evidence import end_of, feed_log
+from orchestrator.backends.attempts.evidence import collect_folder, end_of, feed_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LINE_CHARACTERS_MAX, LogScan
 from orchestrator.scheduling.failures.signatures import is_telling
-from orchestrator.scheduling.reports.morning import help_for
+from orchestrator.scheduling.failures.verdict import judge
+from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.service.client.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd
 from orchestrator.specs.choices import Engine
@@ -28,6 +29,8 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.replace import replace
+from orchestrator.specs.run import AttemptFolder
 
 BINARY_BYTES = 8192  # at the begin of a file, in which text has no NUL
 # of a log, at the begin of its last trouble and at its end, that a case has at most
@@ -45,6 +48,7 @@ ELSEWHERE = {
     ),
     FailureKind.HUNG: "compare the logs of its ranks: one did not come",
     FailureKind.UNKNOWN: "nothing explains its end, which may not come again: read its log, then start it again",
+    FailureKind.STARTUP: "nothing explains why it did not start: read its log, then start it again",
     FailureKind.DISK_FULL: "free space on the disk, then start it again",
     FailureKind.USER_ERROR: "mend the program, then start it again",
     FailureKind.TIME_LIMIT: "start it again with a longer time limit, if it needs one",
@@ -102,44 +106,84 @@ class Diagnosis:
     you_can: str
 
 
-def diagnose(logs: Sequence[Path], exit_code: int | None, oom_kills: int) -> Diagnosis:
-    """Return the first cause of failure in the ranks' logs, rank 0 first.
+def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) -> Diagnosis:
+    """Return what ended a training: by the ranks' logs, rank 0 first, or by the folder of an attempt of ours.
 
-    Raises SpecError for a file that is no log.
+    One exit code is of all ranks, several are each of a log; without any it is EXIT_CODE. Raises SpecError for a file
+    that is no log, and for another number of exit codes.
     """
-    paths = [_resolve_log(path) for path in logs]
     try:
-        return _diagnose(logs, paths, exit_code, oom_kills)
+        if len(logs) == 1 and logs[0].is_dir() and (logs[0] / "guard.json").exists():
+            return _diagnose_folder(logs[0])
+        paths = [_resolve_log(path) for path in logs]
+        if len(exit_codes) > 1 and len(exit_codes) != len(logs):
+            raise SpecError(
+                "not one exit code for each log",
+                path="--exit-code",
+                got=len(exit_codes),
+                allowed=f"1 or {len(logs)}",
+                hint="repeat it in the order of the logs",
+            )
+        codes = list(exit_codes) or [EXIT_CODE]
+        return _diagnose(logs, paths, codes * (len(logs) if len(codes) == 1 else 1), oom_kills)
     except OSError as error:  # a file that went away meanwhile, or a disk that fails
         raise SpecError(
             f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])
         ) from None
 
 
+def _diagnose_folder(folder: Path) -> Diagnosis:
+    files = AttemptFolder(folder)
+    evidence = collect_folder(files)
+    paths = [files.log(end.rank) for end in evidence.ranks]
+    return _describe(paths, paths, evidence)
+
+
 def _diagnose(
-    logs: Sequence[Path], paths: Sequence[Path], exit_code: int | None, oom_kills: int
+    logs: Sequence[Path], paths: Sequence[Path], codes: Sequence[int], oom_kills: int
 ) -> Diagnosis:
-    code = EXIT_CODE if exit_code is None else exit_code
-    ends = tuple(_end_of(path, rank, code) for rank, path in enumerate(paths))
-    failure = classify(*_placeholder_attempt(), Evidence(ranks=ends, host_oom_kills=oom_kills))
+    ends = tuple(_end_of(path, rank, codes[rank]) for rank, path in enumerate(paths))
+    return _describe(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
+
+
+def _judge(evidence: Evidence) -> Failure | None:
+    """Return what the service would find after a first attempt, with its verdict; None after a success.
+
+    An exit with 0 is no success where the log shows what ended a rank: some programs exit with 0 whatever happens.
+    """
+    job, attempt = _placeholder_attempt()
+    failure = classify(job, attempt, evidence)
+    if failure is None and any(_has_ended(end) for end in evidence.ranks):
+        ends = tuple(replace(end, exit_code=EXIT_CODE) for end in evidence.ranks)
+        failure = classify(job, attempt, replace(evidence, ranks=ends))
+    if failure is None:
+        return None
+    return judge(job, replace(attempt, evidence=evidence), failure, (), ())
+
+
+def _has_ended(end: RankEnd) -> bool:
+    return any(finding.is_exception for finding in end.findings[:1])
+
+
+def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -> Diagnosis:
+    failure, ends = _judge(evidence), evidence.ranks
     if failure is None:
         return Diagnosis(
             kind=None, reason="exit code 0, and no log names a failure",
             file=None, line_number=None, line="", rank=None,
             orc_would="count it as succeeded", you_can="give the exit code, if it was another: `--exit-code`",
         )  # fmt: skip
-    rank, offset, line = _place_of(failure, ends, paths)
+    index, offset, line = _place_of(failure, ends, paths)
+    has_log = bool(paths) and paths[index].exists()
     return Diagnosis(
         kind=failure.kind.value,
         reason=failure.reason,
-        file=str(logs[rank]),
-        line_number=_line_number(paths[rank], offset),
+        file=str(logs[index]) if has_log else None,
+        line_number=_line_number(paths[index], offset) if has_log else None,
         line=line.partition("\n")[0],
         rank=failure.rank,
         orc_would=_next_action(failure),
-        you_can=help_for(failure)
-        if failure.broken
-        else ELSEWHERE.get(failure.kind, help_for(failure)),
+        you_can=help_for(failure, ELSEWHERE),
     )
 
 
@@ -271,7 +315,7 @@ def _placeholder_attempt() -> tuple[Job, Attempt]:
     )
     attempt = Attempt(
         job_id="elsewhere", number=1, plan=Plan(engine=Engine.TORCH, micro_batch_size=1), placement=(), device="",
-        estimate=nothing, correction=1.0, step_s=0.0, launched_at_s=0.0,
+        estimate=nothing, correction=1.0, step_s=0.0, launched_at_s=0.0, ended_at_s=0.0,
     )  # fmt: skip
     return Job(id="elsewhere", spec=spec, order=1, submitted_at_s=0.0), attempt
 
@@ -280,7 +324,9 @@ def _place_of(
     failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]
 ) -> tuple[int, int, str]:
     """Return (rank, offset in bytes, line) of the failure's evidence: a finding, an exception, or the log's end."""
-    findings = [(end.rank, finding) for end in ends for finding in end.findings[:1]]
+    findings = [(index, end.findings[0]) for index, end in enumerate(ends) if end.findings]
+    if not paths:
+        return 0, 0, ""
     for rank, finding in findings:
         if finding.line == failure.reason or (finding.excerpt or finding.line).endswith(
             failure.excerpt or "\0"
@@ -288,9 +334,14 @@ def _place_of(
             return rank, finding.offset, finding.line
     if failure.ending is None and findings and not failure.excerpt:
         return findings[0][0], findings[0][1].offset, findings[0][1].line
-    by_excerpt = (end.rank for end in ends if failure.excerpt and failure.excerpt in end.log_tail)
+    of_rank = (index for index, end in enumerate(ends) if end.rank == failure.rank)
     rank = next(
-        by_excerpt, failure.rank if failure.rank is not None and failure.rank < len(ends) else 0
+        (
+            index
+            for index, end in enumerate(ends)
+            if failure.excerpt and failure.excerpt in end.log_tail
+        ),
+        next(of_rank, 0),
     )
     exceptions = read_exceptions(failure.excerpt)
     return rank, *_last_line(
@@ -300,6 +351,8 @@ def _place_of(
 
 def _last_line(path: Path, text: str) -> tuple[int, str]:
     """(offset in bytes, line) of the last line that has the text, or is not empty."""
+    if not path.exists():
+        return 0, text
     size = path.stat().st_size
     with path.open("rb") as file:
         begin = max(0, size - LOG_TAIL_BYTES)
@@ -324,22 +377,24 @@ def _line_number(path: Path, offset: int) -> int:
 
 def _next_action(failure: Failure) -> str:
     restart, shortage = failure.kind.restart, failure.kind.shortage
+    verdict = failure.verdict
+    if verdict is not None and verdict.wait_s is None:
+        return "end the job"
     if shortage is not None:
         waits = ", ".join(f"{shortage.first_s * 2**number / 60:g}" for number in range(3))
         longest, total = shortage.longest_s / 60, shortage.total_s / 3600
         return f"start it again after {waits}, at most {longest:g} minutes, for {total:g} hours"
     if restart is None:
-        within = (
-            ", or start it again elsewhere if steps were made" if failure.ending is not None else ""
-        )
-        return f"end the job{within}"
-    times = f"at most {getattr(Retries(), restart.budget)} times (`retries.{restart.budget}`)"
+        return "end the job"
+    budget = verdict.budget if verdict is not None and verdict.budget else restart.budget
+    times = f"at most {getattr(Retries(), budget)} times (`retries.{budget}`)"
     if restart.refutes_plan:
         return f"go on with a plan that needs less memory, {times}"
     elsewhere = (
         ", elsewhere if other devices could hold it" if failure.broken or failure.ending else ""
     )
-    return f"start it again{elsewhere}, {times}"
+    wait = f" after {verdict.wait_s:.0f} s" if verdict is not None and verdict.wait_s else ""
+    return f"start it again{elsewhere}{wait}, {times}"
 
 
 def diagnosis_view(diagnosis: Diagnosis) -> Mapping[str, Any]:

@@ -24,13 +24,17 @@ def diagnose(
     logs: Annotated[
         list[str],
         typer.Argument(
-            metavar="LOG...", help="Log of each rank, rank 0 first; with --should-be, a job's id."
+            metavar="LOG...",
+            help="Log of each rank, rank 0 first, or the folder of an attempt; with --should-be, a job's id.",
         ),
     ],
-    exit_code: Annotated[
-        int | None,
+    exit_codes: Annotated[
+        list[int] | None,
         typer.Option(
-            "--exit-code", min=-64, max=255, help="Exit code, or minus the signal; default: 1."
+            "--exit-code",
+            min=-64,
+            max=255,
+            help="Exit code, or minus the signal; default: 1. Repeat it for each log.",
         ),
     ] = None,
     oom_kills: Annotated[
@@ -54,7 +58,7 @@ def diagnose(
     from orchestrator.service.commands import diagnose as work
 
     if should_be is None:
-        diagnosis = work.diagnose([Path(log) for log in logs], exit_code, oom_kills)
+        diagnosis = work.diagnose([Path(log) for log in logs], exit_codes or (), oom_kills)
         tell(dict(work.diagnosis_view(diagnosis)), as_json, _table(diagnosis))
         return
     if len(logs) != 1 or os.path.isfile(logs[0]):
