@@ -80,7 +80,13 @@ def why_nothing_fits(
         else " as pinned"
     )
     there = f"{format_bytes(capacity_bytes)} of {hardware.device.name}"
-    if needed <= capacity_bytes and not closest.fits_host:
+    if needed <= capacity_bytes and closest.fits_host:
+        # each plan ran out, or is predicted to need no less than one that did
+        lines = [
+            f"no plan{pinned} fits {there}",
+            f"plans such as {in_short(closest.plan)} were predicted to fit, and need no less than one that ran out",
+        ]
+    elif needed <= capacity_bytes:
         why = why_rejected(closest, capacity_bytes, calibrated)
         lines = [
             f"no plan{pinned} fits {there} and its node",

@@ -154,12 +154,9 @@ def _adapted(
     changed = replace(case, spec=adapted)
     for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
         label = label if way.settings == settings else f"{label}, and {way.label}"
-        yield replace(
-            way,
-            label=label,
-            settings={**settings, **way.settings},
-            degradation=Degradation.SEMANTIC,
-        )
+        # a script gets no adapters from its job file
+        settings = {} if case.spec.is_script else {**settings, **way.settings}
+        yield replace(way, label=label, settings=settings, degradation=Degradation.SEMANTIC)
 
 
 def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
@@ -285,19 +282,18 @@ def _numeric(case: Unfit) -> Iterator[WayOut]:
 
 
 def _eight_bit(case: Unfit) -> Iterator[WayOut]:
-    """Yield a script's AdamW with moments in 8 bits; a plan of our engines has them under `degrade`."""
+    """Yield a script's AdamW with moments in 8 bits, where its trainer has a switch for it.
+
+    The job file alone changes nothing of what a script does. A plan of our engines has them under `degrade`.
+    """
     spec = case.spec
-    if not spec.is_script or spec.training.optimizer is not Optimizer.ADAMW:
+    if spec.trainer not in TRANSFORMERS_TRAINERS or spec.training.optimizer is not Optimizer.ADAMW:
         return
-    by_trainer = spec.trainer in TRANSFORMERS_TRAINERS
-    switch = (
-        "with `--optim adamw_8bit` in its command"
-        if by_trainer
-        else "where the script itself has a switch for it"
+    label = (
+        "AdamW in 8 bits: `--optim adamw_8bit` in its command, and `training.optimizer: adamw_8bit`"
     )
     training = replace(spec.training, optimizer=Optimizer.ADAMW_8BIT)
-    settings = {"training.optimizer": Optimizer.ADAMW_8BIT.value}
-    for way in _way(case, f"AdamW in 8 bits, {switch}", settings, training=training):
+    for way in _way(case, label, {}, training=training):
         yield replace(way, degradation=Degradation.NUMERIC)
 
 

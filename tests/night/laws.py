@@ -152,8 +152,11 @@ def ends_as_its_row(morning: Morning) -> Iterator[tuple[str, str]]:
 def _unfinished(
     morning: Morning, entry: Entry, job: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    trace = morning.traces[name_of(entry.id, job["attempts"][-1])]
-    last_step = max((step for step, _ in trace.steps), default=0)
+    # a fault may meet an attempt after its last step: the next one then makes none
+    last_step = 0
+    for attempt in job["attempts"]:
+        trace = morning.traces[name_of(entry.id, attempt)]
+        last_step = max((step for step, _ in trace.steps), default=last_step)
     if last_step != entry.kind.steps:
         yield entry.id, f"succeeded after step {last_step} of {entry.kind.steps}"
     if entry.id in morning.absent:

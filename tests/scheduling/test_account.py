@@ -26,7 +26,9 @@ def test_a_failure_is_accounted_for_from_prediction_to_next_plan() -> None:
     state, _ = run(NODES, submitted(), finished(oom()), released())
     job = only_job(state)
     first, second = job.attempts
-    predicted, measured, wrong, learned, following = explain_attempt(state, job, first)
+    predicted, measured, wrong, learned, following, ended = explain_attempt(state, job, first)
+    assert first.failure is not None
+    assert ended == f"ended by device_oom: {first.failure.reason}"
     assert format_bytes(first.estimate.allocated_bytes) in predicted
     assert "fits with" in predicted
     assert "258.00 MiB at the least" in measured

@@ -43,6 +43,8 @@ EVEN = 0.5
 # worst of 11 replayed
 # allocator traces by 4.8 % (1.132 against 1.08), so that MARGIN holds whatever the source is.
 MARGIN = 1.05
+# Mean error of predictions of 17 trainings that others reported (`python -m benchmarks published`, 2026-11-29).
+REPORTED_ERROR = 1.24
 MARGINS: Mapping[Source, float] = {
     Source.CLOSED_FORM: MARGIN,
     Source.TRACED: 1.03,
@@ -417,6 +419,24 @@ def plan_fit_probability(
     )
     share = calibrated.errors_for(plan, estimate).within(room)
     return min(share, SUPPOSED.within(room)) if _has_unmeasured_cache(estimate) else share
+
+
+def is_measured(estimate: MemoryEstimate, calibrated: Calibration) -> bool:
+    """Return whether a prediction rests on more than what a job file says of its script.
+
+    Our own models are counted or traced. What a file declares is measured once an attempt of its family has ended.
+    """
+    if estimate.source not in (Source.DECLARED, Source.DECLARED_MEMORY):
+        return True
+    return bool(calibrated.proven or calibrated.refuted)
+
+
+def likely_band_bytes(
+    plan: Plan, estimate: MemoryEstimate, calibrated: Calibration
+) -> tuple[int, int]:
+    """Return the (least, most) bytes that an unmeasured plan most probably needs, by REPORTED_ERROR."""
+    expected = corrected_bytes(estimate, calibrated.correction_of(plan, estimate))
+    return int(expected / REPORTED_ERROR), math.ceil(expected * REPORTED_ERROR)
 
 
 def _has_unmeasured_cache(estimate: MemoryEstimate) -> bool:

@@ -24,14 +24,17 @@ def steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
         return None
     last = max(beat.step for beat in evidence.heartbeats)
     earlier = [entry for entry in job.attempts if entry.number < attempt.number and not entry.probe]
-    if not job.spec.is_script or (not earlier and job.continues_from is None):
+    if job.spec.is_script and not earlier and job.continues_from is None:
         return last
-    begin = max(
-        (entry.evidence.checkpoint_step or 0 for entry in earlier if entry.evidence is not None),
-        default=0,
-    )
-    begin = max(begin, job.continues_step)
-    return None if not begin else begin + last
+    saved = [job.continues_step, evidence.checkpoint_step or 0]
+    saved += [
+        entry.evidence.checkpoint_step or 0 for entry in earlier if entry.evidence is not None
+    ]
+    if not job.spec.is_script:
+        # it may have gone on from the checkpoint of its last step
+        return max(last, *saved)
+    begin = max(saved[:1] + saved[2:])
+    return begin + last if begin else None
 
 
 def describe_done(job: Job, attempt: Attempt, evidence: Evidence) -> str:

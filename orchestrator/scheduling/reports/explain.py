@@ -32,6 +32,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.profile import Source
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
@@ -44,8 +45,6 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
     """Return lines on an attempt: prediction, measurement, the term that was wrong by more than the margin, effects."""
     observation = observation_of(state, job, attempt)
     sentences = [_describe_prediction(state, attempt)]
-    if attempt.failure is not None:
-        sentences.append(f"ended by {attempt.failure.kind.value}: {attempt.failure.reason}")
     predicted = predicted_peak_bytes(attempt)
     if observation is not None:
         sentences.append(_describe_measurement(attempt, observation))
@@ -57,6 +56,8 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
         sentences.append(_describe_learning(state, attempt, observation))
     if ran_out(attempt) and attempt.number < len(job.attempts):
         sentences.append(_describe_next(state, job, attempt, job.attempts[attempt.number]))
+    if attempt.failure is not None:
+        sentences.append(f"ended by {attempt.failure.kind.value}: {attempt.failure.reason}")
     return (*sentences, *warnings(attempt))
 
 
@@ -128,6 +129,8 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
         text += f", of {format_bytes(group.hardware.device.memory)}"
     if attempt.fit_probability is not None:
         text += f": fits with {format_probability(attempt.fit_probability)}"
+    elif attempt.estimate.source in (Source.DECLARED, Source.DECLARED_MEMORY):
+        text += ": by its profile, which nobody had measured"
     return text
 
 

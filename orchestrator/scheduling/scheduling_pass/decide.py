@@ -9,6 +9,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from orchestrator.memory.calibration.calibrate import is_measured
 from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
@@ -456,7 +457,11 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
         pool.free_bytes(part.node, device_id) for part in placement for device_id in part.devices
     )
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
-    has_estimate = judged and is_known(candidate.estimate, correction)
+    has_estimate = (
+        judged
+        and is_known(candidate.estimate, correction)
+        and is_measured(candidate.estimate, calibrated)
+    )
     return StartDecision(
         candidate=candidate,
         placement=placement,

@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from orchestrator.memory.calibration.calibrate import Calibration, calibration, step_factor
+from orchestrator.memory.calibration.calibrate import (
+    Calibration,
+    calibration,
+    is_measured,
+    likely_band_bytes,
+    step_factor,
+)
 from orchestrator.memory.calibration.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware, step_s
@@ -82,7 +88,9 @@ class CandidateView(TypedDict):
     needed_bytes: int  # corrected, with margin: compared with the capacity
     # minimum free bytes of the devices with the most free bytes, as many as it needs
     capacity_bytes: int
-    fit_probability: float | None  # None if its memory is unknown
+    fit_probability: float | None  # None if its memory is unknown, or was never measured
+    # (least, most) bytes that it may need, where nobody has measured what its job file declares
+    band_bytes: tuple[int, int] | None
     rejected: str | None
 
 
@@ -310,6 +318,7 @@ def _view(
     factor = step_factor(plan, calibrated.step_factors)
     correction = calibrated.correction_of(plan, estimate)
     is_memory_known = is_known(estimate, correction)
+    measured = is_measured(estimate, calibrated)
     return CandidateView(
         plan=in_short(plan),
         settings=settings(plan),
@@ -321,8 +330,9 @@ def _view(
         needed_bytes=needed_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,
         fit_probability=fit_probability(candidate, capacity_bytes, calibrated)
-        if is_memory_known
+        if is_memory_known and measured
         else None,
+        band_bytes=None if measured else likely_band_bytes(plan, estimate, calibrated),
         rejected=why_rejected(candidate, capacity_bytes, calibrated),
     )
 

@@ -385,11 +385,9 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
         is_known = _is_known(candidate["estimate"])
         step = format_seconds(candidate["step_s"]) if _is_timed(candidate) else "-"
         needed = format_bytes(candidate["needed_bytes"]) if is_known else "-"
-        share = (
-            "-"
-            if candidate["fit_probability"] is None
-            else format_probability(candidate["fit_probability"])
-        )
+        share = "-" if candidate["band_bytes"] is None else "not measured"
+        if candidate["fit_probability"] is not None:
+            share = format_probability(candidate["fit_probability"])
         table.add_row(
             mark,
             Text(candidate["plan"], style=style),
@@ -412,6 +410,11 @@ def _verdict(candidate: CandidateView) -> Text:
     )
     probability = candidate["fit_probability"]
     share = "" if probability is None else f" with {format_probability(probability)}"
+    band = candidate["band_bytes"]
+    if candidate["rejected"] is None and band is not None:
+        least, most = map(format_bytes, band)
+        text = f"not measured: by its profile about {least} to {most} of {capacity}"
+        return Text(text, style="yellow")
     if candidate["rejected"] is None:
         verdict = Text(f"fits{share}", style="green")
     elif candidate["needed_bytes"] <= candidate["capacity_bytes"]:
