@@ -207,6 +207,8 @@ class ErrorReport:
     phase: str
     type: str  # qualified name of the exception
     traceback: str
+    # names of the types that it derives from, the nearest first: they say whose fault an unknown type is
+    bases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from orchestrator.specs.metric_row import is_bounded_number
 
 BYTES_MAX = 2**60  # of a field that counts bytes
 TEXT_CHARACTERS_MAX = 200  # of a short text
+TEXTS_MAX = 16  # short texts of one field
 OPTIONAL = ("step_s", "requested_bytes")  # required fields that may be None
 LONG_TEXTS = {"message": 64 * 1024, "traceback": 64 * 1024}  # whose ends are kept
 
@@ -29,11 +30,14 @@ def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[dict[str, 
     for name, adapter in field_adapters(hashable).items():
         if name not in data:
             continue
+        raw = tuple(data[name]) if isinstance(data[name], list) else data[name]
         try:
-            value, problem = adapter.validate_python(data[name]), ""
+            value, problem = adapter.validate_python(raw), ""
         except (ValidationError, OverflowError):
             value, problem = None, f"{name} has a wrong type"
-        if not problem and not isinstance(value, str) and not is_in_range(name, value):
+        if isinstance(value, tuple):
+            value = tuple(bounded_text(name, entry) for entry in value[:TEXTS_MAX])
+        elif not problem and not isinstance(value, str) and not is_in_range(name, value):
             value, problem = None, f"{name} is out of range"
         if not problem:
             values[name] = bounded_text(name, value) if isinstance(value, str) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tracemalloc
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts.evidence import Ending, collect, scan_log
-from orchestrator.backends.attempts.left_files import CHUNK_BYTES
+from orchestrator.backends.attempts.left_files import CHUNK_BYTES, read_reports
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes, oom_reports
@@ -201,3 +202,18 @@ def test_evidence_names_a_secret_that_the_program_printed_and_keeps_all_else() -
     assert hidden.errors[0].traceback == "ValueError: [KEY] of cuda"
     assert hidden.ranks[0].log_tail == "token [KEY]\nCUDA out of memory", "a variable stays"
     assert without_secrets(evidence, spec, {}) == evidence
+
+
+def test_the_types_of_an_exception_are_read_and_bounded(tmp_path: Path) -> None:
+    report = {
+        "rank": 0, "step": 1, "phase": "forward", "type": "lib.Odd", "traceback": "lib.Odd: odd",
+        "bases": ["ValueError", "x" * 10_000, *["E"] * 100],
+    }  # fmt: skip
+    path = tmp_path / "rank0.error.json"
+    path.write_text(json.dumps(report))
+    reports = read_reports(ErrorReport, lambda _: path, [0])
+    assert reports.problems == ()
+    bases = reports.reports[0].bases
+    assert (bases[0], len(bases), len(bases[1]) <= 200) == ("ValueError", 16, True)
+    path.write_text(json.dumps(report | {"bases": [7]}))
+    assert read_reports(ErrorReport, lambda _: path, [0]).reports[0].bases == ()

@@ -217,3 +217,23 @@ def test_an_error_of_a_device_is_not_one_of_its_memory(message: str) -> None:
     failure = failure_of({"text": message})
     assert failure is not None
     assert failure.kind not in (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
+
+
+@pytest.mark.parametrize(
+    ("bases", "own", "passes"),
+    [
+        (("ValueError", "Exception"), True, False),
+        (("DecodeError", "KeyError", "LookupError", "Exception"), True, False),
+        (("ConnectionError", "OSError", "Exception"), False, True),
+        (("RuntimeError", "Exception"), False, False),
+        ((), False, False),
+    ],
+)
+def test_a_subclass_is_judged_as_its_bases(bases: tuple[str, ...], own: bool, passes: bool) -> None:
+    report = ErrorReport(
+        rank=0, step=5, phase="forward", type="lib.Odd", traceback="lib.Odd: it is odd", bases=bases
+    )
+    failure = judged(ranks=(RankEnd(rank=0, exit_code=1),), errors=(report,), heartbeats=(BEAT,))
+    assert failure is not None
+    assert failure.ending is not None
+    assert (failure.ending.is_own, failure.ending.may_pass) == (own, passes)

@@ -99,9 +99,12 @@ def ending_of(
     phase = GUARD_PHASES.get(report.phase) if report is not None else None
     where = phase or phase_of_frames(frames)
     place = _own_place(frames)
-    is_own = end.exit_code in _OWN_CODES
+    is_own, passes = end.exit_code in _OWN_CODES, False
     if kind:
-        is_own = _is_own(kind, message, frames, command)
+        is_reported = report is not None and report.type.rpartition(".")[2] == kind
+        bases = report.bases if report is not None and is_reported else ()
+        blamed = _deciding_type((kind, *bases), message)
+        is_own, passes = _is_own(blamed, message, frames, command), may_pass(blamed, message)
         # a virtual device is no GPU, wherever the program is tried
         is_own = is_own or (evidence.virtual and is_device_error(f"{kind}: {message}"))
     return Ending(
@@ -109,8 +112,16 @@ def ending_of(
         step=step or None,
         elapsed_s=max(0.0, attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s),
         is_own=is_own,
-        may_pass=bool(kind) and may_pass(kind, message),
+        may_pass=passes,
     )
+
+
+def _deciding_type(types: Sequence[str], message: str) -> str:
+    """Return the first type, from the exception's own to its bases, that says whose fault it is; else its own."""
+    for kind in types:
+        if may_pass(kind, message) or is_programs(kind, message) or kind == "FileNotFoundError":
+            return kind
+    return types[0]
 
 
 def _own_place(frames: Sequence[Frame]) -> str:

@@ -374,8 +374,7 @@ class Success(SpecModel):
     )
     steps: Literal["all"] | None = Field(
         default=None,
-        description="all: an exit with 0 before the last of `steps` is a failure; null: it is a success, as of a "
-        "script that stops early.",
+        description="Steps that a success needs besides exit code 0: all of `steps`; null: it may stop early.",
         examples=["all"],
     )
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from orchestrator.training.guard.monitor import Monitor
     from orchestrator.training.guard.virtual_device import VirtualDevice
 
+BASES_MAX = 16  # of an exception's types that are reported
 GUARD = str(Path(__file__).with_name("guard.py"))
 
 
@@ -172,6 +173,7 @@ class FailureReporter:
             phase=self.monitor.phase,
             type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
             traceback="".join(traceback.format_exception(error)),
+            bases=tuple(kind.__name__ for kind in type(error).__mro__[1:-1])[:BASES_MAX],
         )
         write_durably(self.folder.error(self.monitor.rank), report)
 
