@@ -13,7 +13,10 @@ ORDINARY: list[dict[str, str]] = yaml.safe_load((_HERE / "ordinary.yaml").read_t
 _SHARED = Path(__file__).parents[3] / "shared" / "reference"  # optional
 REAL_LOGS = _SHARED / "failures"  # whole logs
 # ends of programs of others, with what an operator accepts
-STRANGERS = [_SHARED / "strangers" / name for name in ("logs.yaml", "logs2.yaml")]
+STRANGERS = [
+    _HERE / "ends.yaml",
+    *(_SHARED / "strangers" / name for name in ("logs.yaml", "logs2.yaml")),
+]
 
 
 def names() -> list[str]:

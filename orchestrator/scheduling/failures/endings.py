@@ -19,7 +19,9 @@ from orchestrator.specs.attempt import Attempt, Ending, ErrorReport, Evidence, F
 _INSTALLED = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3|^<(?:frozen|string|stdin)|\.zip[/\\]"
 )
-_PREFIX = re.compile(r"\[(?:rank|default)\d+\]: ?|\((?:\w+ )?(?:rank=\d+ )?pid=\d+[^)]*\) ")
+_PREFIX = re.compile(
+    r"\[(?:rank|default)\d+\]: ?|\((?:\w+ )?(?:rank=\d+ )?pid=\d+[^)]*\) |\d{1,4}: (?=Traceback|\s)"
+)
 _FRAME = re.compile(r'\s+File "([^"]*)", line \d+(?:, in (\S+))?')
 _RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::|\s*$)")
 _BARE = re.compile(

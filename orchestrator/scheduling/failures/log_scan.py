@@ -38,8 +38,11 @@ FRAMES_MAX = 60  # of a traceback that are kept, innermost last
 RANKS_MAX = 256  # of one log that are told apart
 REMARKS_MAX = 512  # findings that are no exceptions, between two calms
 
-# Before what a rank says, where several write into one log: torchrun, `torchrun --tee`, Ray.
-_PREFIX = re.compile(r"(?:\[(?:rank|default)(\d+)\]: ?|\((?:\w+ )?(?:rank=(\d+) )?pid=\d+[^)]*\) )")
+# Before what a rank says, where several write into one log: torchrun, `torchrun --tee`, Ray, `srun --label`.
+_PREFIX = re.compile(
+    r"(?:\[(?:rank|default)(\d+)\]: ?|\((?:\w+ )?(?:rank=(\d+) )?pid=\d+[^)]*\) "
+    r"|(\d{1,4}): (?=Traceback|\s|[\w.]+(?:Error|Exception)\b))"
+)
 _EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|\s*$|\s+Traceback)")
 _NAMED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::|\s*$)")  # the line below a traceback
 _HEAD = "Traceback (most recent call last)"
@@ -48,6 +51,7 @@ _LINKS = {
     "The above exception was the direct cause": "cause",
     "During handling of the above exception": "context",
 }
+_OF_A_THREAD = "Exception in thread"
 _IGNORED = ("Exception ignored in", "Error in atexit", "Error in sys.excepthook")
 # A line of a log, with a time or a level, ends the message of an exception before it.
 _LOG_LINE = re.compile(
@@ -310,7 +314,7 @@ class LogScan:
         is_message = not stack.is_raising and stack.is_traced and stack.message_lines > 0
         if _LAUNCHERS.match(text):
             stack.is_raising = False
-        elif is_named and not is_message:
+        elif is_named and not is_message and not _LOG_LINE.match(text):
             stack.message_lines = self._messages = MESSAGE_LINES_MAX
             stack.is_traced, stack.is_raising = stack.is_raising, False
             return Role.EXCEPTION
@@ -320,7 +324,9 @@ class LogScan:
         for phrase, link in _LINKS.items():
             if phrase in text and stack.chain:
                 stack.link, stack.message_lines = link, 0
-        if text.startswith(_IGNORED):
+        # a thread's exception ends no process: it counts only where no other is known
+        is_known = bool(stack.chain) or stack.root is not None
+        if text.startswith(_IGNORED) or (text.startswith(_OF_A_THREAD) and is_known):
             stack.is_ignored, stack.message_lines = True, 0
         if _HEAD in text:
             stack.is_raising, stack.message_lines = True, 0
