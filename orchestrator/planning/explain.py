@@ -8,11 +8,11 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.planning.ways_out import Unfit, missing_knobs, ways_out
+from orchestrator.planning.ways_out import Unfit, cards_with, missing_knobs, ways_out
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import MemoryEstimate, MomentBytes
+from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes, format_probability
 
@@ -65,8 +65,14 @@ def why_nothing_fits(
     capacity_bytes: int,
     calibrated: Calibration,
     refuted: frozenset[Plan] = frozenset(),
+    loaded_bytes: int | None = None,
 ) -> str:
-    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the job fit."""
+    """Return lines of text: the closest plan, its bytes by cause, and changes that would make the job fit.
+
+    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch changes.
+    """
+    if loaded_bytes is not None:
+        return _why_loading_fails(hardware, capacity_bytes, loaded_bytes)
     candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
     closest = nearest(candidates, calibrated, refuted) or nearest(candidates, calibrated)
     assert closest is not None, "a frontier is never empty"
@@ -80,7 +86,14 @@ def why_nothing_fits(
         else " as pinned"
     )
     there = f"{format_bytes(capacity_bytes)} of {hardware.device.name}"
-    if needed <= capacity_bytes and closest.fits_host:
+    if closest.estimate.source is Source.ASSUMED:
+        # its bytes are supposed from its own micro-batch: no number to act on
+        lines = [
+            f"no plan{pinned} fits {there}",
+            f"plans such as {in_short(closest.plan)} are supposed to need no less than one that ran out; "
+            "what they need was not measured",
+        ]
+    elif needed <= capacity_bytes and closest.fits_host:
         # each plan ran out, or is predicted to need no less than one that did
         lines = [
             f"no plan{pinned} fits {there}",
@@ -100,13 +113,29 @@ def why_nothing_fits(
             f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
         ]
     case = Unfit(spec, hardware, capacity_bytes, calibrated, refuted)
-    lines += [f"would fit: {way.sentence}" for way in ways_out(case)]
+    if closest.estimate.source is not Source.ASSUMED:
+        lines += [f"would fit: {way.sentence}" for way in ways_out(case)]
     lines += missing_knobs(case)
     lines += (
         ["other changes were not searched: the job allows too many plans"]
         if case.is_worn_out
         else []
     )
+    return "\n".join(lines)
+
+
+def _why_loading_fails(hardware: Hardware, capacity_bytes: int, loaded_bytes: int) -> str:
+    """Return why no batch helps a script whose weights and states do not fit, and what would."""
+    needed = format_bytes(loaded_bytes)
+    there = f"{format_bytes(capacity_bytes)} of {hardware.device.name}"
+    cards = cards_with(loaded_bytes)
+    names = f", such as {', '.join(cards)}" if cards else ""
+    lines = [
+        f"no plan fits {there}: at micro-batch 1 it ran out of memory before its first forward pass",
+        f"what it loads needs at least {needed}, and no batch lowers that",
+        f"would fit: devices with more than {needed} free{names}",
+        "would help: adapters, weights in fewer bits, or weights shared among devices, by a switch of the script",
+    ]
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.profile import Source
 from orchestrator.specs.published import published_sizes, smaller_siblings
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
@@ -249,11 +250,11 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
         return
     case.work.looked += searched.looked
     least = min(needed_bytes(candidate, case.calibrated) for candidate in searched.candidates)
-    together = (
-        f"{in_short(best.plan)} fits"
-        if best is not None
-        else f"each device needs {format_bytes(least)}"
-    )
+    together = f"each device needs {format_bytes(least)}"
+    if best is not None:
+        together = f"{in_short(best.plan)} fits"
+    elif searched.candidates[0].estimate.source is Source.ASSUMED:
+        together = "a lighter plan could be tried"
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
     keys, with_all = (
         ", ".join(f"`knobs.{name}`" for name in missing),
@@ -396,14 +397,14 @@ def _larger_devices(case: Unfit) -> Iterator[WayOut]:
     )
     needed = needed_bytes(least, case.calibrated)
     if needed > case.capacity_bytes:
-        cards = _cards_with(needed)
+        cards = cards_with(needed)
         label = f"devices with at least {format_bytes(needed)} free" + (
             f", such as {', '.join(cards)}" if cards else ""
         )
         yield WayOut(label=label, plan=least.plan, needed_bytes=needed)
 
 
-def _cards_with(least_bytes: int) -> list[str]:
+def cards_with(least_bytes: int) -> list[str]:
     """Return the names of the smallest GPUs of the catalogue with this much memory."""
     cards = [DeviceSpec.model_validate({"name": name, **DEVICES[name]}) for name in DEVICES]
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.specs.attempt import Evidence, OomReport
+from orchestrator.specs.job_record import Job
 
 LOST_SHARE_MAX = 0.1  # of a rank's steps: a script that skips more than that trains something else
 
@@ -25,6 +26,21 @@ def oom_needed_bytes(report: OomReport) -> int:
         if report.foreign_bytes
         else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
     )
+
+
+def loaded_bytes(job: Job, device: str) -> int | None:
+    """Return the least bytes that a script loads before its first forward pass; None where no attempt showed it.
+
+    An attempt shows it that ran out of memory there at micro-batch 1: no batch lowers weights and states.
+    """
+    needed = [
+        oom_needed_bytes(report)
+        for attempt in job.attempts
+        if attempt.evidence is not None and attempt.device == device and job.spec.is_script
+        for report in attempt.evidence.ooms
+        if report.phase == "startup" and attempt.plan.micro_batch_size == 1
+    ]
+    return max(needed, default=None)
 
 
 def find_refuting_report(evidence: Evidence) -> OomReport | None:

@@ -29,6 +29,7 @@ from orchestrator.scheduling.failures.degrade import (
     candidates_for_oom,
 )
 from orchestrator.scheduling.failures.observation import is_truncated, ran_out
+from orchestrator.scheduling.failures.out_of_memory import loaded_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
 from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
@@ -170,7 +171,13 @@ def job_options(
     if fitting:
         return options_from(_hedge(job, group, calibrated, fitting, launch_cost_s))
     why = partial(
-        why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted
+        why_nothing_fits,
+        job.spec,
+        group.hardware,
+        device.memory,
+        calibrated,
+        job.refuted,
+        loaded_bytes(job, device.name),
     )
     candidate = likeliest(
         ((candidate, device.memory) for candidate in candidates if shapes(candidate.plan)),

@@ -9,7 +9,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from orchestrator.memory.calibration.calibrate import is_measured
+from orchestrator.memory.calibration.calibrate import CONFIDENCE, is_measured
 from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
@@ -457,20 +457,23 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
         pool.free_bytes(part.node, device_id) for part in placement for device_id in part.devices
     )
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
-    has_estimate = (
-        judged
-        and is_known(candidate.estimate, correction)
-        and is_measured(candidate.estimate, calibrated)
-    )
+    chance: float | None = None
+    if judged and is_known(candidate.estimate, correction):
+        chance = fit_probability(candidate, capacity_bytes, calibrated)
+    # what a job file declares may raise a doubt; it is no proof before anything was measured
+    if (
+        chance is not None
+        and chance >= CONFIDENCE
+        and not is_measured(candidate.estimate, calibrated)
+    ):
+        chance = None
     return StartDecision(
         candidate=candidate,
         placement=placement,
         device=device,
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
-        fit_probability=fit_probability(candidate, capacity_bytes, calibrated)
-        if has_estimate
-        else None,
+        fit_probability=chance,
         probe=entry.probe,
         passed_over=None if entry.fastest is None else why_passed_over(entry.choice, entry.fastest),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from orchestrator.memory.calibration.calibrate import (
+    CONFIDENCE,
     Calibration,
     calibration,
     is_measured,
@@ -88,7 +89,7 @@ class CandidateView(TypedDict):
     needed_bytes: int  # corrected, with margin: compared with the capacity
     # minimum free bytes of the devices with the most free bytes, as many as it needs
     capacity_bytes: int
-    fit_probability: float | None  # None if its memory is unknown, or was never measured
+    fit_probability: float | None  # None: unknown, or surely, by a profile that nobody measured
     # (least, most) bytes that it may need, where nobody has measured what its job file declares
     band_bytes: tuple[int, int] | None
     rejected: str | None
@@ -319,6 +320,9 @@ def _view(
     correction = calibrated.correction_of(plan, estimate)
     is_memory_known = is_known(estimate, correction)
     measured = is_measured(estimate, calibrated)
+    chance = fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None
+    if chance is not None and chance >= CONFIDENCE and not measured:
+        chance = None
     return CandidateView(
         plan=in_short(plan),
         settings=settings(plan),
@@ -329,9 +333,7 @@ def _view(
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,
-        fit_probability=fit_probability(candidate, capacity_bytes, calibrated)
-        if is_memory_known and measured
-        else None,
+        fit_probability=chance,
         band_bytes=None if measured else likely_band_bytes(plan, estimate, calibrated),
         rejected=why_rejected(candidate, capacity_bytes, calibrated),
     )
