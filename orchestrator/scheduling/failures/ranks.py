@@ -18,6 +18,7 @@ from orchestrator.scheduling.failures.signatures import COMPLAINTS, SUSPECTS, br
 from orchestrator.scheduling.failures.unexplained import (
     MESSAGE_CHARACTERS_MAX,
     cut_tail,
+    in_one_line,
     unexplained_failure,
 )
 from orchestrator.specs.attempt import (
@@ -187,7 +188,7 @@ def failure_of_finding(
         kind=kind,
         rank=end.rank if finding.rank is None else finding.rank,
         phase=finding.phase,
-        reason=finding.line,
+        reason=in_one_line(finding.line),
         excerpt=cut_tail(finding.excerpt),
         broken=broken_extent(finding.line) if finding.cause is Cause.HARDWARE else None,
     )

@@ -68,13 +68,18 @@ def unexplained_failure(
     )
 
 
+def in_one_line(text: str) -> str:
+    """Return a message of several lines as one line, as reasons stand in tables."""
+    return " ".join(text.split())
+
+
 def cut_tail(text: str) -> str:
     """Return the end of a text, as long as a failure keeps."""
     return text[-EXCERPT_CHARACTERS_MAX:]
 
 
 def _describe_exception(finding: Finding) -> str:
-    message = finding.line.partition(":")[2].strip()
+    message = in_one_line(finding.line.partition(":")[2])
     return f"{type_of(finding.line)}: {message}"[:MESSAGE_CHARACTERS_MAX]
 
 

@@ -18,6 +18,7 @@ from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LINE_CHARACTERS_MAX, LogScan
 from orchestrator.scheduling.failures.signatures import is_telling
+from orchestrator.scheduling.failures.unexplained import in_one_line
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.service.client.client import Client
@@ -328,9 +329,9 @@ def _place_of(
     if not paths:
         return 0, 0, ""
     for rank, finding in findings:
-        if finding.line == failure.reason or (finding.excerpt or finding.line).endswith(
-            failure.excerpt or "\0"
-        ):
+        if in_one_line(finding.line) in failure.reason or (
+            finding.excerpt or finding.line
+        ).endswith(failure.excerpt or "\0"):
             return rank, finding.offset, finding.line
     if failure.ending is None and findings and not failure.excerpt:
         return findings[0][0], findings[0][1].offset, findings[0][1].line
