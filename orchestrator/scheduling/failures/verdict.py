@@ -122,7 +122,8 @@ def _verdict(
         verdict = Verdict(row=NEAR_LIMIT_ROW, wait_s=PROGRAM_WAIT_S, budget="unknown")
         return verdict, "unexplained, near its limit: one attempt with less memory"
     if ending.is_own and ending.step is None:
-        return Verdict(row=10, wait_s=None), "the program's own error, before its first step"
+        when = ", before its first step" if _is_watched(attempt) else ""
+        return Verdict(row=10, wait_s=None), f"the program's own error{when}"
     # what a service refuses before the first step may be refused again; the same end within the training is a repeat
     if not ending.may_pass or ending.step is not None:
         for earlier in reversed(before):  # other ends may lie between
@@ -167,7 +168,9 @@ def _judge_repeated(
     attempt: Attempt, last: Attempt, ending: Ending, nodes: Sequence[Node]
 ) -> tuple[Verdict, str]:
     """Return the verdict of rows 5 to 7: the same end at the same point as last time."""
-    point = "before its first step" if ending.step is None else f"after step {ending.step}"
+    point = f"after step {ending.step}"
+    if ending.step is None:
+        point = "before its first step" if _is_watched(attempt) else "alike"
     devices = devices_of(attempt.placement)
     if not devices & devices_of(last.placement):
         places = f"on {names_of(devices_of(last.placement))} and on {names_of(devices)}"
@@ -213,22 +216,23 @@ def _judge_outside_service(job: Job, attempt: Attempt) -> tuple[Verdict, str]:
 def _judge_before_training(
     attempt: Attempt, ending: Ending, before: Sequence[Attempt]
 ) -> tuple[Verdict, str]:
-    """Return the verdict of row 11: no step is known of, and nothing blames the program.
-
-    Only the guard knows that none was made.
-    """
-    is_watched = attempt.evidence is not None and any(
-        beat.torch_version for beat in attempt.evidence.heartbeats
-    )
+    """Return the verdict of row 11: no step is known of, and nothing blames the program."""
     count = len(_attempts_of_row(before, 11))
     wait_s = (
         _refused_wait_s(before)
         if ending.may_pass
         else STARTUP_WAITS_S[min(count, len(STARTUP_WAITS_S) - 1)]
     )
-    return Verdict(
-        row=11, wait_s=wait_s, budget="startup"
-    ), f"{'no step was made' if is_watched else 'nothing explains it'}: again after {wait_s:.0f} s"
+    return (
+        Verdict(row=11, wait_s=wait_s, budget="startup"),
+        f"{'no step was made' if _is_watched(attempt) else 'nothing explains it'}: again after {wait_s:.0f} s",
+    )
+
+
+def _is_watched(attempt: Attempt) -> bool:
+    """Return whether the guard was in the program: without it nobody knows that no step was made."""
+    evidence = attempt.evidence
+    return evidence is not None and any(beat.torch_version for beat in evidence.heartbeats)
 
 
 def _judge_in_training(

@@ -49,7 +49,7 @@ ELSEWHERE = {
     ),
     FailureKind.HUNG: "compare the logs of its ranks: one did not come",
     FailureKind.UNKNOWN: "nothing explains its end, which may not come again: read its log, then start it again",
-    FailureKind.STARTUP: "nothing explains why it did not start: read its log, then start it again",
+    FailureKind.STARTUP: "nothing explains its end: read its log, then start it again",
     FailureKind.DISK_FULL: "free space on the disk, then start it again",
     FailureKind.USER_ERROR: "mend the program, then start it again",
     FailureKind.TIME_LIMIT: "start it again with a longer time limit, if it needs one",
@@ -122,7 +122,7 @@ def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) ->
                 "not one exit code for each log",
                 path="--exit-code",
                 got=len(exit_codes),
-                allowed=f"1 or {len(logs)}",
+                allowed=f"1 or {len(logs)}" if len(logs) > 1 else "1",
                 hint="repeat it in the order of the logs",
             )
         codes = list(exit_codes) or [EXIT_CODE]
@@ -395,7 +395,7 @@ def _next_action(failure: Failure) -> str:
         ", elsewhere if other devices could hold it" if failure.broken or failure.ending else ""
     )
     wait = f" after {verdict.wait_s:.0f} s" if verdict is not None and verdict.wait_s else ""
-    return f"start it again{elsewhere}{wait}, {times}"
+    return f"start it again{wait}{elsewhere}, {times}"
 
 
 def diagnosis_view(diagnosis: Diagnosis) -> Mapping[str, Any]:
