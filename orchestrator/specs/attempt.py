@@ -162,6 +162,21 @@ class Extent(StrEnum):
     NODE = "node"
 
 
+class About(StrEnum):
+    """What an exception or an exit code names as wrong: whoever mends it looks there."""
+
+    MODULE = "module"  # a library that is missing, or of another version
+    DATA = "data"  # a sample, a file or a checkpoint that is broken
+    PATH = "path"  # a file or a folder that is not there
+    PERMISSION = "permission"  # a right or a key that is missing
+    SERVICE = "service"  # a hub, a network or a port
+    DEVICE = "device"  # a card or its driver
+    NUMBERS = "numbers"  # the training diverged
+    ARGUMENTS = "arguments"
+    COMMAND = "command"  # no such program, or it may not be executed
+    LEFT_EARLY = "left_early"  # exit 0 without its results or its steps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """The diagnosis of a failed attempt: its kind, a sentence for people, and the log lines that show it."""
@@ -176,6 +191,7 @@ class Failure:
     broken: Extent | None = None  # what the hardware or its driver named as broken
     # nothing explains the end, and memory was nearly full, or had run out in the step that it ended in
     near_limit: bool = False
+    about: About | None = None  # None where it names nothing but the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

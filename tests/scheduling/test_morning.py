@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.scheduling.reports.advice import BY_ABOUT, help_for
 from orchestrator.scheduling.reports.morning import (
     NOT_LOST,
     MorningReport,
@@ -15,12 +16,13 @@ from orchestrator.scheduling.reports.morning import (
     morning_report,
     summary,
 )
-from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.attempt import About, FailureKind
 from orchestrator.specs.job.sections import Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.state import State
 from orchestrator.specs.suspension import Suspension
+from tests.scheduling.strangers import failure_of
 from tests.scheduling.world import (
     MemoryJournal,
     backend_of,
@@ -222,3 +224,25 @@ def test_a_report_of_500_jobs_takes_less_than_a_second_of_processor_time(state: 
     report = report_of(replace(state, jobs=many))
     assert time.process_time() - began_s < 1.0, "0.05 s on an idle machine"
     assert summary(report).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("line", "about"),
+    [
+        ("ModuleNotFoundError: No module named 'flash_attn'", About.MODULE),
+        ("json.JSONDecodeError: Expecting value", About.DATA),
+        ("OSError: image file is truncated (1 bytes not processed)", About.DATA),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'b'", About.PATH),
+        ("PermissionError: [Errno 13] Permission denied: '/data'", About.PERMISSION),
+        ("requests.exceptions.ConnectionError: refused", About.SERVICE),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", About.DEVICE),
+        ("FloatingPointError: loss is nan", About.NUMBERS),
+        ("KeyError: 'labels'", None),
+    ],
+)
+def test_advice_names_what_the_failure_is_about(line: str, about: About | None) -> None:
+    failure = failure_of({"text": line})
+    assert failure is not None
+    assert failure.about is about
+    if about is not None:
+        assert help_for(failure) == BY_ABOUT[about]

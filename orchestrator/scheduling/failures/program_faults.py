@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 
+from orchestrator.scheduling.failures.exit_codes import exit_signal
+from orchestrator.specs.attempt import About
+
 # Types that a mistake in code or arguments raises, wherever it is raised.
 PROGRAM_TYPES = frozenset(
     (
@@ -90,3 +93,51 @@ def is_device_error(text: str) -> bool:
     if text.startswith("AssertionError") and _DEVICE_WORDS.search(text):
         return True
     return _DEVICE_ERROR.search(text) is not None
+
+
+# By type and words, the first that fits.
+_ABOUT = tuple(
+    (about, re.compile(pattern))
+    for about, pattern in (
+        (
+            About.MODULE,
+            r"(?:ModuleNotFound|Import)Error|undefined symbol|C compiler|triton installation",
+        ),
+        (
+            About.DATA,
+            r"(?i)\w*(?:Arrow|Unpickling|Safetensor|BadZip|Unidentified|JSONDecode|UnicodeDecode|Generation)\w*:"
+            r"|truncated|corrupt|zip archive|deserializ|cannot identify image",
+        ),
+        (
+            About.PATH,
+            r"(?:FileNotFound|IsADirectory|NotADirectory)Error|No such file|NoSuch(?:Key|Bucket)",
+        ),
+        (
+            About.PERMISSION,
+            r"PermissionError|AccessDenied|InvalidAccessKey|\b40[13] Client Error|gated repo|api_key|UsageError",
+        ),
+        (
+            About.SERVICE,
+            r"\w*(?:Connect|HTTP|Timeout|Network|Socket|URL|SSL)\w*:|[Cc]onnection|\b(?:429|50[234])\b|already in use",
+        ),
+        (About.DEVICE, r"CUDA error|cu[A-Z]\w+ error|NCCL|\bHIP\b"),
+        (About.NUMBERS, r"(?i)\bnan\b|not finite|gradients are inconsistent"),
+    )
+)
+_ABOUT_CODES = {
+    0: About.LEFT_EARLY,
+    2: About.ARGUMENTS,
+    126: About.COMMAND,
+    127: About.COMMAND,
+}
+
+
+def about_line(text: str) -> About | None:
+    """Return what an exception, with its type in front, names as wrong; None where it is the program alone."""
+    return next((about for about, pattern in _ABOUT if pattern.search(text)), None)
+
+
+def about_exit(code: int | None) -> About | None:
+    """Return what an exit code without an exception tells; a crash by a signal may be the device's."""
+    number = exit_signal(code)
+    return _ABOUT_CODES.get(code or 0) if number is None else About.DEVICE

@@ -14,6 +14,7 @@ from orchestrator.scheduling.failures.exit_codes import (
     signal_name,
 )
 from orchestrator.scheduling.failures.log_scan import read_log
+from orchestrator.scheduling.failures.program_faults import about_line
 from orchestrator.scheduling.failures.signatures import COMPLAINTS, SUSPECTS, broken_extent
 from orchestrator.scheduling.failures.unexplained import (
     MESSAGE_CHARACTERS_MAX,
@@ -191,6 +192,7 @@ def failure_of_finding(
         reason=in_one_line(finding.line),
         excerpt=cut_tail(finding.excerpt),
         broken=broken_extent(finding.line) if finding.cause is Cause.HARDWARE else None,
+        about=about_line(finding.line) if kind is FailureKind.USER_ERROR else None,
     )
 
 

@@ -8,6 +8,7 @@ from orchestrator.scheduling.failures.endings import ending_of
 from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
 from orchestrator.scheduling.failures.log_scan import last_traceback, type_of
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
+from orchestrator.scheduling.failures.program_faults import about_exit, about_line
 from orchestrator.specs.attempt import (
     Attempt,
     ErrorReport,
@@ -65,6 +66,7 @@ def unexplained_failure(
         reason=reason,
         excerpt=cut_tail(excerpt),
         ending=ending,
+        about=about_exit(end.exit_code) if finding is None else about_line(finding.line),
     )
 
 
