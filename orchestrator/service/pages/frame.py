@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from orchestrator.scheduling.options.asks import answer_of
 from orchestrator.service.server.access.gate import PAGES, SIGN_IN, STATIC
+from orchestrator.service.views.columns import columns_of
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds, parse_bytes
 
@@ -178,7 +179,7 @@ def _environment() -> Environment:
         "words": lambda text: str(text).replace("_", " "),
     }
     made.filters.update(filters)
-    made.globals.update(PAGES=PAGES, STATIC=STATIC, SIGN_IN=SIGN_IN)
+    made.globals.update(PAGES=PAGES, STATIC=STATIC, SIGN_IN=SIGN_IN, columns_of=columns_of)
     return made
 
 

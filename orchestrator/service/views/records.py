@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -18,6 +18,7 @@ from orchestrator.scheduling.base.holds import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
+from orchestrator.service.views.columns import column_values
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
@@ -220,7 +221,7 @@ def job_view(
     `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard;
     `unread` says what its ranks wrote and nobody can read.
     """
-    return JobView(
+    view = JobView(
         id=job.id,
         name=job.spec.name,
         status=job.status.value,
@@ -248,6 +249,7 @@ def job_view(
         progress=_progress(job, beats) if beats else None,
         removed=[],
     )
+    return cast(JobView, view | column_values(job))
 
 
 def promise_view(job: Job) -> PromiseView | None:
@@ -261,7 +263,7 @@ def promise_view(job: Job) -> PromiseView | None:
 def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     """Return the attempt as JSON, with predictions and measurements."""
     evidence, failure = attempt.evidence, attempt.failure
-    return AttemptView(
+    view = AttemptView(
         number=attempt.number,
         status=attempt.status.value,
         outcome=_outcome(attempt),
@@ -298,6 +300,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         host_oom_kills=evidence.host_oom_kills if evidence else 0,
         warnings=list(warnings(attempt)),
     )
+    return cast(AttemptView, view | column_values(attempt))
 
 
 def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
@@ -385,7 +388,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
 def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
     """Return the node as JSON, its device as in a cluster file; `holders` as returned by `held_devices.holders`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
-    return NodeView(
+    view = NodeView(
         name=node.name,
         device=node.device.model_dump(mode="json"),
         free_bytes=list(node.free_bytes),
@@ -402,6 +405,7 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
         host_free_bytes=node.host_free_bytes,
         network_bandwidth=node.network_bandwidth,
     )
+    return cast(NodeView, view | column_values(node))
 
 
 def node_from_view(view: NodeView) -> Node:
