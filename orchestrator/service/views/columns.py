@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -66,7 +67,6 @@ COLUMNS: dict[type, tuple[Column, ...]] = {
             "Tries",
             "queue watch",
             value_of=lambda job: len(job.attempts),
-            is_number=True,
             is_extra=True,
         ),
         Column("progress", "Progress", "watch running"),
@@ -155,7 +155,7 @@ def columns_of(
 ) -> list[Column]:
     """Return the columns of the table; of `rows`, if there are any, without rare ones that no row has."""
     columns = []
-    for column in (column for group in COLUMNS.values() for column in group):
+    for column in chain.from_iterable(COLUMNS.values()):
         is_missing = column.is_rare and rows and not any(row.get(column.key) for row in rows)
         if (
             table in column.tables.split()
