@@ -427,6 +427,7 @@ def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_
     job = night.job()
     assert (job.status, job.reason) == (JobStatus.QUEUED, f"asks: {job.asks}")
     assert "`orc retry unknown-1 --global-batch-size 8`" in job.asks
+    assert job.answer == (("global_batch_size", 8),)
     assert night.launched[-1].job_id == "other-2", "who waited has its device"
     night.end()
     night.tell(

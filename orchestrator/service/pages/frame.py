@@ -12,7 +12,6 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from orchestrator.scheduling.options.asks import answer_of
 from orchestrator.service.server.access.gate import PAGES, SIGN_IN, STATIC
 from orchestrator.service.views.columns import columns_of
 from orchestrator.specs.access import Principal, Role
@@ -173,7 +172,6 @@ def _environment() -> Environment:
         "memory": lambda text: format_bytes(parse_bytes(text)),
         "tone": tone,
         "commands": commands,
-        "answer": answer_of,
         "share": lambda share: "–" if share is None else format_probability(share),
         "segment": lambda text: quote(str(text), safe=""),
         "words": lambda text: str(text).replace("_", " "),

@@ -14,7 +14,7 @@ from orchestrator.memory.calibration.correction import corrected, predicted_peak
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.holds import shown_reason
+from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
@@ -115,6 +115,7 @@ class JobView(TypedDict):
     status: str
     reason: str
     asks: str  # what a person has to allow before it goes on; "": it asks nothing
+    answer: dict[str, str | int]  # the body of a retry that allows it
     cancelling: bool
     priority: int
     user: str  # "" if not given
@@ -229,6 +230,7 @@ def job_view(
             (shown_reason(job), *([f"unwatched: {unwatched}"] if unwatched else []), *unread)
         ),
         asks="" if job.status.ended else job.asks,
+        answer=dict(job.answer),
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,
