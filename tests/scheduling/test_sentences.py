@@ -17,10 +17,13 @@ from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.views.records import job_view
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.pending import Pending
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
+from tests.scheduling.factories import node
+from tests.scheduling.test_queue import played, script, seen, submitted
 from tests.scheduling.transition import history
 from tests.scheduling.world import (
     MemoryJournal,
@@ -31,6 +34,7 @@ from tests.scheduling.world import (
 )
 
 WORD = "vogelhaus"
+AFTER = Dependency(job="job-1")
 
 
 def word(sentence: str) -> str:
@@ -149,6 +153,25 @@ def test_a_sentence_that_an_older_version_kept_is_shown_as_it_is() -> None:
     journal, scenario = MemoryJournal(), random_scenario(draw)
     state = play(scenario, journal, backend_of(scenario))
     job = next(iter(state.jobs.values()))
-    older = replace(job, pending=Pending.DEVICES, facts=(), reason="waits for two devices")
+    older = replace(
+        job,
+        status=JobStatus.QUEUED,
+        waits_for=(),
+        pending=Pending.DEVICES,
+        facts=(),
+        reason="waits for two devices",
+    )
     assert reason_of(older) == "waits for two devices"
     assert reason_of(replace(older, reason="")) == "waits for devices"
+
+
+def test_what_a_job_waits_for_outranks_its_last_event() -> None:
+    state, _ = played(
+        seen(node()),
+        submitted(1, script({1: 10.0})),
+        submitted(2, script({1: 10.0}).model_copy(update={"depends_on": (AFTER,)})),
+    )
+    released = replace(state.jobs["job-2"], reason="was released")
+    assert reason_of(released) == "waits for job-1 to succeed"
+    more = replace(released, waits_for=(AFTER,) * 5)
+    assert reason_of(more).endswith("job-1 to succeed and 2 more")

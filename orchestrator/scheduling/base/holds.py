@@ -36,8 +36,7 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
         return with_job(state, replace(job, reason=reason)), ()
     if was_held:
         return with_job(state, job), ()
-    reason = job.reason if job.waits_for else ""
-    job = replace(job, starts_by_s=None, reason=reason, pending=None, facts=())
+    job = replace(job, starts_by_s=None, reason="", pending=None, facts=())
     if can_move(job):
         job, stop = request_migration(job, describe_holder(job), event.at_s)
         return with_job(state, job), (stop,)

@@ -5,8 +5,13 @@ Another table of SENTENCES is another language.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.pending import Facts, Pending
+
+NAMED_MAX = 3  # jobs in a sentence
 
 # By the code, and by the names of its facts.
 SENTENCES: dict[tuple[str, ...], str] = {
@@ -38,6 +43,11 @@ SENTENCES: dict[tuple[str, ...], str] = {
     ("elsewhere", "sentence", "avoided"): (
         "{sentence} but {avoided}, where it ended for no known reason"
     ),
+    (Pending.DEPENDENCY, "jobs"): "waits for {jobs}",
+    (Pending.DEPENDENCY, "jobs", "more"): "waits for {jobs} and {more} more",
+    ("after always", "job"): "{job}",
+    ("after success", "job"): "{job} to succeed",
+    ("asks", "question"): "asks: {question}",
     ("held", "user"): "held by {user}",
     ("suspended", "user"): "suspended by {user}",
     ("release", "job"): "`orc release {job}` lets it start",
@@ -62,9 +72,25 @@ def waiting_sentence(code: Pending, facts: Facts) -> str:
 
 def reason_of(job: Job) -> str:
     """Return why the job waits, runs or ended: what its last event said, else the sentence of its code."""
+    if job.status.ended:
+        return job.reason
+    if job.waits_for:
+        return _dependency_sentence(job.waits_for)
+    if job.asks:
+        return _sentence("asks", question=job.asks)
     if job.reason or job.pending is None:
         return job.reason
     return waiting_sentence(job.pending, job.facts)
+
+
+def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
+    names = []
+    for dependency in waits_for[:NAMED_MAX]:
+        names.append(_sentence(f"after {dependency.when}", job=dependency.job))
+    more = len(waits_for) - NAMED_MAX
+    if more > 0:
+        return _sentence(Pending.DEPENDENCY, jobs=", ".join(names), more=more)
+    return _sentence(Pending.DEPENDENCY, jobs=", ".join(names))
 
 
 def shown_reason(job: Job) -> str:

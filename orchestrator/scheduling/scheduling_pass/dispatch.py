@@ -340,8 +340,9 @@ def _apply_decision(
             index.update_job(left, job)
             return with_job(state, job), (Record(job=job),)
         case Question(text=text, answer=answer):
-            job = replace(job, asks=text, answer=answer, reason=f"asks: {text}")
-            job = replace(job, asks_until_s=state.at_s + ASKS_S)
+            job = replace(
+                job, asks=text, answer=answer, asks_until_s=state.at_s + ASKS_S, reason=""
+            )
             actions = (Record(job=job),)
         case Infeasible() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
