@@ -53,6 +53,11 @@ def _loss(job: Job) -> float | None:
     return next((beat.loss for beat in beats if beat.loss is not None), None)
 
 
+def _uuids(attempt: Attempt) -> list[str]:
+    beats = attempt.evidence.heartbeats if attempt.evidence else ()
+    return [beat.device_uuid for beat in beats if beat.device_uuid]
+
+
 COLUMNS: dict[type, tuple[Column, ...]] = {
     Job: (
         Column("position", "#", "waiting", is_number=True),
@@ -106,6 +111,13 @@ COLUMNS: dict[type, tuple[Column, ...]] = {
         ),
         Column("failure", "Ended by", "sides"),
         Column("placement", "Devices", "sides"),
+        Column(
+            "device_uuids",
+            "Device UUIDs",
+            "sides",
+            value_of=_uuids,
+            text_of=lambda uuids: ", ".join(uuids) or "–",
+        ),
         Column("launched_at_s", "Launched", "sides"),
         Column("lasted", "Lasted", "sides"),
         Column("steps_done", "Steps of the attempt", "sides"),
