@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestrator.service.terminal import tables, watch
+from orchestrator.service.terminal import access, tables, watch
 from orchestrator.service.views import columns
 from orchestrator.service.views.columns import Column, columns_of
 from orchestrator.specs.attempt import Attempt
@@ -143,3 +143,18 @@ def test_a_number_that_json_cannot_write_is_unknown(
     assert [job["ratio"] for job in jobs] == [None]
     assert lines(tables.queue_table(jobs))[1].split()[-1] == "-"
     assert cells_of(world.client.get("/ui/queue").text, "Ratio") == ["–"]
+
+
+def test_a_column_of_the_audit_reaches_the_terminal_and_its_page(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = Column("action", "What was asked", "audit")
+    monkeypatch.setitem(columns.COLUMNS, "account", (*columns.COLUMNS["account"], column))
+    world.submit()
+    rows = world.client.get("/audit").json()["rows"]
+    heading, row = lines(access._table("audit", rows))
+    assert heading.rstrip().endswith("WHAT WAS ASKED")
+    assert row.rstrip().endswith("POST /jobs lm-1")
+    page = world.client.get("/ui/audit").text
+    assert '<th scope="col">What was asked</th></tr>' in page
+    assert "<td>POST /jobs lm-1</td></tr>" in page

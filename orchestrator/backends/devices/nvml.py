@@ -104,8 +104,6 @@ def rates(device: NvmlDevice) -> NvmlRates | None:
     except FAULTS:
         return None
     try:
-        if not device.uuid:
-            return _rates(pynvml.nvmlDeviceGetHandleByIndex(device.index))
         handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
         parent = _query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
         if parent is None:

@@ -15,7 +15,7 @@ from orchestrator.planning.explain import why_taken
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, draw_lines
 from orchestrator.service.commands.plan import CandidateView, JobPlans
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
-from orchestrator.service.views.columns import Column, columns_of
+from orchestrator.service.views.columns import Column, columns_of, local_second
 from orchestrator.service.views.records import (
     AttemptView,
     EstimateView,
@@ -26,6 +26,7 @@ from orchestrator.service.views.records import (
     PromiseView,
     picture_from_view,
 )
+from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.job.trainer import PROBED_BY
 from orchestrator.specs.profile import WITHOUT_SECONDS, Source
@@ -103,7 +104,7 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
     head.add_row("job", Text(job["id"], style="bold"))
     head.add_row("status", coloured(job["status"]))
     head.add_row("why", Text(job["reason"]))
-    head.add_row("submitted", _clock(job["submitted_at_s"]))
+    head.add_row("submitted", local_second(job["submitted_at_s"]))
     for removal in job["removed"]:
         head.add_row("removed", Text(removal))
     head.add_row(
@@ -506,10 +507,6 @@ def _why(job: JobView) -> str:
     return f"{why}; starts by {local_minute(promise['starts_by_s'], None)} at the latest"
 
 
-def _clock(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-
-
 def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
     """Return a table with a row per node: whether it is drained, and its jobs; absent drained nodes come last."""
     cells: Cells = {
@@ -524,6 +521,20 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
         away = {"name": name, "takes": "nothing new", "busy": "away"}
         table.add_row(*(column.show(away) for column in columns))
     return table
+
+
+def teams_table(teams: Sequence[TeamView]) -> Table:
+    """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
+    rows: list[Mapping[str, Any]] = []
+    for team in teams:
+        over = team["used_share"] > team["share"] > 0
+        rows.append({**team, "style": "red" if over else ""})
+        for user in team["users"]:
+            rows.append({**user, "name": f"  {user['name'] or '(nobody)'}"})
+    columns = columns_of("teams")
+    share = next(column for column in columns if column.key == "used_share")
+    cells: Cells = {"used_share": lambda row: Text(share.show(row), style=row.get("style", ""))}
+    return draw_table(columns, rows, cells)
 
 
 def _maintenance(node: NodeView) -> str:

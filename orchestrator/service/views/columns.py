@@ -1,10 +1,11 @@
-"""The columns of tables of jobs, attempts and nodes, for the terminal, the pages, `orc watch` and JSON.
+"""The columns of tables of jobs, attempts, nodes and accounts, for the terminal, the pages, `orc watch` and JSON.
 
 A table shows the columns that name it, in the order of this file. docs/extending/column.md adds one.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
@@ -40,7 +41,12 @@ class Column:
     def show(self, row: Mapping[str, Any], unknown: str = "-") -> str:
         """Return the text of the row's cell; `unknown` where it has no value."""
         value = row.get(self.key)  # an older service has no value of a newer column
-        return unknown if value is None else self.text_of(value)
+        return unknown if value in (None, "") else self.text_of(value)
+
+
+def local_second(at_s: float) -> str:
+    """Return a local time to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
 def _plan(job: Job) -> str | None:
@@ -58,7 +64,7 @@ def _uuids(attempt: Attempt) -> list[str]:
     return [beat.device_uuid for beat in beats if beat.device_uuid]
 
 
-COLUMNS: dict[type, tuple[Column, ...]] = {
+COLUMNS: dict[type | str, tuple[Column, ...]] = {
     Job: (
         Column("position", "#", "waiting", is_number=True),
         Column("id", "Job", "queue watch running waiting ended"),
@@ -158,6 +164,43 @@ COLUMNS: dict[type, tuple[Column, ...]] = {
             text_of=format_bytes,
         ),
         Column("maintenance", "Next maintenance", "nodes cards", is_long=True),
+    ),
+    "team": (
+        Column("name", "Team", "teams"),
+        Column("shares", "Shares", "teams", is_number=True),
+        Column("share", "Share", "teams", text_of="{:.0%}".format, is_number=True),
+        Column("used_share", "Used", "teams", text_of="{:.0%}".format, is_number=True),
+        Column("used_device_s", "Device time", "teams", text_of=format_seconds, is_number=True),
+        Column("held_devices", "Devices", "teams", is_number=True),
+        Column("quota", "Quota", "teams", is_number=True),
+        Column("borrowed", "Borrowed", "teams", is_number=True),
+        Column("running", "Runs", "teams", is_number=True),
+        Column("waiting", "Waits", "teams", is_number=True),
+    ),
+    "sweep": (
+        Column("id", "Sweep", "sweeps"),
+        Column("state", "Trials", "sweeps", is_long=True),
+        Column("best_text", "Best", "sweeps", is_long=True),
+        Column("job", "Trial", "trials"),
+        Column("value", "Value", "trials", text_of="{:.6g}".format, is_number=True),
+        Column("text", "Parameters", "trials", is_long=True),
+        Column("plan", "Plan", "trials", is_long=True),
+        Column("status", "Status", "trials"),
+    ),
+    "account": (
+        Column("id", "ID", "tokens", is_number=True),
+        Column("at_s", "At", "audit", text_of=local_second),
+        Column("name", "User", "users"),
+        Column("user", "User", "tokens audit"),
+        Column("role", "Role", "users audit"),
+        Column("action", "Action", "audit", is_long=True),
+        Column("status", "Status", "audit", is_number=True),
+        Column("request_id", "Request", "audit"),
+        Column("shown", "Token", "tokens", text_of="{}...".format),
+        Column("created_at_s", "Created", "tokens users", text_of=local_second),
+        Column("expires_at_s", "Expires", "tokens", text_of=local_second),
+        Column("used_at_s", "Last used", "tokens", text_of=local_second),
+        Column("revoked_at_s", "Revoked", "tokens", text_of=local_second),
     ),
 }
 
