@@ -11,12 +11,20 @@ import pytest
 
 from orchestrator.scheduling.base import sentences
 from orchestrator.scheduling.base.sentences import SENTENCES, reason_of, waiting_sentence
+from orchestrator.scheduling.options.probe import ONE_SAMPLE, is_of_batch
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.morning import morning_report
 from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.views.records import job_view
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import (
+    Attempt,
+    ErrorReport,
+    Evidence,
+    Failure,
+    FailureKind,
+    RankEnd,
+)
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.pending import Pending
@@ -141,6 +149,31 @@ def test_reports_differ_in_the_word_alone(make: Any, monkeypatch: pytest.MonkeyP
                 assert WORD in text, path
                 assert all(part in before[path] for part in text.split(WORD)), path
     assert changed > 10, "no sentence was replaced"
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail=f"ValueError: {ONE_SAMPLE}"),)),
+        Evidence(
+            errors=(
+                ErrorReport(
+                    rank=0, step=0, phase="forward", type="ValueError", traceback=ONE_SAMPLE
+                ),
+            )
+        ),
+    ],
+    ids=["log", "traceback"],
+)
+def test_a_probe_that_one_sample_cannot_train_is_known_by_what_the_program_said(
+    evidence: Evidence,
+) -> None:
+    _, launches = played(seen(node()), submitted(1, script({1: 10.0})))
+    attempt = replace(launches["job-1"], evidence=evidence)
+    attempt = replace(attempt, plan=replace(attempt.plan, micro_batch_size=1))
+    assert is_of_batch(attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD))
+    empty = replace(attempt, evidence=Evidence())
+    assert not is_of_batch(empty, Failure(kind=FailureKind.USER_ERROR, reason=ONE_SAMPLE))
 
 
 def test_a_wait_that_no_sentence_is_about_says_its_code() -> None:
