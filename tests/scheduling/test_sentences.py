@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from string import Formatter
 from typing import Any
 
 import pytest
@@ -174,6 +175,14 @@ def test_a_probe_that_one_sample_cannot_train_is_known_by_what_the_program_said(
     assert is_of_batch(attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD))
     empty = replace(attempt, evidence=Evidence())
     assert not is_of_batch(empty, Failure(kind=FailureKind.USER_ERROR, reason=ONE_SAMPLE))
+
+
+def test_a_sentence_has_the_facts_that_its_key_names() -> None:
+    for key, sentence in SENTENCES.items():
+        fields = [name for _, name, _, _ in Formatter().parse(sentence) if name is not None]
+        assert sorted(fields) == sorted(key.split()[1:]), key
+    # After a failure, the last event says why the job waits.
+    assert {key.split()[0] for key in SENTENCES} >= {*Pending} - {Pending.BACK_OFF}
 
 
 def test_a_wait_that_no_sentence_is_about_says_its_code() -> None:

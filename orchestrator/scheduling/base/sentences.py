@@ -13,51 +13,43 @@ from orchestrator.specs.pending import Facts, Pending
 
 NAMED_MAX = 3  # jobs in a sentence
 
-# By the code, and by the names of its facts.
-SENTENCES: dict[tuple[str, ...], str] = {
-    (Pending.CLUSTER_UNSEEN,): "waiting for the cluster to be seen",
-    (Pending.ARRAY_LIMIT, "array", "most"): (
-        "waits for others of the array {array}: at most {most} run at once"
-    ),
-    (Pending.ARRAY_LIMIT, "array", "first"): (
-        "waits for others of the array {array}: {first} goes first"
-    ),
-    (Pending.FOREIGN_MEMORY, "device"): "waits for memory that other processes hold on {device}",
-    (Pending.UNREADABLE, "places"): "waits for devices that cannot be read: {places}",
-    (Pending.NODES_AWAY,): "waits for nodes to come back",
-    (Pending.NODES_AWAY, "device"): "waits for nodes with {device} to come back",
-    (Pending.DRAIN, "node"): "waits for devices: {node} takes nothing new",
-    (Pending.DRAIN, "nodes"): "waits for devices: {nodes} take nothing new",
-    (Pending.MAINTENANCE, "nodes"): (
-        "waits for devices: it would not end before the maintenance of {nodes}"
-    ),
-    (Pending.MAINTENANCE, "nodes", "supposed"): (
+# By the code and the names of its facts, as the sentence has them.
+SENTENCES = {
+    "cluster_unseen": "waiting for the cluster to be seen",
+    "array_limit array most": "waits for others of the array {array}: at most {most} run at once",
+    "array_limit array first": "waits for others of the array {array}: {first} goes first",
+    "foreign_memory device": "waits for memory that other processes hold on {device}",
+    "unreadable places": "waits for devices that cannot be read: {places}",
+    "nodes_away": "waits for nodes to come back",
+    "nodes_away device": "waits for nodes with {device} to come back",
+    "drain node": "waits for devices: {node} takes nothing new",
+    "drain nodes": "waits for devices: {nodes} take nothing new",
+    "maintenance nodes": "waits for devices: it would not end before the maintenance of {nodes}",
+    "maintenance nodes supposed": (
         "waits for devices: it would not end before the maintenance of {nodes}"
         " (without `steps` {supposed} is supposed)"
     ),
-    (Pending.START_WINDOW, "start", "window"): "waits for {start} (start_window {window})",
-    (Pending.DEVICES,): "waits for devices",
-    (Pending.DEVICES, "devices", "device"): (
+    "start_window start window": "waits for {start} (start_window {window})",
+    "devices": "waits for devices",
+    "devices devices device": (
         "leaves room for shorter jobs before it takes {devices} free {device}"
     ),
-    ("elsewhere", "sentence", "avoided"): (
-        "{sentence} but {avoided}, where it ended for no known reason"
-    ),
-    (Pending.DEPENDENCY, "jobs"): "waits for {jobs}",
-    (Pending.DEPENDENCY, "jobs", "more"): "waits for {jobs} and {more} more",
-    ("after always", "job"): "{job}",
-    ("after success", "job"): "{job} to succeed",
-    ("asks", "question"): "asks: {question}",
-    ("held", "user"): "held by {user}",
-    ("suspended", "user"): "suspended by {user}",
-    ("release", "job"): "`orc release {job}` lets it start",
-    ("resume", "job"): "`orc resume {job}` lets it go on",
+    "elsewhere sentence avoided": "{sentence} but {avoided}, where it ended for no known reason",
+    "dependency jobs": "waits for {jobs}",
+    "dependency jobs more": "waits for {jobs} and {more} more",
+    "after_always job": "{job}",
+    "after_success job": "{job} to succeed",
+    "asks question": "asks: {question}",
+    "held user": "held by {user}",
+    "suspended user": "suspended by {user}",
+    "release job": "`orc release {job}` lets it start",
+    "resume job": "`orc resume {job}` lets it go on",
 }
 
 
 def _sentence(code: str, **facts: object) -> str:
     """Return the sentence of a code and its facts; for those of another version the code itself."""
-    return SENTENCES.get((code, *facts), code.replace("_", " ")).format(**facts)
+    return SENTENCES.get(" ".join((code, *facts)), code.replace("_", " ")).format(**facts)
 
 
 def waiting_sentence(code: Pending, facts: Facts) -> str:
@@ -86,7 +78,7 @@ def reason_of(job: Job) -> str:
 def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
     names = []
     for dependency in waits_for[:NAMED_MAX]:
-        names.append(_sentence(f"after {dependency.when}", job=dependency.job))
+        names.append(_sentence(f"after_{dependency.when}", job=dependency.job))
     more = len(waits_for) - NAMED_MAX
     if more > 0:
         return _sentence(Pending.DEPENDENCY, jobs=", ".join(names), more=more)

@@ -96,12 +96,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
         Column("ran", "Ran", "running ended", is_number=True),
         Column("expected_start", "Expected start", "waiting"),
         Column("expected_end", "Expected end", "running"),
-        Column(
-            "ended_at_s",
-            "Ended",
-            "ended",
-            value_of=lambda job: job.last.ended_at_s if job.last else None,
-        ),
+        Column("ended", "Ended", "ended"),
         Column("why", "Why", "queue watch", is_long=True),
     ),
     Attempt: (
