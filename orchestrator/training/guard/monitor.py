@@ -275,7 +275,8 @@ class Monitor:
         """Return the name that the driver has for this rank's device, which is asked once; "" before its first use."""
         cuda = self._cuda()
         if cuda is not None and not self._model:
-            with contextlib.suppress(RuntimeError):  # after a CUDA error
+            # After a CUDA error, and where a build of PyTorch lacks either: the rank goes on.
+            with contextlib.suppress(Exception):
                 self._model = str(cuda.get_device_name())
                 self._uuid = str(getattr(cuda.get_device_properties(), "uuid", ""))
         return self._model
