@@ -31,7 +31,8 @@ settings.load_profile("same")
 def _seeded() -> None:
     """Random numbers that a test draws without a generator of its own do not depend on the tests before it."""
     random.seed(SEED)
-    if numpy := sys.modules.get("numpy"):
+    # A thread of the test before may be importing either just now.
+    if hasattr(numpy := sys.modules.get("numpy"), "random"):
         numpy.random.seed(SEED)
-    if torch := sys.modules.get("torch"):
+    if hasattr(torch := sys.modules.get("torch"), "manual_seed"):
         torch.manual_seed(SEED)

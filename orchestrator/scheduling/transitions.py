@@ -98,7 +98,7 @@ def _apply_submitted(state: State, event: Submitted) -> tuple[State, tuple[Actio
         retry_of=event.retry_of,
         continues_from=event.continues_from,
         continues_step=event.continues_step,
-        reason=event.unreadable or "waiting for the cluster to be seen",
+        reason=event.unreadable,
         pending=Pending.CLUSTER_UNSEEN,
         unreadable=event.unreadable,
     )

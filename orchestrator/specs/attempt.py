@@ -244,6 +244,7 @@ class Heartbeat:
     cuda_version: str = ""  # that torch was built for; "" without CUDA
     driver_version: str = ""
     device_model: str = ""  # as its driver names it; "" before the rank has used it
+    device_uuid: str = ""  # the same; of a MIG instance its own
     reserved_bytes: int = 0  # that PyTorch's CUDA allocator held, highest so far; 0 without CUDA
     # free, or held by PyTorch's allocator; the least so far; None without CUDA
     allocator_room_bytes: int | None = None

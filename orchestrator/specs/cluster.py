@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BeforeValidator,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.device_kind import DeviceKind
@@ -29,7 +37,14 @@ LAUNCH_COST_S = 30.0
 TFLOPS_MAX = 1e6
 MULTIPROCESSORS_MAX = 100_000
 PRICE_MAX = 1e9
-DEVICE_ID_MAX = 1023  # of a device, as its driver counts
+DeviceId = int | str  # of a device, as its driver counts, or its UUID
+DEVICE_ID = re.compile(r"\d{1,4}|[A-Z]{2,8}-[\w/-]{1,80}")
+DEVICE_ID_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0, "maximum": 9999},
+        {"type": "string", "maxLength": 89},
+    ]
+}
 
 
 class DeviceSpec(SpecModel):
@@ -151,6 +166,13 @@ def _from_catalogue(device: object) -> Any:
     return {"name": device} | dict(DEVICES[device])
 
 
+def _check_device_id(device_id: DeviceId) -> DeviceId:
+    if not DEVICE_ID.fullmatch(str(device_id)):
+        allowed = "an index up to 9999, or a UUID, such as GPU-... or MIG-..."
+        raise SpecError("names no device", got=device_id, allowed=allowed)
+    return device_id
+
+
 class NodeSpec(SpecModel):
     """`count` equal nodes: one is named `name`, several are named `name0`, `name1`, ..."""
 
@@ -161,10 +183,13 @@ class NodeSpec(SpecModel):
     )
     count: int = Field(default=1, ge=1, le=65536, description="Number of such nodes.", examples=[8])
     devices: int = Field(ge=1, le=64, description="Devices per node.", examples=[8])
-    device_ids: tuple[Annotated[int, Field(ge=0, le=DEVICE_ID_MAX)], ...] = Field(
+    device_ids: tuple[
+        Annotated[DeviceId, AfterValidator(_check_device_id), WithJsonSchema(DEVICE_ID_SCHEMA)],
+        ...,
+    ] = Field(
         default=(),
-        description="Indices of the devices as their driver counts them, where the node has only some of a machine's; "
-        "empty: the first `devices`.",
+        description="Indices or UUIDs of the devices, where the node has not all of a machine's; empty: the first "
+        "`devices`.",
         examples=[[8, 9, 10, 11, 12, 13, 14, 15]],
     )
     device: Annotated[

@@ -9,7 +9,7 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.pending import Pending
+from orchestrator.specs.pending import Facts, Pending
 from orchestrator.specs.plan import Plan
 
 
@@ -37,8 +37,9 @@ class Job:
     order: int  # number of its submission, which breaks ties of priority
     submitted_at_s: float
     status: JobStatus = JobStatus.QUEUED
-    reason: str = ""  # why it waits, or why it ended
-    pending: Pending | None = None  # the code of that wait, as the last decision on it had it
+    reason: str = ""  # why it ended, or what its last event said; "": as `pending` says
+    pending: Pending | None = None  # why it waits, as the last decision on it had it
+    facts: Facts = ()  # of that wait
     not_before_s: float = 0.0  # end of the back-off after a failure
     array: str | None = None  # id of the first job of its array
     waits_for: tuple[Dependency, ...] = ()  # unfinished dependencies
@@ -51,6 +52,7 @@ class Job:
     continues_from: str | None = None
     continues_step: int = 0  # of that checkpoint
     asks: str = ""  # question to a person; until the answer it waits for no devices
+    answer: Facts = ()  # what would let it go on, as the API takes it
     asks_until_s: float = 0.0  # when it fails without an answer
     cancel_reason: str = ""  # the service's reason for cancelling; "" if a person cancelled
     attempts: tuple[Attempt, ...] = ()

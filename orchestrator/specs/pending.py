@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from orchestrator.specs.str_enum import StrEnum
 
+# Names and values beside a code, which a sentence about it is made of.
+Facts = tuple[tuple[str, str | int], ...]
+
 
 class Pending(StrEnum):
     """Why a queued job waits."""

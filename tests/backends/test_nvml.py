@@ -75,6 +75,7 @@ def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
             "busy_percent": 97,
             "processes": [{"pid": 41, "used_bytes": 60 * MIB}, {"pid": 42, "used_bytes": 40 * MIB}],
             "error": None,
+            "instances": [],
         },
         {
             "index": 1,
@@ -88,10 +89,34 @@ def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
             "busy_percent": 0,
             "processes": [],
             "error": None,
+            "instances": [],
         },
     ]
     second = ask("ok\n1000 700 0 -\n2000 0 0 -\n")
     assert [device["free_bytes"] for device in second["devices"]] == [300 * MIB, 2000 * MIB]
+
+
+def test_a_mig_instance_has_a_uuid_and_memory_of_its_own(ask: Ask) -> None:
+    first, second = ask("ok\n8000 0 0 -\n8000 100 0 - mig=1 slices=1000,0,4000\n")["devices"]
+    assert (first["uuid"], first["instances"]) == ("GPU-00000000-aaaa", [])
+    assert [
+        (part["index"], part["uuid"], part["free_bytes"], part["error"])
+        for part in second["instances"]
+    ] == [
+        (0, "MIG-00000001-0", 1000 * MIB, None),
+        (1, "MIG-00000001-2", 4000 * MIB, None),
+    ]
+    assert ask("ok\n8000 0 0 - mig=1\n")["devices"][0]["instances"] == []
+
+
+def test_a_device_that_this_process_may_not_open_is_not_counted(ask: Ask) -> None:
+    """Slurm with ConstrainDevices: CUDA counts the others from 0, and NVML names all of the machine."""
+    devices = ask("ok\n1000 0 2 -\n2000 0 0 -\n3000 0 1 -\n4000 0 0 -\n")["devices"]
+    assert [(device["index"], device["uuid"], device["error"]) for device in devices] == [
+        (0, "GPU-00000001-aaaa", None),
+        (1, "", "GPU is lost"),
+        (2, "GPU-00000003-aaaa", None),
+    ]
 
 
 def test_a_lost_device_has_nothing_free_and_hides_no_other(ask: Ask) -> None:
@@ -126,7 +151,7 @@ def test_no_failure_of_the_driver_is_an_exception(
         monkeypatch.setattr(nvml.pynvml, name, fail if name == call else lambda: 0)
     reading = nvml.devices()
     assert (reading.error is None) == (call == "nvmlShutdown")
-    assert nvml.rates(0) is None
+    assert nvml.rates(nvml.NvmlDevice(index=0)) is None
 
 
 def test_a_driver_that_does_not_answer_is_data_and_may_come_back(ask: Ask) -> None:

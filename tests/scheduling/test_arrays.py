@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.base.pending import pending
+from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Event, Submitted
@@ -34,7 +35,8 @@ def test_the_next_of_an_array_starts_when_one_has_left_its_devices() -> None:
     state, launches = played(*events)
     assert set(launches) == {"job-1", "job-2"}
     assert (
-        state.jobs["job-3"].reason == "waits for others of the array job-1: at most 2 run at once"
+        reason_of(state.jobs["job-3"])
+        == "waits for others of the array job-1: at most 2 run at once"
     )
     assert pending(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
     assert "job-3" in played(*events, *gone(2, 50.0))[1]
@@ -59,7 +61,7 @@ def test_the_jobs_of_a_comparison_start_in_their_turns_however_long_they_are() -
     for number in range(1, 6):
         state, launches = played(*events)
         assert list(launches) == [f"job-{order}" for order in range(1, number + 1)]
-        assert state.jobs["job-6"].reason.startswith("waits for others of the array job-1: ")
+        assert reason_of(state.jobs["job-6"]).startswith("waits for others of the array job-1: ")
         events += gone(number, 100.0 * number)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.queue.demand import devices_wanted, record_demand
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
@@ -51,7 +52,7 @@ def test_two_long_jobs_do_not_close_a_cluster_that_short_ones_come_to() -> None:
     state, launched = played(*before, submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
     assert "job-11" in launched
     assert "job-12" not in launched
-    assert "room for shorter jobs" in state.jobs["job-12"].reason
+    assert "room for shorter jobs" in reason_of(state.jobs["job-12"])
     state, launched = played(
         *before,
         submitted(11, long, 10_020.0),

@@ -18,6 +18,7 @@ from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.pending import pending
+from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.actions import Launch, Record
@@ -235,7 +236,10 @@ def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() 
         State(nodes=nodes), Submitted(job_id="lm-1", order=1, spec=spec, at_s=0.0)
     )
     assert not any(isinstance(action, Launch) for action in actions)
-    assert state.jobs["lm-1"].reason == "waits for memory that other processes hold on rtx4090-24gb"
+    assert (
+        reason_of(state.jobs["lm-1"])
+        == "waits for memory that other processes hold on rtx4090-24gb"
+    )
     assert pending(state.jobs["lm-1"], state.at_s) is Pending.FOREIGN_MEMORY
 
 

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.memory.calibration.calibrate import calibration, select_newest
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch
@@ -425,8 +426,9 @@ def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_
     night.submit(unknown("other", global_batch_size=1, knobs=other))
     night.end()
     job = night.job()
-    assert (job.status, job.reason) == (JobStatus.QUEUED, f"asks: {job.asks}")
+    assert (job.status, reason_of(job)) == (JobStatus.QUEUED, f"asks: {job.asks}")
     assert "`orc retry unknown-1 --global-batch-size 8`" in job.asks
+    assert job.answer == (("global_batch_size", 8),)
     assert night.launched[-1].job_id == "other-2", "who waited has its device"
     night.end()
     night.tell(

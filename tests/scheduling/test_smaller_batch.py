@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.planning.render import script_command
-from orchestrator.scheduling.options.asks import answer_of, with_allowed, with_global_batch
+from orchestrator.scheduling.options.asks import with_allowed, with_global_batch
 from orchestrator.specs.actions import Archive
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, RetryRequested
@@ -82,11 +82,8 @@ def test_a_job_that_does_not_allow_another_training_asks_and_goes_on_by_its_rule
     assert job.status is JobStatus.QUEUED
     assert "`orc retry unknown-1 --allow semantic`" in job.asks
     assert "8 samples a step and a smaller learning rate 0.05" in job.asks
-    answer = answer_of(job.asks)
-    assert answer == {"allow": "semantic"}
-    assert answer_of("`orc retry lm-1 --global-batch-size 8` goes on") == {"global_batch_size": 8}
-    assert answer_of("unknown") == {}
-    allowed = with_allowed(job.spec, answer["allow"], None)
+    assert job.answer == (("allow", "semantic"),)
+    allowed = with_allowed(job.spec, "semantic", None)
     night.tell(RetryRequested(job_id=job.id, spec=allowed, at_s=night.tick()))
     assert night.launched[-1].plan.global_batch_size == 8
     assert night.job().spec.learning_rate == pytest.approx(0.05)

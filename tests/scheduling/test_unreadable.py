@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.pending import pending
+from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.reports.waiting import Waits
@@ -52,7 +53,7 @@ def test_a_job_waits_for_a_device_that_cannot_be_read_and_says_so(
     job = state.jobs["job-1"]
     assert not launches
     assert pending(job, state.at_s) is Pending.UNREADABLE
-    assert job.reason == f"waits for devices that cannot be read: {places}"
+    assert reason_of(job) == f"waits for devices that cannot be read: {places}"
     assert places in Waits(state).why(job)
     assert "other processes" not in Waits(state).why(job)
     state, launches = played(seen(broken("a", *errors)), submitted(1, spec), seen(node("a")))  # type: ignore[arg-type]

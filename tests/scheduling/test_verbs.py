@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling import scheduler, transitions
-from orchestrator.scheduling.base.holds import shown_reason
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.pending import pending
+from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.base.time_limits import with_team_limit
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduler import Scheduler

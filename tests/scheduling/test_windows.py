@@ -7,6 +7,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
@@ -36,7 +37,9 @@ def test_a_job_waits_for_its_hours_and_is_woken_when_they_begin() -> None:
     state, launches = played(*events)
     assert launches == {}
     assert Scheduler(state).wake_at_s() == 22 * HOUR_S
-    assert state.jobs["job-1"].reason == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
+    assert (
+        reason_of(state.jobs["job-1"]) == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
+    )
     _, launches = played(*events, TimerFired(at_s=22 * HOUR_S))
     assert launches["job-1"].launched_at_s == 22 * HOUR_S
 

@@ -21,6 +21,7 @@ from orchestrator.service.terminal.tables import (
     job_panel,
     promise_words,
     queue_table,
+    teams_table,
 )
 from orchestrator.service.views.records import (
     in_order,
@@ -28,7 +29,6 @@ from orchestrator.service.views.records import (
     observations_from_view,
     observations_view,
 )
-from orchestrator.service.views.teams import teams_table
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder

@@ -121,10 +121,45 @@ def test_several_kinds_on_one_node_are_an_error(find: Find) -> None:
     assert "1 x NVIDIA H100 80GB HBM3, 1 x NVIDIA H100L" in error
 
 
-def test_a_card_that_is_cut_by_mig_is_an_error_that_says_how_to_mend_it(find: Find) -> None:
+def test_a_card_in_mig_mode_without_instances_is_an_error_that_says_how_to_mend_it(
+    find: Find,
+) -> None:
     error = find(H100, f"{H100} mig=1")["error"]
     assert "MIG on 1" in error
     assert "nvidia-smi -i 1 -mig 0" in error
+
+
+def test_mig_instances_are_devices_with_their_own_memory_and_are_named_by_uuid(find: Find) -> None:
+    cut = f"{UNKNOWN} mig=1 slices=24000,0,24000"
+    answer = find(cut)
+    (node,) = found_cluster(answer).nodes
+    assert (node.devices, node.device_ids) == (2, ("MIG-00000000-0", "MIG-00000000-2"))
+    assert node.device.memory == 24000 * 2**20
+    assert node.device.fp32_tflops == pytest.approx(60.3 * 24000 / (97871 - 551), rel=0.01)
+    assert "`gpus: 1`" in " ".join(answer["notes"])
+    alone = found_cluster(find(cut, CUDA_VISIBLE_DEVICES="MIG-00000000-2")).nodes[0]
+    assert (alone.devices, alone.device_ids) == (1, ("MIG-00000000-2",))
+    assert "a device in MIG mode" in find(cut, CUDA_VISIBLE_DEVICES="0")["error"]
+    several = found_cluster(
+        find(H100, H100, cut, CUDA_VISIBLE_DEVICES="MIG-00000002-0,MIG-00000002-2")
+    )
+    assert several.nodes[0].device_ids == ("MIG-00000002-0", "MIG-00000002-2")
+    assert "several kinds" in find(H100, cut)["error"]
+
+
+def test_devices_that_slurm_gives_are_those_that_cuda_counts(find: Find) -> None:
+    """ConstrainDevices closes the others, and CUDA counts from 0; without it all are open."""
+    closed = H100.replace(" 0 -", " 2 -", 1)
+    for cards, variables, device_ids in (
+        ((closed, closed, H100, H100), {"CUDA_VISIBLE_DEVICES": "0,1"}, ()),
+        ((closed, closed, H100, H100), {}, ()),
+        ((closed, H100, H100), {"CUDA_VISIBLE_DEVICES": "1"}, (1,)),
+        ((H100, H100), {"CUDA_VISIBLE_DEVICES": "0,1"}, ()),
+        ((H100, H100, H100, H100), {"CUDA_VISIBLE_DEVICES": "2,3"}, (2, 3)),
+        ((closed, H100, H100), {"CUDA_VISIBLE_DEVICES": "GPU-00000002"}, (1,)),
+    ):
+        node = found_cluster(find(*cards, **variables)).nodes[0]
+        assert node.device_ids == device_ids, (cards, variables)
 
 
 def test_memory_that_others_hold_and_cards_that_are_lost_are_told(find: Find) -> None:

@@ -79,9 +79,10 @@ def test_the_telling_line_of_an_empty_excerpt_is_empty() -> None:
 
 def test_a_question_stands_on_the_page_with_a_button_that_answers_it(world: World) -> None:
     job_id = world.submit()
-    asks = f"no plan is left. `orc retry {job_id} --allow semantic` goes on with semantic changes"
+    asks = "no plan is left, whatever this sentence says"
     job = world.controller.state.jobs[job_id]
     asking = replace(job, status=JobStatus.QUEUED, attempts=(), asks=asks, reason=f"asks: {asks}")
+    asking = replace(asking, answer=(("allow", "semantic"),))
     world.controller._state = replace(world.controller.state, jobs=Jobs([asking]))
     for path in ("/ui/overview", f"/ui/jobs/{job_id}"):
         text = html.unescape(world.client.get(path).text)

@@ -55,7 +55,7 @@ def test_a_row_has_a_bounded_number_of_jobs_and_the_filter_shows_all_of_them() -
     (row,) = queue(jobs, Filter())["waiting"]
     assert (len(row["members"]), row["more"]) == (MEMBERS_MAX, 3)
     rows = queue([*jobs, *array("b", ENDS)], Filter(array="a-0"))["waiting"]
-    assert [row["job"]["id"] for row in rows] == [job.id for job in jobs]
+    assert [row["id"] for row in rows] == [job.id for job in jobs]
 
 
 def test_an_array_unfolds_without_javascript_and_is_cancelled_as_a_whole(world: World) -> None:

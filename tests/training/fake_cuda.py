@@ -18,6 +18,10 @@ def get_device_name():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     return "Fake Card"
 
+class Properties:
+    uuid = "3c1f-slice-2"
+
+torch.cuda.get_device_properties = Properties
 torch.cuda.is_initialized = lambda: True
 torch.cuda.get_device_name = get_device_name
 torch.cuda.max_memory_allocated = lambda: 0

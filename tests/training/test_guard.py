@@ -355,6 +355,7 @@ def test_the_room_of_the_allocator_on_a_cuda_device_is_its_minimum_so_far(tmp_pa
     assert guarded.read("heartbeat")["allocator_room_bytes"] == 300 * MIB
     assert guarded.read("heartbeat")["reserved_bytes"] == 100 * MIB
     assert guarded.read("heartbeat")["device_model"] == "Fake Card"
+    assert guarded.read("heartbeat")["device_uuid"] == "3c1f-slice-2"
     assert guarded.read("heartbeat")["python_version"] == platform.python_version()
 
 

@@ -20,7 +20,7 @@ from orchestrator.planning.render import (
     script_command,
 )
 from orchestrator.specs.attempt import Attempt, Placement
-from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.cluster import DeviceId, DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
@@ -52,10 +52,12 @@ class LaunchNode:
     device: DeviceSpec
     devices: int
     cpus: int
-    device_ids: tuple[int, ...] = ()  # of the driver, in the order of our indices; (): the same
+    device_ids: tuple[
+        DeviceId, ...
+    ] = ()  # of the driver, in the order of our indices; (): the same
 
-    def driver_ids(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """Return the driver's indices of these devices."""
+    def driver_ids(self, devices: Sequence[int]) -> tuple[DeviceId, ...]:
+        """Return these devices as the driver names them."""
         if not self.device_ids:
             return tuple(devices)
         return tuple(self.device_ids[index] for index in devices)

@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import open_to_append, read_json
 from orchestrator.backends.devices.nvml import NvmlDevice
 from orchestrator.backends.devices.readers import read_devices
+from orchestrator.specs.cluster import DeviceId
 from orchestrator.specs.metric_row import is_bounded_number
 from orchestrator.specs.run import AttemptFolder
 
@@ -32,7 +33,9 @@ class Watched:
     devices: tuple[int, ...]
     is_alone: bool = True  # the attempt has one node; else the names contain the node
     driver: str = "nvml"  # that reads the devices; "" on virtual ones
-    device_ids: tuple[int, ...] = ()  # of all devices of the node, as the driver counts; (): all
+    device_ids: tuple[
+        DeviceId, ...
+    ] = ()  # of all devices of the node, as the driver counts; (): all
 
 
 class Sampler:

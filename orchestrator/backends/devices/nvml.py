@@ -6,10 +6,13 @@ A missing driver is no exception.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pynvml
+
+from orchestrator.specs.replace import replace
 
 # Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py),
 # doubled per generation.
@@ -32,6 +35,8 @@ class NvmlProcess:
 class NvmlDevice:
     """A device, in PCI bus order. An unreadable device has an `error` and 0 bytes free."""
 
+    # as CUDA counts in this order: among the devices that this process may open; of a MIG instance
+    # its place on its device
     index: int
     name: str = ""
     uuid: str = ""  # as CUDA_VISIBLE_DEVICES may name it; "" where the driver does not say
@@ -44,6 +49,7 @@ class NvmlDevice:
     busy_percent: int | None = None
     processes: tuple[NvmlProcess, ...] = ()
     error: str | None = None
+    instances: tuple[NvmlDevice, ...] = ()  # of MIG: programs run on these alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +67,12 @@ def devices() -> NvmlReading:
     except FAULTS as error:
         return NvmlReading(error=f"NVML does not start: {error}")
     try:
-        return NvmlReading(
-            devices=tuple(_device(index) for index in range(pynvml.nvmlDeviceGetCount()))
-        )
+        readings = list[NvmlDevice]()
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            # One that a control group hides, as Slurm's ConstrainDevices does, CUDA does not count.
+            with suppress(pynvml.NVMLError_NoPermission):
+                readings.append(_whole_device(number, len(readings)))
+        return NvmlReading(devices=tuple(readings))
     except FAULTS as error:
         return NvmlReading(error=f"NVML does not answer: {error}")
     finally:
@@ -84,18 +93,39 @@ class NvmlRates:
     pcie_bandwidth: float | None
 
 
-def rates(index: int) -> NvmlRates | None:
-    """Return the rates of the device with this index; None where it cannot be read. Never raises."""
+def rates(device: NvmlDevice) -> NvmlRates | None:
+    """Return the rates of a device; None where it cannot be read. Never raises.
+
+    A MIG instance has the share of its device's rates that it has of the memory, which NVML tells of all: slices of
+    memory and of processors differ by a seventh or so (MIG User Guide, "MIG Device Names"). It has no links.
+    """
     try:
         pynvml.nvmlInit()
     except FAULTS:
         return None
     try:
-        return _rates(pynvml.nvmlDeviceGetHandleByIndex(index))
+        handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
+        parent = _query(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, handle)
+        if parent is None:
+            return _rates(handle)
+        return _share_of(_rates(parent), _cuda_bytes(handle))
     except FAULTS:
         return None
     finally:
         _query(pynvml.nvmlShutdown)
+
+
+def _share_of(whole: NvmlRates, cuda_bytes: int) -> NvmlRates:
+    """Return the rates of a MIG instance with these bytes of its device's."""
+    share = cuda_bytes / max(1, whole.cuda_bytes)
+    return replace(
+        whole,
+        cuda_bytes=cuda_bytes,
+        has_mig=False,
+        fp32_flops=whole.fp32_flops and share * whole.fp32_flops,
+        memory_bandwidth=whole.memory_bandwidth and share * whole.memory_bandwidth,
+        nvlink_bandwidth=0.0,
+    )
 
 
 def _rates(handle: object) -> NvmlRates:
@@ -152,9 +182,27 @@ def _nvlink_bandwidth(handle: object) -> float:
     return float(1e6 * reply[0].value.uiVal * sum(map(bool, links)))
 
 
-def _device(index: int) -> NvmlDevice:
+def _whole_device(number: int, index: int) -> NvmlDevice:
+    """Return the device with NVML's number, and its MIG instances. Raises NoPermission where it is not ours."""
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+    except pynvml.NVMLError_NoPermission:
+        raise
+    except FAULTS as error:
+        return NvmlDevice(index=index, error=str(error))
+    mode = _query(pynvml.nvmlDeviceGetMigMode, handle)
+    if not mode or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return _device(handle, index)
+    instances = list[NvmlDevice]()
+    for slot in range(_query(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        instance = _query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
+        if instance is not None:
+            instances.append(_device(instance, len(instances)))
+    return replace(_device(handle, index), instances=tuple(instances))
+
+
+def _device(handle: object, index: int) -> NvmlDevice:
+    try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         if (
             not 0 <= memory.free <= memory.total

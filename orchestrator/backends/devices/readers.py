@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.backends.devices import nvml
-from orchestrator.backends.devices.nvml import NvmlReading
+from orchestrator.backends.devices.nvml import NvmlDevice, NvmlReading
+from orchestrator.specs.cluster import DeviceId
 from orchestrator.specs.replace import replace
 
 READERS: Mapping[str, Callable[[], NvmlReading]] = {"nvml": nvml.devices}
 
 
-def read_devices(driver: str, device_ids: Sequence[int] = ()) -> NvmlReading:
+def read_devices(driver: str, device_ids: Sequence[DeviceId] = ()) -> NvmlReading:
     """Return the driver's reading of a node's devices. Never raises: an unknown driver is an error.
 
-    `device_ids` are the driver's indices of the node's devices, which are numbered from 0 in the reading; (): all.
+    `device_ids` name the node's devices, which are numbered from 0 in the reading, by the driver's index or by UUID, as
+    MIG instances are; (): all.
     """
     reader = READERS.get(driver)
     if reader is None:
@@ -22,11 +24,13 @@ def read_devices(driver: str, device_ids: Sequence[int] = ()) -> NvmlReading:
     reading = reader()
     if not device_ids:
         return reading
-    numbers = {device_id: number for number, device_id in enumerate(device_ids)}
+    by_id: dict[DeviceId, NvmlDevice] = {}
+    for device in reading.devices:
+        by_id[device.index] = device
+        by_id |= {part.uuid: part for part in (device, *device.instances) if part.uuid}
     devices = [
-        replace(device, index=numbers[device.index])
-        for device in reading.devices
-        if device.index in numbers
+        replace(by_id[device_id], index=number)
+        for number, device_id in enumerate(device_ids)
+        if device_id in by_id
     ]
-    devices.sort(key=lambda device: device.index)
     return NvmlReading(devices=tuple(devices), error=reading.error)

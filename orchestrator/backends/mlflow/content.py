@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from orchestrator.backends.redaction import Hide
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
-from orchestrator.scheduling.base.holds import shown_reason
+from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.failures.out_of_memory import caught_count
 from orchestrator.scheduling.reports.comparison import Comparison

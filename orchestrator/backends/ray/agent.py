@@ -29,6 +29,7 @@ from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.ray import connection
 from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.cluster import DeviceId
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
@@ -51,7 +52,7 @@ class Calls:
             raise ClusterAway(f"Ray does not answer: {error}") from error
 
     def read_devices(
-        self, node_id: str, name: str, driver: str = "nvml", device_ids: tuple[int, ...] = ()
+        self, node_id: str, name: str, driver: str = "nvml", device_ids: tuple[DeviceId, ...] = ()
     ) -> NvmlReading:
         """Return the driver's reading of a node. No answer within 20 s gives a reading with an error."""
         task: Any = ray.remote(num_cpus=0, max_retries=0)(read_devices)

@@ -12,7 +12,7 @@ from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.ray.link import Link, read_devices
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceId, DeviceSpec, NodeSpec
 
 NODE_LABEL, DEVICE_LABEL = "orc-node", "orc-device"
 
@@ -91,8 +91,8 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
     return nodes
 
 
-def _device_ids(spec: NodeSpec | None, devices: int) -> tuple[int, ...]:
-    """The driver's indices of a node's devices; () where Ray has other devices than the cluster file."""
+def _device_ids(spec: NodeSpec | None, devices: int) -> tuple[DeviceId, ...]:
+    """The node's devices as the driver names them; () where Ray has other devices than the cluster file."""
     if spec is None or len(spec.device_ids) != devices:
         return ()
     return spec.device_ids

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_move, request_migration
+from orchestrator.scheduling.base.sentences import describe_holder
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.events import UpdateRequested
-from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
@@ -36,23 +36,10 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
         return with_job(state, replace(job, reason=reason)), ()
     if was_held:
         return with_job(state, job), ()
-    job = replace(job, starts_by_s=None, reason=job.reason if job.waits_for else "")
+    job = replace(job, starts_by_s=None, reason="", pending=None, facts=())
     if can_move(job):
-        job, stop = request_migration(job, _holder(job), event.at_s)
+        job, stop = request_migration(job, describe_holder(job), event.at_s)
         return with_job(state, job), (stop,)
     if job.last is not None:  # what is kept for its next attempt
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, held_placement=())))
     return with_job(state, job), ()
-
-
-def shown_reason(job: Job) -> str:
-    """Return why the job waits or ended, with its holder and the command that releases it, where it is held."""
-    if job.held_by is None or job.status.ended:
-        return job.reason
-    verb, effect = ("resume", "lets it go on") if job.attempts else ("release", "lets it start")
-    command = f"`orc {verb} {job.id}` {effect}"
-    return "; ".join(filter(None, (_holder(job), job.reason, command)))
-
-
-def _holder(job: Job) -> str:
-    return f"{'suspended' if job.attempts else 'held'} by {job.held_by}"

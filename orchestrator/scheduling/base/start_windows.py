@@ -8,6 +8,7 @@ from math import inf
 
 from orchestrator.specs.clock import Window, local_text
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.pending import Facts
 
 SPANS = 8  # that are looked at: those of a week and one more, as some are shorter than others
 
@@ -70,7 +71,8 @@ def is_open(spec: JobSpec, at_s: float) -> bool:
     return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s
 
 
-def why_closed(spec: JobSpec, start_s: float) -> str:
-    """Return why a job with a start window waits until `start_s`, as text."""
+def window_facts(spec: JobSpec, start_s: float) -> Facts:
+    """Return the facts of why a job with a start window waits until `start_s`."""
     assert spec.start_window is not None, spec.name
-    return f"waits for {local_text(start_s, spec.start_window.zone)} (start_window {spec.start_window})"
+    start = local_text(start_s, spec.start_window.zone)
+    return (("start", start), ("window", str(spec.start_window)))

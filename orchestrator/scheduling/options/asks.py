@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orchestrator.planning.ways_out import with_batch_knobs
 from orchestrator.scheduling.base.node_groups import Group
@@ -15,6 +14,7 @@ from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.pending import Facts
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
@@ -25,6 +25,7 @@ class Question(NamedTuple):
     """A question to a person, since only a plan that changes the training is left."""
 
     text: str  # with the command that allows it; if already allowed, the change that the job makes
+    answer: Facts = ()  # what that command allows, as the API takes it
     # job with the change that its own file allows; None: a person must allow it
     allowed: JobSpec | None = None
 
@@ -47,23 +48,15 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
                 return Question(text, allowed=spec)
     if job.last is None or not ran_out(job.last):
         return None
-    for spec, option, meaning in _changes(job.spec):
+    for spec, name, value, meaning in _changes(job.spec):
         if _has_plan(state, replace(job, spec=spec), groups):
-            command = f"`orc retry {job.id} {option}`"
+            command = f"`orc retry {job.id} --{name.replace('_', '-')} {value}`"
             knobs = _describe_missing_knobs(state, job, groups)
             return Question(
-                f"no plan of the same training is left{knobs}. {command} goes on with {meaning}"
+                f"no plan of the same training is left{knobs}. {command} goes on with {meaning}",
+                answer=((name, value),),
             )
     return None
-
-
-def answer_of(text: str) -> dict[str, Any]:
-    """Return the answer that a question's command gives, as the API takes it; empty where the text has no command."""
-    if match := re.search(
-        r"`orc retry \S+ --(?:allow (numeric|semantic)|global-batch-size (\d+))`", text
-    ):
-        return {"allow": match[1]} if match[1] else {"global_batch_size": int(match[2])}
-    return {}
 
 
 def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> str:
@@ -135,21 +128,21 @@ def _in_words(spec: JobSpec) -> str:
     return f"{spec.global_batch_size} samples a step and {'the same' if is_same else 'a smaller'} learning rate{rate}"
 
 
-def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str]]:
-    """Yield the job with each change that a person may allow, the option that allows it, and what it means."""
+def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
+    """Yield the job with each change that a person may allow, the option and value that allow it, and what it means."""
     for wider in (Degradation.NUMERIC, Degradation.SEMANTIC):
         if wider > spec.degrade.limit:
             word = wider.name.lower()
             degrade = spec.degrade.model_copy(update={"allow": word})
-            allowed, option = spec.model_copy(update={"degrade": degrade}), f"--allow {word}"
-            yield allowed, option, f"{word} changes"
+            allowed = spec.model_copy(update={"degrade": degrade})
+            yield allowed, "allow", word, f"{word} changes"
             if wider is Degradation.SEMANTIC and degrade.global_batch_size is not None:
-                yield from (
-                    (smaller, option, _in_words(smaller)) for smaller in smaller_batches(allowed)
-                )
+                for smaller in smaller_batches(allowed):
+                    yield smaller, "allow", word, _in_words(smaller)
     if spec.degrade.global_batch_size is None:
         for smaller in smaller_batches(spec):
-            yield smaller, f"--global-batch-size {smaller.global_batch_size}", _in_words(smaller)
+            batch = smaller.global_batch_size
+            yield smaller, "global_batch_size", batch, _in_words(smaller)
 
 
 def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None) -> JobSpec:

@@ -72,9 +72,12 @@ def probe_of(
 
 def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
     """Return whether a probe failed only because batch normalisation cannot train on one sample."""
-    return (
-        attempt.plan.micro_batch_size == 1 and ONE_SAMPLE in f"{failure.reason}\n{failure.excerpt}"
-    )
+    evidence = attempt.evidence
+    if evidence is None or attempt.plan.micro_batch_size != 1:
+        return False
+    texts = [failure.excerpt, *(error.traceback for error in evidence.errors)]
+    texts += [end.log_tail for end in evidence.ranks]
+    return any(ONE_SAMPLE in text for text in texts)
 
 
 def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:

@@ -72,7 +72,7 @@ def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Coll
         for dependency in job.spec.depends_on
         if dependency.job in jobs and not jobs[dependency.job].status.ended
     )
-    return replace(job, waits_for=waits_for, reason=_reason(waits_for) or job.reason)
+    return replace(job, waits_for=waits_for)
 
 
 def on_dependency_ended(job: Job, ended: Job) -> Job:
@@ -81,7 +81,7 @@ def on_dependency_ended(job: Job, ended: Job) -> Job:
     if not all(_is_met(dependency, ended.status) for dependency in wanted):
         return _in_vain(job, ended.id, ENDED[ended.status])
     waits_for = tuple(dependency for dependency in job.waits_for if dependency.job != ended.id)
-    return replace(job, waits_for=waits_for, reason=_reason(waits_for) or f"{ended.id} has ended")
+    return replace(job, waits_for=waits_for, reason="")
 
 
 def _is_met(dependency: Dependency, status: JobStatus) -> bool:
@@ -95,17 +95,3 @@ def _in_vain(job: Job, other: str, ended: str) -> Job:
         waits_for=(),
         reason=f"was to run after {other}, which {ended}",
     )
-
-
-def _reason(waits_for: Sequence[Dependency]) -> str:
-    if not waits_for:
-        return ""
-    names = ", ".join(
-        dependency.job if dependency.when == "always" else f"{dependency.job} to succeed"
-        for dependency in waits_for[:NAMED_MAX]
-    )
-    more = len(waits_for) - NAMED_MAX
-    return f"waits for {names}" + (f" and {more} more" if more > 0 else "")
-
-
-NAMED_MAX = 3  # in a reason

@@ -13,6 +13,7 @@ from orchestrator.planning.explain import nearest
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
@@ -156,7 +157,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         strategy=strategy_of(last.plan),
         plan=in_short(last.plan),
         outcome=_outcome(job),
-        reason=job.reason,
+        reason=reason_of(job),
         devices=devices,
         device=last.device,
         capacity_bytes=None if device is None else device.memory,
@@ -198,7 +199,7 @@ def _predicted_row(state: State, job: Job) -> Row:
         strategy=in_words(job.spec.plan) if plan is None else strategy_of(plan),
         plan=in_words(job.spec.plan) if plan is None else in_short(plan),
         outcome=outcome,
-        reason=job.reason,
+        reason=reason_of(job),
         devices=None if plan is None else plan.world_size,
         device=None if device is None else device.name,
         capacity_bytes=None if device is None else device.memory,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.holds import shown_reason
+from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.scheduling.reports.cost import prices, sum_spent

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.sentences import reason_of, waiting_sentence
 from orchestrator.scheduling.base.shape import Shape
-from orchestrator.scheduling.base.start_windows import why_closed
+from orchestrator.scheduling.base.start_windows import window_facts
 from orchestrator.scheduling.failures.places import avoided_devices, is_sent_elsewhere
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
 from orchestrator.scheduling.placement.availability import Slot
@@ -122,20 +123,22 @@ class Waits:
         """Return why the job waits, as text; the stored reason of a job that does not wait for devices."""
         state, index = self._state, self._index
         if not _waits_for_devices(job, state):
-            return job.reason
+            return reason_of(job)
+        if not state.nodes and job.pending is Pending.DEVICES:
+            return waiting_sentence(Pending.NODES_AWAY, ())
         if not state.nodes:
-            return (
-                job.reason if job.pending is not Pending.DEVICES else "waits for nodes to come back"
-            )
+            return reason_of(job)
         promised = Counter(
             {job.array: 1} if job.id in self._numbers else {}
         )  # what is promised to the job itself
         if limited := array_limit_reason(index, job, self._arrays - promised):
-            return limited.reason
+            return waiting_sentence(limited.code, limited.facts)
         waiting, offers = self._offers(job)
         if not offers:
             outcome = wait_reason(state, index, waiting)
-            return outcome.reason if isinstance(outcome, Wait) else job.reason
+            if isinstance(outcome, Wait):
+                return waiting_sentence(outcome.code, outcome.facts)
+            return reason_of(job)
         blocked = self._blocked(waiting, offers)
         if not blocked:
             return self._needed(waiting, offers)
@@ -343,9 +346,9 @@ class Waits:
         start_s, blocked = min(times_s, key=lambda pair: pair[0])
         needed, device = blocked.offer.entry.devices, blocked.offer.pool.group.hardware.device.name
         if start_s > at_s and spec.start_window is not None:
-            return why_closed(spec, start_s)
+            return waiting_sentence(Pending.START_WINDOW, window_facts(spec, start_s))
         if start_s > at_s:
-            return f"leaves room for shorter jobs before it takes {needed} free {device}"
+            return waiting_sentence(Pending.DEVICES, (("devices", needed), ("device", device)))
         if (
             self._index.policy.reservations_max == 0
             and (before := self._before(waiting)) is not None

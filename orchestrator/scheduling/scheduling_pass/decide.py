@@ -14,7 +14,7 @@ from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.start_windows import hours_of, why_closed
+from orchestrator.scheduling.base.start_windows import hours_of, window_facts
 from orchestrator.scheduling.failures.places import (
     Device,
     avoided_devices,
@@ -38,7 +38,7 @@ from orchestrator.specs.attempt import Placement
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.pending import Pending
+from orchestrator.specs.pending import Facts, Pending
 from orchestrator.specs.state import Reservation, State
 
 NAMED_MAX = 3  # nodes in a reason
@@ -61,14 +61,11 @@ class StartDecision:
     passed_over: str | None  # why it is chosen over the fastest plan
 
 
-FOR_DEVICES = "waits for devices"
-
-
 class Wait(NamedTuple):
-    """The decision to wait, with a reason for people. A reservation, if any, keeps later jobs from delaying it."""
+    """The decision to wait, with its code. A reservation, if any, keeps later jobs from delaying it."""
 
     code: Pending
-    reason: str
+    facts: Facts = ()
     reservation: Reservation | None = None
     # when headroom for shorter jobs suffices, if it waits only for that
     reevaluate_at_s: float | None = None
@@ -76,7 +73,7 @@ class Wait(NamedTuple):
 
 def wait_as_before(job: Job, reservation: Reservation) -> Wait:
     """Return the wait that the last decision on a job had, with a reservation."""
-    return Wait(code=job.pending or Pending.DEVICES, reason=job.reason, reservation=reservation)
+    return Wait(code=job.pending or Pending.DEVICES, facts=job.facts, reservation=reservation)
 
 
 Decision = StartDecision | Wait | Infeasible | Question
@@ -124,14 +121,12 @@ def array_limit_reason(
     if job.array is None or member is None:
         return None
     if index.running_of_array[job.array] + promised[job.array] >= member.max_concurrent:
-        most = f"at most {member.max_concurrent} run at once"
-        reason = f"waits for others of the array {job.array}: {most}"
-        return Wait(code=Pending.ARRAY_LIMIT, reason=reason)
+        facts = (("array", job.array), ("most", member.max_concurrent))
+        return Wait(code=Pending.ARRAY_LIMIT, facts=facts)
     before = _next_before(index, job, member.number) if member.compared else None
     if before is None:
         return None
-    reason = f"waits for others of the array {job.array}: {before} goes first"
-    return Wait(code=Pending.ARRAY_LIMIT, reason=reason)
+    return Wait(code=Pending.ARRAY_LIMIT, facts=(("array", job.array), ("first", before)))
 
 
 def _next_before(index: SchedulerIndex, job: Job, number: int) -> str | None:
@@ -200,9 +195,7 @@ def _send_elsewhere(
 ) -> Wait | Infeasible | Question | None:
     if not isinstance(outcome, Wait):
         return None
-    return outcome._replace(
-        reason=f"{outcome.reason} but {names_of(devices)}, where it ended for no known reason"
-    )
+    return outcome._replace(facts=(*outcome.facts, ("avoided", names_of(devices))))
 
 
 def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
@@ -284,7 +277,7 @@ def wait_reason(
     )
     if start_s == now_s:
         return _wait_for_devices(pool, entry, spec, now_s)
-    return Wait(code=Pending.START_WINDOW, reason=why_closed(spec, start_s))
+    return Wait(code=Pending.START_WINDOW, facts=window_facts(spec, start_s))
 
 
 def offers_of(
@@ -404,12 +397,11 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         wait = _wait_for_devices(pool, entry, job.spec, now_s)
         return wait._replace(reservation=reservation)
     if job.spec.start_window is not None:
-        reason = why_closed(job.spec, later.slot.start_s)
-        return Wait(code=Pending.START_WINDOW, reason=reason, reservation=reservation)
-    reason = f"leaves room for shorter jobs before it takes {_describe_size(pool, entry)}"
+        facts = window_facts(job.spec, later.slot.start_s)
+        return Wait(code=Pending.START_WINDOW, facts=facts, reservation=reservation)
     return Wait(
         code=Pending.DEVICES,
-        reason=reason,
+        facts=(("devices", entry.devices), ("device", pool.group.hardware.device.name)),
         reservation=reservation,
         reevaluate_at_s=later.slot.start_s,
     )
@@ -420,29 +412,21 @@ def _wait_for_devices(
 ) -> Wait:
     """Return whether the job waits for devices, or only for unreadable ones or nodes that are closed or will close.
 
-    The sentence stays while the state changes; `reports/waiting.py` has numbers, names and times.
+    The facts stay while the state changes; `reports/waiting.py` has numbers, names and times.
     """
     if pool.unreadable and pool.idle < entry.devices <= pool.idle + pool.idle_unreadable:
-        nodes = describe_unreadable(pool.unreadable_nodes)
-        return Wait(
-            code=Pending.UNREADABLE, reason=f"waits for devices that cannot be read: {nodes}"
-        )
+        places = describe_unreadable(pool.unreadable_nodes)
+        return Wait(code=Pending.UNREADABLE, facts=(("places", places),))
     closed = pool.closed_before(now_s + entry.seconds)
     open_devices = pool.idle - sum(idle for _, _, idle in closed)
     if not closed or not open_devices < entry.devices <= pool.idle:
-        return Wait(code=Pending.DEVICES, reason=FOR_DEVICES)
+        return Wait(code=Pending.DEVICES)
     names = ", ".join([name for name, _, _ in closed][:NAMED_MAX])
     names += ", ..." if len(closed) > NAMED_MAX else ""
     if all(closes_s <= now_s for _, closes_s, _ in closed):
-        verb = "takes" if len(closed) == 1 else "take"
-        return Wait(code=Pending.DRAIN, reason=f"{FOR_DEVICES}: {names} {verb} nothing new")
-    supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
-    reason = f"{FOR_DEVICES}: it would not end before the maintenance of {names}{supposed}"
-    return Wait(code=Pending.MAINTENANCE, reason=reason)
-
-
-def _describe_size(pool: AvailabilityProfile, entry: SizeOption) -> str:
-    return f"{entry.devices} free {pool.group.hardware.device.name}"
+        return Wait(code=Pending.DRAIN, facts=(("node" if len(closed) == 1 else "nodes", names),))
+    supposed = () if spec.optimizer_steps is not None else (("supposed", "a day"),)
+    return Wait(code=Pending.MAINTENANCE, facts=(("nodes", names), *supposed))
 
 
 def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> StartDecision:
@@ -486,16 +470,15 @@ def _without_offers(
     for pool, menu in menus:
         if isinstance(menu, JobOptions):
             device = pool.group.hardware.device.name
-            reason = f"waits for memory that other processes hold on {device}"
-            return Wait(code=Pending.FOREIGN_MEMORY, reason=reason)
+            return Wait(code=Pending.FOREIGN_MEMORY, facts=(("device", device),))
     never, groups = [], groups_of(state.declared or state.nodes)
     for group in groups:
         options = job_options(
             job, group, calibration_for(state, job, group.hardware.device.name), 0.0
         )
         if isinstance(options, JobOptions) or options.likeliest is not None:
-            reason = f"waits for nodes with {group.hardware.device.name} to come back"
-            return Wait(code=Pending.NODES_AWAY, reason=reason)
+            device = group.hardware.device.name
+            return Wait(code=Pending.NODES_AWAY, facts=(("device", device),))
         never.append(options)
     return question_of(state, job, groups) or Infeasible(
         why=lambda: "\n".join(refusal.why() for refusal in never)

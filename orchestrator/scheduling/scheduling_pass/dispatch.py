@@ -329,18 +329,20 @@ def _apply_decision(
             job, attempt = _begin(state, index, job, chosen)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
-            is_as_before = (wait.code, wait.reason) == (job.pending, job.reason)
+            is_as_before = (wait.code, wait.facts, "") == (job.pending, job.facts, job.reason)
             if is_as_before and job is state.jobs.get(job.id):
                 return state, ()
-            job = replace(job, pending=wait.code, reason=wait.reason)
+            job = replace(job, pending=wait.code, facts=wait.facts, reason="")
         case Question(text=text, allowed=JobSpec() as spec):  # it waits anew, as what it now is
             left = replace(job, asks=text)
             index.update_job(job, left)
             job = replace(job, spec=spec, reason=text)
             index.update_job(left, job)
             return with_job(state, job), (Record(job=job),)
-        case Question(text=text):
-            job = replace(job, asks=text, asks_until_s=state.at_s + ASKS_S, reason=f"asks: {text}")
+        case Question(text=text, answer=answer):
+            job = replace(
+                job, asks=text, answer=answer, asks_until_s=state.at_s + ASKS_S, reason=""
+            )
             actions = (Record(job=job),)
         case Infeasible() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
@@ -378,6 +380,7 @@ def _begin(
         attempts=(*job.attempts, attempt),
         reason=_why(chosen, before),
         pending=None,
+        facts=(),
     )
     return job, attempt
 

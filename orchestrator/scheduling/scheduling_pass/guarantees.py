@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.base.sentences import waiting_sentence
 from orchestrator.scheduling.options.asks import Question
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
@@ -56,7 +57,7 @@ def apply_guarantee(
             return outcome
         if outcome is None:
             return wait_as_before(job, slot)
-        return Wait(code=outcome.code, reason=outcome.reason, reservation=slot)
+        return Wait(code=outcome.code, facts=outcome.facts, reservation=slot)
     if (
         not job.spec.guaranteed_gpus
         or job.starts_by_s is not None
@@ -74,10 +75,10 @@ def apply_guarantee(
                 starts_by_s = state.at_s + OVERDUE * (start_s - state.at_s)
             case Wait(reservation=Reservation(start_s=start_s)):
                 reason = f"could start only in {format_seconds(start_s - state.at_s)}"
+            case Wait(code=code, facts=facts):
+                reason = waiting_sentence(code, facts)
             case _:
-                reason = (
-                    "nobody can tell when it could start" if outcome is None else outcome.reason
-                )
+                reason = "nobody can tell when it could start"
     if reason is None:
         waiting.job = replace(job, starts_by_s=starts_by_s)
         return outcome

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceId, DeviceSpec, NodeSpec
 from orchestrator.specs.devices import DEVICES, NVML_NAMES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_bytes
@@ -68,15 +68,25 @@ def detect_machine(name: str) -> DetectedMachine:
     if reading.error or not reading.devices:
         return _virtual_machine(name, reading.error or "NVML shows none")
     devices = _visible_devices(reading.devices)
-    ids = tuple(device.index for device in devices)
     node = NodeSpec(
         name=name,
         devices=len(devices),
-        device_ids=() if ids == tuple(range(len(reading.devices))) else ids,
+        device_ids=_device_ids(devices, reading),
         device=_device(devices),
         host_memory=f"{host_bytes()}B",  # type: ignore[arg-type]  # as a cluster file says it
     )
     return DetectedMachine(node=node, notes=tuple(_notes(devices, node)))
+
+
+def _device_ids(
+    devices: Sequence[nvml.NvmlDevice], reading: nvml.NvmlReading
+) -> tuple[DeviceId, ...]:
+    """Return what names these devices: indices, or UUIDs where one is a MIG instance; () for all in their order."""
+    if tuple(devices) == reading.devices:
+        return ()
+    if all(device in reading.devices for device in devices):
+        return tuple(device.index for device in devices)
+    return tuple(device.uuid for device in devices)
 
 
 def host_bytes() -> int:
@@ -112,17 +122,17 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
             got=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
             hint="name a cluster file with --cluster: its node takes the first `devices`, counted from 0",
         )
-    every = {device.index: nvml.rates(device.index) for device in readable}
-    cut = [str(index) for index, rates in every.items() if rates is not None and rates.has_mig]
+    every = [(device, nvml.rates(device)) for device in readable]
+    cut = [str(device.index) for device, rates in every if rates is not None and rates.has_mig]
     if cut:
-        hint = f"`nvidia-smi -i {','.join(cut)} -mig 0` makes them whole"
+        hint = f"make some, or `nvidia-smi -i {','.join(cut)} -mig 0` makes it whole"
         raise SpecError(
-            "orc places jobs on whole devices",
+            "a device in MIG mode has no instances",
             source=SOURCE,
             got=f"MIG on {', '.join(cut)}",
             hint=hint,
         )
-    first = next((rates for rates in every.values() if rates is not None), None)
+    first = next((rates for _, rates in every if rates is not None), None)
     if first is None:
         raise SpecError(
             "the devices do not answer any more", source=SOURCE, hint="`nvidia-smi` must show them"
@@ -137,20 +147,28 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
 
 
 def _visible_devices(devices: Sequence[nvml.NvmlDevice]) -> tuple[nvml.NvmlDevice, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES shows, in its order; all where it is not set.
+    """Return the devices and MIG instances that CUDA_VISIBLE_DEVICES shows, in its order; all where it is not set.
 
     Numbers count as NVML counts, so a machine with several kinds of devices needs CUDA_DEVICE_ORDER=PCI_BUS_ID.
     Raises SpecError for what names no device, or one twice.
     """
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None:
-        return tuple(devices)
+        return _parts(devices)
     entries = [word.strip() for word in variable.split(",")]
     _refuse_own_order(entries, devices)
     visible = tuple(_find_device(word, devices) for word in entries)
-    if len({device.index for device in visible}) < len(visible):
+    if len({*visible}) < len(visible):
         raise SpecError("CUDA_VISIBLE_DEVICES names a device twice", source=SOURCE, got=variable)
     return visible
+
+
+def _parts(devices: Sequence[nvml.NvmlDevice]) -> tuple[nvml.NvmlDevice, ...]:
+    """Return the devices that programs run on: the instances of those in MIG mode, and the others."""
+    parts = list[nvml.NvmlDevice]()
+    for device in devices:
+        parts += device.instances or (device,)
+    return tuple(parts)
 
 
 def _refuse_own_order(entries: Sequence[str], devices: Sequence[nvml.NvmlDevice]) -> None:
@@ -167,15 +185,15 @@ def _refuse_own_order(entries: Sequence[str], devices: Sequence[nvml.NvmlDevice]
 
 
 def _find_device(word: str, devices: Sequence[nvml.NvmlDevice]) -> nvml.NvmlDevice:
-    """Return the device that a word of CUDA_VISIBLE_DEVICES names: an index, or the beginning of a UUID."""
-    by_uuid = [device for device in devices if len(word) > 4 and device.uuid.startswith(word)]
+    """Return the device or MIG instance that a word of CUDA_VISIBLE_DEVICES names: an index, or how a UUID begins."""
+    by_uuid = [part for part in _parts(devices) if len(word) > 4 and part.uuid.startswith(word)]
     if len(by_uuid) == 1:
         return by_uuid[0]
-    if word.isdecimal() and len(word) < 5 and int(word) < len(devices):
+    is_index = word.isdecimal() and len(word) < 5 and int(word) < len(devices)
+    if is_index and not devices[int(word)].instances:
         return devices[int(word)]
-    is_slice = word.startswith("MIG-")
     raise SpecError(
-        "orc places jobs on whole devices" if is_slice else "names no device of this machine",
+        "names a device in MIG mode" if is_index else "names no device of this machine",
         source=SOURCE,
         path="CUDA_VISIBLE_DEVICES",
         got=word,
@@ -235,6 +253,8 @@ def _notes(devices: Sequence[nvml.NvmlDevice], node: NodeSpec) -> list[str]:
     if node.device.name not in DEVICES:
         note = "The catalogue lacks this device: its rates follow from clocks that NVML tells. Look at its data sheet."
         notes.append(note)
+    if "MIG" in devices[0].name.split() and len(devices) > 1:
+        notes.append("A program can use one MIG instance: jobs here need `gpus: 1`.")
     for device in devices:
         if device.error is not None:
             notes.append(

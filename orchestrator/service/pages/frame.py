@@ -12,8 +12,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from orchestrator.scheduling.options.asks import answer_of
 from orchestrator.service.server.access.gate import PAGES, SIGN_IN, STATIC
+from orchestrator.service.views.columns import columns_of
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds, parse_bytes
 
@@ -172,13 +172,12 @@ def _environment() -> Environment:
         "memory": lambda text: format_bytes(parse_bytes(text)),
         "tone": tone,
         "commands": commands,
-        "answer": answer_of,
         "share": lambda share: "–" if share is None else format_probability(share),
         "segment": lambda text: quote(str(text), safe=""),
         "words": lambda text: str(text).replace("_", " "),
     }
     made.filters.update(filters)
-    made.globals.update(PAGES=PAGES, STATIC=STATIC, SIGN_IN=SIGN_IN)
+    made.globals.update(PAGES=PAGES, STATIC=STATIC, SIGN_IN=SIGN_IN, columns_of=columns_of)
     return made
 
 

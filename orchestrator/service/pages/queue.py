@@ -132,19 +132,15 @@ class Rows:
         return [self._row(group[0]) if len(group) == 1 else self._array(group) for group in groups]
 
     def _row(self, job: Job) -> Mapping[str, Any]:
-        state, evidence = self._state, job.last.evidence if job.last else None
+        state = self._state
         devices = self._devices.get(job.id, {}).items()
         return {
-            "job": self._view(job),
+            **self._view(job),
             "members": (),
             "position": self._positions.get(job.id),
             "pending": pending(job, state.at_s).value if job.status is JobStatus.QUEUED else "",
             "devices": ", ".join(f"{node}[{','.join(indices)}]" for node, indices in devices),
             "expected": self._expected.get(job.id),
-            "loss": next((beat.loss for beat in evidence.heartbeats if beat.loss is not None), None)
-            if evidence
-            else None,
-            "ended_at_s": job.last.ended_at_s if job.last else None,
         }
 
     def _array(self, group: Sequence[Job]) -> Mapping[str, Any]:

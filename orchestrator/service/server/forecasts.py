@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
-from orchestrator.scheduling.base.holds import shown_reason
+from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast
 from orchestrator.scheduling.reports.waiting import Waits

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,22 +96,10 @@ def audit(
 ) -> None:
     """Show who changed what: every request that changes something, with its answer."""
     rows = client_of(home).audit(limit)
-    columns = ("AT", "USER", "ROLE", "ACTION", "STATUS", "REQUEST")
-    lines = [
-        (
-            _local(row["at_s"]),
-            row["user"],
-            row["role"],
-            row["action"],
-            str(row["status"]),
-            row["request_id"],
-        )
-        for row in rows
-    ]
     tell(
         {"rows": rows},
         as_json,
-        _table(columns, lines) if rows else "Nothing was changed over HTTP yet.",
+        _table("audit", rows) if rows else "Nothing was changed over HTTP yet.",
     )
 
 
@@ -143,12 +130,7 @@ def remove_user(name: Name, home: Home = DEFAULT_HOME, as_json: AsJson = False) 
 def list_users(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the users and their roles."""
     rows = client_of(home).users()
-    lines = [(user["name"], user["role"], _local(user["created_at_s"])) for user in rows]
-    table = (
-        _table(("USER", "ROLE", "SINCE"), lines)
-        if rows
-        else "There are no users. `orc user set NAME` adds one."
-    )
+    table = _table("users", rows) if rows else "There are no users. `orc user set NAME` adds one."
     tell({"users": rows}, as_json, table)
 
 
@@ -176,21 +158,8 @@ def create_token(
 def list_tokens(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """List the tokens: whose they are, until when they live, when they were last used."""
     rows = client_of(home).tokens()
-    columns = ("ID", "USER", "TOKEN", "CREATED", "EXPIRES", "LAST USED", "REVOKED")
-    lines = [
-        (
-            str(row["id"]),
-            row["user"],
-            f"{row['shown']}...",
-            *(
-                _local(row[f"{moment}_at_s"])
-                for moment in ("created", "expires", "used", "revoked")
-            ),
-        )
-        for row in rows
-    ]
     table = (
-        _table(columns, lines)
+        _table("tokens", rows)
         if rows
         else "There are no tokens. `orc token create USER` makes one."
     )
@@ -225,21 +194,8 @@ def _read(path: Path) -> str:
         raise SpecError(f"cannot be read as a PEM file: {error}", source=str(path)) from None
 
 
-def _local(at_s: float | None) -> str:
-    return (
-        "-"
-        if at_s is None
-        else datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    )
+def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+    from orchestrator.service.terminal.tables import draw_table
+    from orchestrator.service.views.columns import columns_of
 
-
-def _table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    for line in lines:
-        table.add_row(*(Text(cell) for cell in line))
-    return table
+    return draw_table(columns_of(name), rows, {})

@@ -29,10 +29,19 @@ def coloured(word: str) -> Text:
     return Text(word, style=STYLES.get(word, "red"))
 
 
-def add_whole_column(table: Table, name: str, texts: Iterable[str]) -> None:
+def add_whole_column(
+    table: Table, name: str, texts: Iterable[str], *, is_number: bool = False
+) -> None:
     """Add a column that a narrow terminal does not shorten below its longest text, up to WHOLE_MAX characters."""
     width = max(len(name), *(min(len(text), WHOLE_MAX) for text in texts), 0)
-    table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=width, max_width=width)
+    table.add_column(
+        name,
+        justify="right" if is_number else "left",
+        no_wrap=True,
+        overflow="ellipsis",
+        min_width=width,
+        max_width=width,
+    )
 
 
 def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:

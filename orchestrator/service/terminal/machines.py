@@ -149,7 +149,7 @@ def drain(
 
 def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show shares, use, quotas, running and waiting devices of each team and user."""
-    from orchestrator.service.views.teams import teams_table
+    from orchestrator.service.terminal.tables import teams_table
 
     shared = client_of(home).teams()
     message = "Nothing is shared: the cluster file's `policy` names no teams."

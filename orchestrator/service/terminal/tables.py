@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +15,7 @@ from orchestrator.planning.explain import why_taken
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, draw_lines
 from orchestrator.service.commands.plan import CandidateView, JobPlans
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
+from orchestrator.service.views.columns import Column, columns_of, local_second
 from orchestrator.service.views.records import (
     AttemptView,
     EstimateView,
@@ -24,6 +26,7 @@ from orchestrator.service.views.records import (
     PromiseView,
     picture_from_view,
 )
+from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.job.trainer import PROBED_BY
 from orchestrator.specs.profile import WITHOUT_SECONDS, Source
@@ -42,44 +45,54 @@ MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 colu
 LESS_TRUSTED = "faster by less than predictions are off, and less trusted"
 NARROW_PLAN = 22  # columns of a plan in a narrow table
 WIDE = 100  # columns from which a table has room for everything
+Cells = Mapping[str, Callable[[Any], str | Text]]  # what draws a cell of the row, by its column
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
+def draw_table(
+    columns: Sequence[Column],
+    rows: Sequence[Mapping[str, Any]],
+    cells: Cells,
+    *,
+    is_narrow: bool = False,
+) -> Table:
+    """Return the table of the rows, with `cells` instead of the texts of columns with these keys.
+
+    A narrow one has one line for each row: the last column takes the width that is left, and is cut.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=is_narrow)
+    texts = []
+    for column in columns:
+        draw: Callable[[Any], str | Text] = cells.get(column.key, column.show)
+        texts.append([Text.assemble(draw(row)) for row in rows])
+        heading = column.heading.upper()
+        if not column.is_long:
+            add_whole_column(table, heading, map(str, texts[-1]), is_number=column.is_number)
+        elif not is_narrow:
+            table.add_column(heading, overflow="fold")
+        elif column is columns[-1]:
+            table.add_column(heading, overflow="ellipsis", no_wrap=True, ratio=1)
+        else:
+            table.add_column(heading, overflow="ellipsis", no_wrap=True, max_width=NARROW_PLAN)
+    for line in zip(*texts, strict=True):
+        table.add_row(*line)
+    return table
+
+
 def queue_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
-    """Return one row per job: status, plan, progress or reason; team, user and priority where any job has them.
+    """Return one row per job: status, plan, progress or reason; team and priority where any job has them.
 
     Below WIDE columns each job has one line: the plan without its devices, and the start of the reason.
     """
     is_narrow = width < WIDE
-    shared = any(job["team"] is not None for job in jobs)
-    ranked = any(job["priority"] for job in jobs)
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=is_narrow)
-    add_whole_column(table, "JOB", (job["id"] for job in jobs))
-    if shared:
-        table.add_column("TEAM/USER", no_wrap=True)
-    add_whole_column(table, "STATUS", (job["status"] for job in jobs))
-    if ranked:
-        table.add_column("PRIO", no_wrap=True)
-    if not is_narrow:
-        table.add_column("TRIES", no_wrap=True)
-    table.add_column("PLAN", no_wrap=is_narrow, max_width=NARROW_PLAN if is_narrow else None)
-    why = (
-        {"overflow": "ellipsis", "no_wrap": True, "ratio": 1} if is_narrow else {"overflow": "fold"}
-    )
-    table.add_column("WHY", **why)
-    for job in jobs:
-        plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
-        plan = plan.partition(" · ")[2] or plan if is_narrow else plan
-        table.add_row(
-            job["id"],
-            *([f"{job['team']}/{job['user']}"] if shared else []),
-            coloured(job["status"]),
-            *([str(job["priority"])] if ranked else []),
-            *([] if is_narrow else [str(len(job["attempts"]))]),
-            plan,
-            Text(progress_line(job["progress"]) or _why(job)),
-        )
-    return table
+    cells: Cells = {
+        "team": lambda job: f"{job['team']}/{job['user']}",
+        "status": lambda job: coloured(job["status"]),
+        "plan": lambda job: _plan(job.get("plan") or f"{_gpus(job)} wanted", is_narrow=is_narrow),
+        "why": lambda job: progress_line(job["progress"]) or _why(job),
+    }
+    columns = columns_of("queue", jobs, is_narrow=is_narrow)
+    return draw_table(columns, jobs, cells, is_narrow=is_narrow)
 
 
 def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
@@ -91,7 +104,7 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
     head.add_row("job", Text(job["id"], style="bold"))
     head.add_row("status", coloured(job["status"]))
     head.add_row("why", Text(job["reason"]))
-    head.add_row("submitted", _clock(job["submitted_at_s"]))
+    head.add_row("submitted", local_second(job["submitted_at_s"]))
     for removal in job["removed"]:
         head.add_row("removed", Text(removal))
     head.add_row(
@@ -131,31 +144,17 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     Below WIDE columns there is no change, and a plan is without its devices.
     """
     is_narrow = width < WIDE
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    add_whole_column(table, "ATTEMPT", (f"{job['id']}-{len(job['attempts'])}" for job in jobs))
-    for column in ("PLAN",) if is_narrow else ("PLAN", "CHANGE"):
-        table.add_column(column, overflow="fold")
-    for column in ("PREDICTED", "PEAK", "STEP", "OUTCOME"):
-        table.add_column(column, justify="left" if column == "OUTCOME" else "right", no_wrap=True)
+    rows: list[dict[str, Any]] = []
     for job in jobs:
         for attempt in job["attempts"]:
-            predicted, peak, step_s = (
-                attempt["predicted_bytes"],
-                attempt["peak_bytes"],
-                attempt["step_s"],
-            )
-            plan, change = attempt["plan"], "\n".join(attempt["change"]) or "-"
-            table.add_row(
-                f"{job['id']}-{attempt['number']}",
-                *([plan.partition(" · ")[2] or plan] if is_narrow else [plan, change]),
-                "not known" if predicted is None else format_bytes(predicted),
-                format_bytes(peak) if peak else "-",
-                format_seconds(step_s) if step_s else "-",
-                coloured(attempt["outcome"]),
-            )
+            rows.append({**attempt, "attempt": f"{job['id']}-{attempt['number']}"})
         if not job["attempts"]:
-            table.add_row(job["id"], *["-"] * (len(table.columns) - 2), coloured(job["status"]))
-    return table
+            rows.append({"attempt": job["id"], "outcome": job["status"]})
+    cells: Cells = {
+        "plan": lambda row: _plan(row.get("plan", "-"), is_narrow=is_narrow),
+        "outcome": lambda row: coloured(row["outcome"]),
+    }
+    return draw_table(columns_of("attempts", is_narrow=is_narrow), rows, cells)
 
 
 def plan_panel(plans: JobPlans) -> RenderableType:
@@ -490,6 +489,12 @@ def promise_words(promise: PromiseView) -> str:
     return f"is promised at least the speed of {gpus}, from {starts_by} on at the latest"
 
 
+def _plan(plan: str, *, is_narrow: bool) -> str:
+    """Return the plan; for a narrow table without its devices."""
+    rest = plan.partition(" · ")[2]
+    return rest if is_narrow and rest else plan
+
+
 def _gpus(job: JobView) -> str:
     """Return the requested GPUs: `1 gpu`, `2-8 gpus`."""
     return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
@@ -505,31 +510,42 @@ def _why(job: JobView) -> str:
     return f"{why}; starts by {local_minute(promise['starts_by_s'], None)} at the latest"
 
 
-def _clock(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-
-
 def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
     """Return a table with a row per node: whether it is drained, and its jobs; absent drained nodes come last."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("NODE", "TAKES", "BUSY", "JOBS", "NEXT MAINTENANCE"):
-        table.add_column(column, overflow="fold")
-    for node in nodes:
-        coming = next((window for window in node["maintenance"] if window[1] > time.time()), None)
-        table.add_row(
-            node["name"],
-            _takes(node),
-            f"{len(node['busy'])} of {len(node['free_bytes'])}",
-            ", ".join(node["jobs"]) or "-",
-            f"{local_minute(coming[0], None)} to {local_minute(coming[1], None)}"
-            if coming
-            else "-",
-        )
-    live = {node["name"] for node in nodes}
-    for name in drained:
-        if name not in live:
-            table.add_row(name, "nothing new", "away", "-", "-")
+    cells: Cells = {
+        "takes": _takes,
+        "busy": lambda node: f"{len(node['busy'])} of {len(node['free_bytes'])}",
+        "jobs": lambda node: ", ".join(node["jobs"]) or "-",
+        "maintenance": _maintenance,
+    }
+    columns = columns_of("nodes")
+    table = draw_table(columns, nodes, cells)
+    for name in {*drained} - {node["name"] for node in nodes}:
+        away = {"name": name, "takes": "nothing new", "busy": "away"}
+        table.add_row(*(column.show(away) for column in columns))
     return table
+
+
+def teams_table(teams: Sequence[TeamView]) -> Table:
+    """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
+    rows: list[Mapping[str, Any]] = []
+    for team in teams:
+        over = team["used_share"] > team["share"] > 0
+        rows.append({**team, "style": "red" if over else ""})
+        for user in team["users"]:
+            rows.append({**user, "name": f"  {user['name'] or '(nobody)'}"})
+    columns = columns_of("teams")
+    share = next(column for column in columns if column.key == "used_share")
+    cells: Cells = {"used_share": lambda row: Text(share.show(row), style=row.get("style", ""))}
+    return draw_table(columns, rows, cells)
+
+
+def _maintenance(node: NodeView) -> str:
+    """Return the next window without jobs, as text."""
+    for begin_s, end_s in node["maintenance"]:
+        if end_s > time.time():
+            return f"{local_minute(begin_s, None)} to {local_minute(end_s, None)}"
+    return "-"
 
 
 def _takes(node: NodeView) -> str:

@@ -15,13 +15,15 @@ from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
+    from orchestrator.service.terminal.tables import Cells
     from orchestrator.service.views.records import JobView, NodeView, ProgressView
 
 ENDED_SHOWN = 5
 NODES_SHOWN = 16
 BAR_WIDTH = 12
-LINES_AROUND = 8  # headings and counts beside the rows of nodes and jobs
+LINES_AROUND = 9  # headings and counts beside the rows of nodes and jobs
 
 
 def watch(
@@ -79,54 +81,43 @@ def _screen(
 
 
 def _nodes(nodes: Sequence[NodeView]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
+    from orchestrator.service.terminal.tables import draw_table
+    from orchestrator.service.views.columns import columns_of
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, overflow="ellipsis", max_width=24)
-    for _ in range(3):
-        table.add_column(no_wrap=True, overflow="ellipsis")
-    for node in nodes[:NODES_SHOWN]:
-        devices = len(node["free_bytes"])
-        state = (
-            Text("drained", style="yellow") if node["drained"] else Text(", ".join(node["jobs"]))
-        )
-        if not node["drained"] and (unreadable := sum(map(bool, node.get("driver_errors", ())))):
-            state = Text(f"{unreadable} cannot be read", style="red")
-        busy = len(node["busy"])
-        table.add_row(
-            node["name"], _bar(busy / max(1, devices)), f"{busy} of {devices} busy", state
-        )
+    cells: Cells = {
+        "use": lambda node: _bar(len(node["busy"]) / max(1, len(node["free_bytes"]))),
+        "busy": lambda node: f"{len(node['busy'])} of {len(node['free_bytes'])} busy",
+        "jobs": _node_text,
+    }
+    table = draw_table(columns_of("node_lines"), nodes[:NODES_SHOWN], cells, is_narrow=True)
     if len(nodes) > NODES_SHOWN:
         table.add_row(f"... {len(nodes) - NODES_SHOWN} more")
     return table
 
 
-def _jobs(jobs: Sequence[JobView]) -> RenderableType:
-    from rich.table import Table
+def _node_text(node: NodeView) -> str | Text:
+    """Return why a node takes no job, else its jobs."""
     from rich.text import Text
 
-    from orchestrator.service.terminal.expected import coloured
-    from orchestrator.service.terminal.tables import time_left
+    if node["drained"]:
+        return Text("drained", style="yellow")
+    if unreadable := sum(map(bool, node.get("driver_errors", ()))):
+        return Text(f"{unreadable} cannot be read", style="red")
+    return ", ".join(node["jobs"])
 
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
-    table.add_column("JOB", no_wrap=True, overflow="ellipsis", max_width=22)
-    table.add_column("STATUS", no_wrap=True)
-    table.add_column("TRY", justify="right", no_wrap=True)
-    table.add_column("PROGRESS", no_wrap=True)
-    table.add_column("LEFT", justify="right", no_wrap=True)
-    table.add_column("WHY", no_wrap=True, overflow="ellipsis", ratio=1)
-    for job in jobs:
-        progress = job["progress"]
-        table.add_row(
-            job["id"],
-            coloured(job["status"]),
-            str(len(job["attempts"])),
-            _steps(progress),
-            time_left(progress),
-            Text(_status_text(job)),
-        )
-    return table
+
+def _jobs(jobs: Sequence[JobView]) -> RenderableType:
+    from orchestrator.service.terminal.expected import coloured
+    from orchestrator.service.terminal.tables import draw_table, time_left
+    from orchestrator.service.views.columns import columns_of
+
+    cells: Cells = {
+        "status": lambda job: coloured(job["status"]),
+        "progress": lambda job: _steps(job["progress"]),
+        "left": lambda job: time_left(job["progress"]),
+        "why": _status_text,
+    }
+    return draw_table(columns_of("watch", jobs), jobs, cells, is_narrow=True)
 
 
 def _status_text(job: JobView) -> str:

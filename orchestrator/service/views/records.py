@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -14,10 +14,11 @@ from orchestrator.memory.calibration.correction import corrected, predicted_peak
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.holds import shown_reason
+from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
+from orchestrator.service.views.columns import column_values
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
@@ -114,6 +115,7 @@ class JobView(TypedDict):
     status: str
     reason: str
     asks: str  # what a person has to allow before it goes on; "": it asks nothing
+    answer: dict[str, str | int]  # the body of a retry that allows it
     cancelling: bool
     priority: int
     user: str  # "" if not given
@@ -220,7 +222,7 @@ def job_view(
     `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard;
     `unread` says what its ranks wrote and nobody can read.
     """
-    return JobView(
+    view = JobView(
         id=job.id,
         name=job.spec.name,
         status=job.status.value,
@@ -228,6 +230,7 @@ def job_view(
             (shown_reason(job), *([f"unwatched: {unwatched}"] if unwatched else []), *unread)
         ),
         asks="" if job.status.ended else job.asks,
+        answer=dict(job.answer),
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,
@@ -248,6 +251,7 @@ def job_view(
         progress=_progress(job, beats) if beats else None,
         removed=[],
     )
+    return cast(JobView, view | column_values(job))
 
 
 def promise_view(job: Job) -> PromiseView | None:
@@ -261,7 +265,7 @@ def promise_view(job: Job) -> PromiseView | None:
 def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     """Return the attempt as JSON, with predictions and measurements."""
     evidence, failure = attempt.evidence, attempt.failure
-    return AttemptView(
+    view = AttemptView(
         number=attempt.number,
         status=attempt.status.value,
         outcome=_outcome(attempt),
@@ -298,6 +302,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         host_oom_kills=evidence.host_oom_kills if evidence else 0,
         warnings=list(warnings(attempt)),
     )
+    return cast(AttemptView, view | column_values(attempt))
 
 
 def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
@@ -385,7 +390,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
 def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
     """Return the node as JSON, its device as in a cluster file; `holders` as returned by `held_devices.holders`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
-    return NodeView(
+    view = NodeView(
         name=node.name,
         device=node.device.model_dump(mode="json"),
         free_bytes=list(node.free_bytes),
@@ -402,6 +407,7 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
         host_free_bytes=node.host_free_bytes,
         network_bandwidth=node.network_bandwidth,
     )
+    return cast(NodeView, view | column_values(node))
 
 
 def node_from_view(view: NodeView) -> Node:

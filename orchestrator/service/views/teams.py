@@ -1,11 +1,9 @@
-"""`orc teams`: shares, usage, held devices, running and waiting jobs of each team and user."""
+"""The teams: shares, usage, held devices, running and waiting jobs of each team and user."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-from rich.text import Text
 from typing_extensions import TypedDict
 
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
@@ -13,8 +11,6 @@ from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
-
-HOUR_S = 3600.0
 
 
 class UserView(TypedDict):
@@ -99,40 +95,3 @@ def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView
         running=of_user.count(JobStatus.RUNNING),
         waiting=of_user.count(JobStatus.QUEUED),
     )
-
-
-def teams_table(teams: Sequence[TeamView]) -> Table:
-    """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in (
-        "TEAM",
-        "SHARES",
-        "SHARE",
-        "USED",
-        "DEVICE-HOURS",
-        "DEVICES",
-        "QUOTA",
-        "BORROWED",
-        "RUNS",
-        "WAITS",
-    ):
-        table.add_column(column, justify="left" if column == "TEAM" else "right", no_wrap=True)
-    for team in teams:
-        over = team["used_share"] > team["share"] > 0
-        table.add_row(
-            Text(team["name"], style="bold"),
-            str(team["shares"]),
-            f"{100 * team['share']:.0f} %",
-            Text(f"{100 * team['used_share']:.0f} %", style="red" if over else ""),
-            f"{team['used_device_s'] / HOUR_S:.1f}",
-            str(team["held_devices"]),
-            str(team["quota"]) if team["quota"] else "-",
-            str(team["borrowed"]) if team["borrowed"] else "-",
-            str(team["running"]),
-            str(team["waiting"]),
-        )
-        for user in team["users"]:
-            hours = f"{user['used_device_s'] / HOUR_S:.1f}"
-            row = (f"  {user['name'] or '(nobody)'}", "", "", "", hours, "", "", "")
-            table.add_row(*row, str(user["running"]), str(user["waiting"]))
-    return table

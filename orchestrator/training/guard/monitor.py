@@ -79,7 +79,7 @@ class Monitor:
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
-        self._torch_version = self._cuda_version = self._model = ""
+        self._torch_version = self._cuda_version = self._model = self._uuid = ""
         self._group_size = 0
         self._allocator_room_bytes: int | None = None
         # on CUDA, before the peaks of its allocator were reset
@@ -181,6 +181,7 @@ class Monitor:
             cuda_version=self._cuda_version,
             driver_version=_driver_version(),
             device_model=self._device_model(),
+            device_uuid=self._uuid,
             reserved_bytes=self.reserved_bytes(),
             allocator_room_bytes=self.allocator_room_bytes(),
             pid=os.getpid(),
@@ -282,8 +283,10 @@ class Monitor:
         """Return the name that the driver has for this rank's device, which is asked once; "" before its first use."""
         cuda = self._cuda()
         if cuda is not None and not self._model:
-            with contextlib.suppress(RuntimeError):  # after a CUDA error
+            # After a CUDA error, and where a build of PyTorch lacks either: the rank goes on.
+            with contextlib.suppress(Exception):
                 self._model = str(cuda.get_device_name())
+                self._uuid = str(getattr(cuda.get_device_properties(), "uuid", ""))
         return self._model
 
     def _cuda(self) -> Any:

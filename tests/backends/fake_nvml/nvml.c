@@ -2,17 +2,19 @@
  *
  * NVIDIA_FAKE_STATE names a file that is read at each call. First line "ok", "hang" or the nvmlReturn_t that nvmlInit
  * answers. What hangs writes its process id into a file beside.
- * then one line per device: total_mib used_mib lost(0|1) pid:used_mib,pid:used_mib (or "-") and, where it is not 0,
+ * then one line per device: total_mib used_mib lost(0|1, 2: no permission) pid:used_mib,pid:used_mib (or "-") and, where it is not 0,
  * how busy it is in percent; then what differs from a bare card: name=A_B reserved=MIB mig=1 cores=N sm=MHZ mem=MHZ
- * bus=BITS capability=MAJOR.MINOR links=N:MBPS pcie=GENERATION:LANES.
- * Numbers are those of nvml.h: 0 success, 1 uninitialised, 2 invalid argument, 7 insufficient size, 15 GPU is lost.
+ * bus=BITS capability=MAJOR.MINOR links=N:MBPS pcie=GENERATION:LANES slices=MIB,0,MIB (the memory of each MIG slot; 0
+ * is an empty one).
+ * Numbers are those of nvml.h: 0 success, 1 uninitialised, 2 invalid argument, 3 not supported, 4 no permission,
+ * 6 not found, 7 insufficient size, 15 GPU is lost. A handle is 1 + index, of an instance 256 * that + 1 + slot.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { DEVICES_MAX = 16, PROCESSES_MAX = 8 };
+enum { DEVICES_MAX = 16, PROCESSES_MAX = 8, SLOTS = 7 };
 static const unsigned long long MIB = 1ull << 20;
 
 typedef struct { unsigned long long total, free, used; } Memory;
@@ -32,6 +34,7 @@ typedef struct {
     Process process[PROCESSES_MAX];
     char name[64];
     unsigned reserved, mig, cores, sm, mem, bus, major, minor, links, mbps, generation, lanes;
+    unsigned slices[SLOTS];
 } Device;
 
 static Device devices[DEVICES_MAX];
@@ -51,6 +54,8 @@ static void describe(Device *device, char *words) {
         sscanf(word, "bus=%u", &device->bus);
         sscanf(word, "capability=%u.%u", &device->major, &device->minor);
         sscanf(word, "links=%u:%u", &device->links, &device->mbps);
+        sscanf(word, "slices=%u,%u,%u,%u,%u,%u,%u", &device->slices[0], &device->slices[1], &device->slices[2],
+               &device->slices[3], &device->slices[4], &device->slices[5], &device->slices[6]);
         sscanf(word, "pcie=%u:%u", &device->generation, &device->lanes);
     }
 }
@@ -91,13 +96,17 @@ static void load(void) {
     fclose(file);
 }
 
+static int fault(Device *device) { return device->lost == 2 ? 4 : device->lost ? 15 : 0; }
+
+static unsigned slot_of(void *handle) { return (unsigned long)handle >> 8 ? (unsigned long)handle & 255 : 0; }
+
 static int find(void *handle, Device **device) {
-    unsigned long index = (unsigned long)handle - 1;
+    unsigned long whole = (unsigned long)handle, index = (whole >> 8 ? whole >> 8 : whole) - 1;
     if (!initialised) return 1;
     load();
     if (index >= count) return 2;
     *device = &devices[index];
-    return (*device)->lost ? 15 : 0;
+    return fault(*device);
 }
 
 int nvmlInitWithFlags(unsigned flags) { (void)flags; load(); initialised = init_answer == 0; return init_answer; }
@@ -113,28 +122,62 @@ int nvmlDeviceGetCount_v2(unsigned *found) { if (!initialised) return 1; load();
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
     if (index >= count) return 2;
     *handle = (void *)(unsigned long)(index + 1);
-    return devices[index].lost ? 15 : 0;
+    return fault(&devices[index]);
+}
+
+int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *found) { (void)handle; *found = SLOTS; return 0; }
+
+int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned slot, void **instance) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    if (slot >= SLOTS || !device->mig || !device->slices[slot]) return 6;
+    *instance = (void *)((unsigned long)handle * 256 + slot + 1);
+    return 0;
+}
+
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *instance, void **handle) {
+    if (!slot_of(instance)) return 2;
+    *handle = (void *)((unsigned long)instance >> 8);
+    return 0;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    unsigned long index, slot;
+    if (!initialised) return 1;
+    load();
+    if (sscanf(uuid, "MIG-%08lx-%lu", &index, &slot) == 2) *handle = (void *)((index + 1) * 256 + slot + 1);
+    else if (sscanf(uuid, "GPU-%08lx-aaaa", &index) == 1) *handle = (void *)(index + 1);
+    else return 6;
+    return index < count ? fault(&devices[index]) : 6;
 }
 
 int nvmlDeviceGetName(void *handle, char *name, unsigned length) {
     Device *device;
     int answer = find(handle, &device);
-    if (answer == 0) snprintf(name, length, "%s", device->name);
+    if (answer == 0) snprintf(name, length, slot_of(handle) ? "%s MIG 1g" : "%s", device->name);
     return answer;
 }
 
 int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned length) {
     Device *device;
     int answer = find(handle, &device);
-    if (answer == 0) snprintf(uuid, length, "GPU-%08lx-aaaa", (unsigned long)(device - devices));
+    if (answer) return answer;
+    if (slot_of(handle)) snprintf(uuid, length, "MIG-%08lx-%u", (unsigned long)(device - devices), slot_of(handle) - 1);
+    else snprintf(uuid, length, "GPU-%08lx-aaaa", (unsigned long)(device - devices));
     return answer;
 }
 
 int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
     Device *device;
     int answer = find(handle, &device);
-    if (answer == 0) *memory = device->memory;
-    return answer;
+    if (answer) return answer;
+    *memory = device->memory;
+    if (slot_of(handle)) {
+        unsigned long long total = device->slices[slot_of(handle) - 1] * MIB;
+        *memory = (Memory){total, total, 0};
+    }
+    return 0;
 }
 
 int nvmlDeviceGetUtilizationRates(void *handle, Utilization *rates) {
@@ -159,6 +202,7 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, Memory2 *memory) {
     Device *device;
     int answer = find(handle, &device);
     if (answer) return answer;
+    if (slot_of(handle)) return 3;
     unsigned long long reserved = device->reserved * MIB;
     *memory = (Memory2){memory->version, device->memory.total, reserved, device->memory.free, device->memory.used};
     return 0;
