@@ -17,7 +17,15 @@ from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import DrainRequested, Finished, UpdateRequested
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.laws_of_attempts import MOVED
-from tests.scheduling.transition import Law, Transition, attempts, devices, nodes_of, of
+from tests.scheduling.transition import (
+    Law,
+    Transition,
+    attempts,
+    devices,
+    nodes_of,
+    of,
+    priority_of,
+)
 
 REST = tuning.TUNING.rest  # as it is, whatever a planted bug makes of it
 
@@ -77,9 +85,10 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
             if other.status is not JobStatus.QUEUED or spec.guarantee is not None:
                 yield f"{attempt.name} makes way for {other.id}, which is {other.status}, or is guaranteed a speed"
             return
-        if other.status is not JobStatus.QUEUED or other.spec.priority < spec.priority:
+        urgent = priority_of(t.after, other), priority_of(t.after, job)
+        if other.status is not JobStatus.QUEUED or urgent[0] < urgent[1]:
             yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
-        if other.spec.priority == spec.priority and t.after.policy.is_shared:
+        if urgent[0] == urgent[1] and t.after.policy.is_shared:
             yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
     else:
         yield f"{attempt.name} is stopped although nobody asked"
@@ -178,7 +187,8 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     if any(node.maintenance for node in t.after.nodes) and launches:
         index = index_of(t.after)
         for attempt in launches:
-            ends_s = index.end_of(t.after.jobs[attempt.job_id], attempt)
+            length = index.length_of(t.after.jobs[attempt.job_id], attempt)
+            ends_s = t.after.at_s + (0.0 if length is None else length.open_s)
             for node in (nodes[name] for name in nodes_of(attempt) if name in nodes):
                 for start_s, end_s in node.maintenance:
                     if t.after.at_s < end_s and ends_s > start_s + 1e-6:

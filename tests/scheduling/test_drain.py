@@ -104,7 +104,9 @@ def test_who_waits_beside_idle_devices_is_told_what_keeps_them() -> None:
         == "1 virtual-256mib is free: it would not end before the maintenance of a"
     )
     state, _ = played(seen(away), submitted(1, script({1: 2000.0}, steps=None)))
-    assert why(state, "job-1").endswith("maintenance of a (without `steps` a day is supposed)")
+    assert why(state, "job-1").endswith(
+        "it may not end before the maintenance of a (nobody said how long it takes, and `time_limit` bounds it)"
+    )
     state, _ = played(
         seen(away), submitted(1, script({1: 500.0})), submitted(2, script({1: 600.0}), 2.0)
     )

@@ -217,8 +217,8 @@ def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
 def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
     true_place = AvailabilityProfile.place
 
-    def short(self: AvailabilityProfile, shape: Any, end_s: float, least_bytes: int) -> Any:
-        first, *others = true_place(self, shape, end_s, least_bytes) or (None,)
+    def short(self: AvailabilityProfile, *arguments: Any) -> Any:
+        first, *others = true_place(self, *arguments) or (None,)
         return first and (replace(first, devices=first.devices[:-1] or first.devices), *others)
 
     patch.setattr(AvailabilityProfile, "place", short)
@@ -398,7 +398,12 @@ def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerIndex, "keep", lambda *_: None)
 
 
+def parents_wait_like_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerIndex, "priority_of", lambda _, job: job.spec.priority)
+
+
 BUGS: dict[str, tuple[Plant, str, int]] = {
+    "parents wait like others": (parents_wait_like_others, "which is equal and ahead", 47),
     "devices never busy": (devices_never_busy, "together", 0),
     "devices free before release": (devices_free_before_release, "together", 0),
     "bugs are retried": (bugs_are_retried, "was tried again after user_error", 0),

@@ -94,7 +94,7 @@ class AdaptivePolicy:
         """
         goes_first = (
             min(waiting.rank, waiting.presses_s) <= at_s
-            or waiting.job.spec.priority > 0
+            or waiting.priority > 0
             or self._index.state.policy.is_shared
         )
         return not (goes_first or is_elastic(waiting.job))

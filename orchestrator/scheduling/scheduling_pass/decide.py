@@ -208,11 +208,7 @@ def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> boo
     """Return whether any option of the job can start at any time."""
     offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
     at_s = index.state.at_s
-    entries = [(offer.pool, offer.entry) for offer in offers]
-    return any(
-        pool.earliest(entry.shape, at_s, entry.seconds, entry.least_bytes) is not None
-        for pool, entry in entries
-    )
+    return any(find_slot(offer, at_s) is not None for offer in offers)
 
 
 def _decide(
@@ -257,7 +253,7 @@ def expected_reservation(
     now, later = _pick_best(offers, opening, now_s, may_reserve=True)
     if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
-        placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
+        placement = place_now(now.pool, now.entry, now_s)
         assert placement is not None, waiting.job.id
         return Reservation(job_id=waiting.job.id, start_s=now_s, end_s=end_s, placement=placement)
     return None if later is None else _reserve_later(waiting.job, later, now_s).reservation
@@ -282,7 +278,7 @@ def wait_reason(
         now_s, entry.seconds
     )
     if start_s == now_s:
-        return _wait_for_devices(pool, entry, spec, now_s)
+        return _wait_for_devices(pool, entry, now_s)
     return Wait(code=Pending.START_WINDOW, reason=why_closed(spec, start_s))
 
 
@@ -361,13 +357,17 @@ def _could_hold(pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOpt
 def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bool:
     if pool.idle < entry.devices:
         return False
-    end_s = now_s + entry.seconds
-    if end_s > pool.open_until_s(entry.shape):
+    if pool.closes and entry.open_s != entry.seconds:
+        return place_now(pool, entry, now_s) is not None
+    if now_s + entry.seconds > pool.open_until_s(entry.shape):
         return False
-    return (
-        pool.has_room(entry.least_bytes)
-        or pool.place(entry.shape, end_s, entry.least_bytes) is not None
-    )
+    return pool.has_room(entry.least_bytes) or place_now(pool, entry, now_s) is not None
+
+
+def place_now(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> Placement | None:
+    """Return the devices of an option that starts now; None where there are too few."""
+    end_s, open_until_s = now_s + entry.seconds, now_s + entry.open_s
+    return pool.place(entry.shape, end_s, entry.least_bytes, open_until_s)
 
 
 def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
@@ -376,19 +376,20 @@ def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _
     for offer in offers:
         if best is not None and offer.cost_s >= best.cost_s:
             continue
-        pool, entry = offer.pool, offer.entry
-        slot = first = pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
+        slot = first = find_slot(offer, from_s)
         while slot is not None and slot.start_s < (opens_s := opening(offer, slot.start_s)):
-            slot = (
-                pool.earliest(entry.shape, opens_s, entry.seconds, entry.least_bytes)
-                if opens_s < inf
-                else None
-            )
+            slot = find_slot(offer, opens_s) if opens_s < inf else None
         if slot is not None and first is not None:
             cost_s = slot.start_s - from_s + offer.cost_s
             if cost_s < (inf if best is None else best.cost_s):
                 best = _FutureSlot(cost_s, offer, slot, first.start_s)
     return best
+
+
+def find_slot(offer: Offer, from_s: float) -> Slot | None:
+    """Return the first slot of an offer from `from_s` on; None: never."""
+    entry = offer.entry
+    return offer.pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes, entry.open_s)
 
 
 def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
@@ -400,7 +401,7 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
     if later.slot.start_s == later.free_s:
-        wait = _wait_for_devices(pool, entry, job.spec, now_s)
+        wait = _wait_for_devices(pool, entry, now_s)
         return wait._replace(reservation=reservation)
     if job.spec.start_window is not None:
         reason = why_closed(job.spec, later.slot.start_s)
@@ -414,9 +415,7 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
     )
 
 
-def _wait_for_devices(
-    pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float
-) -> Wait:
+def _wait_for_devices(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> Wait:
     """Return whether the job waits for devices, or only for unreadable ones or nodes that are closed or will close.
 
     The sentence stays while the state changes; `reports/waiting.py` has numbers, names and times.
@@ -426,7 +425,7 @@ def _wait_for_devices(
         return Wait(
             code=Pending.UNREADABLE, reason=f"waits for devices that cannot be read: {nodes}"
         )
-    closed = pool.closed_before(now_s + entry.seconds)
+    closed = pool.closed_before(now_s + entry.open_s)
     open_devices = pool.idle - sum(idle for _, _, idle in closed)
     if not closed or not open_devices < entry.devices <= pool.idle:
         return Wait(code=Pending.DEVICES, reason=FOR_DEVICES)
@@ -435,9 +434,16 @@ def _wait_for_devices(
     if all(closes_s <= now_s for _, closes_s, _ in closed):
         verb = "takes" if len(closed) == 1 else "take"
         return Wait(code=Pending.DRAIN, reason=f"{FOR_DEVICES}: {names} {verb} nothing new")
-    supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
-    reason = f"{FOR_DEVICES}: it would not end before the maintenance of {names}{supposed}"
+    reason = f"{FOR_DEVICES}: {ends_too_late(entry, names)}"
     return Wait(code=Pending.MAINTENANCE, reason=reason)
+
+
+def ends_too_late(entry: SizeOption, nodes: str) -> str:
+    """Return that an option would end too late for the maintenance of nodes, with what would help."""
+    if entry.is_known and entry.open_s == entry.seconds:
+        return f"it would not end before the maintenance of {nodes}"
+    unsaid = "nobody said how long it takes, and `time_limit` bounds it"
+    return f"it may not end before the maintenance of {nodes} ({unsaid})"
 
 
 def _describe_size(pool: AvailabilityProfile, entry: SizeOption) -> str:
@@ -447,7 +453,7 @@ def _describe_size(pool: AvailabilityProfile, entry: SizeOption) -> str:
 def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> StartDecision:
     """Return the start of an offer, with its probability to fit the fullest of its devices."""
     pool, entry = offer.pool, offer.entry
-    placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)
+    placement = place_now(pool, entry, now_s)
     assert placement is not None, (job.id, entry)
     device, candidate = pool.group.hardware.device.name, entry.candidate
     calibrated = index.options.calibrated(job, device)

@@ -24,13 +24,14 @@ from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
 from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
 from orchestrator.scheduling.base.tuning import tuned_for
-from orchestrator.scheduling.options.job_options import attempt_seconds
+from orchestrator.scheduling.options.job_options import attempt_length
+from orchestrator.scheduling.options.lengths import Length
 from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
 from orchestrator.scheduling.queue.demand import devices_wanted
 from orchestrator.scheduling.queue.fair_share import Place, equal_place, fair_tree, used_s
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merge_lines
-from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache
+from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache, needs_lengths
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
@@ -48,7 +49,7 @@ class SchedulerIndex:
         self.policy = policy_of(self)
         self.pools = [AvailabilityProfile(group) for group in groups_of(state.nodes)]
         self.devices = sum(pool.group.devices for pool in self.pools)
-        self.options = OptionCache(self.pools, state.observations)
+        self.options = OptionCache(self.pools, state.observations, state.runs)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
         self.elastic: dict[str, Job] = {}  # those of them that could be moved
@@ -63,6 +64,7 @@ class SchedulerIndex:
         # nobody who waits could start on the devices that were idle at the last decision
         self.all_wait = False
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
+        self._lent: dict[str, float] = {}  # the highest priority of those, by that id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy_spec = state.policy
         self.tuning = tuned_for(state.policy.objective)
@@ -109,12 +111,15 @@ class SchedulerIndex:
             self._followers.get(dependency.job, set()).discard(job.id)
         for dependency in _dependencies_of(after):
             self._followers.setdefault(dependency.job, set()).add(job.id)
+        self._lend_priority(before, after)
         self._sort_running(job, runs)
         self._expiries_s.pop(job.id, None)
         if after is not None and (expiry_s := expires_s(after)) < inf:
             self._expiries_s[job.id] = expiry_s
         if after is None or after.status.ended or has_other_limit:
             self.options.forget(job.id)
+        if after is None:
+            self._lent.pop(job.id, None)
         if not runs:
             self._forget_end(job.id)
         if after is not None and after.asks and (before is None or not before.asks):
@@ -141,6 +146,27 @@ class SchedulerIndex:
                 or _end_facts(before, previous) != _end_facts(after, attempt)
             ):
                 self._occupy(after, attempt)
+
+    def _lend_priority(self, before: Job | None, after: Job | None) -> None:
+        """Let the jobs that a job waits for be as urgent as it is, and those that they wait for."""
+        changed = {dependency.job for dependency in _dependencies_of(before)}
+        changed |= {dependency.job for dependency in _dependencies_of(after)}
+        while changed:  # ends: a job waits only for earlier ones
+            parent_id = changed.pop()
+            urgent = [-inf]
+            for job_id in self._followers.get(parent_id, ()):
+                job = after if after and job_id == after.id else self.state.jobs.get(job_id)
+                if job is not None and not job.held_by:
+                    urgent.append(self.priority_of(job))
+            if max(urgent) == self._lent.get(parent_id, -inf):
+                continue
+            self._lent[parent_id] = max(urgent)
+            parent = self.state.jobs.get(parent_id)
+            changed |= {dependency.job for dependency in _dependencies_of(parent)}
+            if parent is not None and parent_id in self.waiting:
+                self._leave(parent_id)
+                self.arrived = [entry for entry in self.arrived if entry.job.id != parent_id]
+                self._enter(parent, is_new=True)
 
     def _sort_running(self, job: Job, runs: bool) -> None:
         """Put a job into those tables of running jobs to which it belongs, and drop it from the others."""
@@ -204,10 +230,18 @@ class SchedulerIndex:
         """Read new observations, and recompute the expected ends of running jobs of their families."""
         self.state, self.all_wait = state, False
         families = self.options.observe(state.observations)
-        for job in self.running.values():
-            if job.spec.family_name in families:
-                for attempt in _attempts_of(job).values():
-                    self._occupy(job, attempt)
+        self._expect_anew(lambda job: job.spec.family_name in families)
+
+    def learn(self, state: State) -> None:
+        """Read new lengths, and recompute the expected ends of running jobs that follow from them."""
+        self.state, self.all_wait = state, False
+        self.options.learn(state.runs)
+        self._expect_anew(lambda job: needs_lengths(job.spec))
+
+    def _expect_anew(self, concerns: Callable[[Job], bool]) -> None:
+        for job in filter(concerns, self.running.values()):
+            for attempt in _attempts_of(job).values():
+                self._occupy(job, attempt)
 
     def expect(self, attempt: Attempt, end_s: float) -> None:
         """Set the expected end of an attempt, until which it occupies its devices."""
@@ -359,7 +393,12 @@ class SchedulerIndex:
     def queue_entry(self, job: Job) -> Waiting:
         """Return the job's queue entry, even if it does not wait. It ranks first where devices are reserved for it."""
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
-        return Waiting(job, rank, self.options.size_of(job).device_s, self.policy.presses_s(job))
+        size, priority = self.options.size_of(job), self.priority_of(job)
+        return Waiting(job, rank, size.device_s, priority, self.policy.presses_s(job))
+
+    def priority_of(self, job: Job) -> int:
+        """Return the highest priority of the job and of those that wait for its end, directly or not."""
+        return int(max(job.spec.priority, self._lent.get(job.id, -inf)))
 
     def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
         """Return the device pool of an attempt; None where one of its nodes is gone."""
@@ -368,15 +407,24 @@ class SchedulerIndex:
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
         """Return the expected end of a running attempt; infinity if nodes are gone or only an operator can end it."""
-        pool = self.pool_of(attempt)
-        if pool is None or job.unreadable:
+        length = self.length_of(job, attempt)
+        if length is None:
             return inf
-        calibrated = self.options.calibrated(job, attempt.device)
-        length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
+        length_s = length.seconds
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
         length_s = min(length_s, self.limit_end_s(job, attempt) - attempt.launched_at_s)
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
+
+    def length_of(self, job: Job, attempt: Attempt) -> Length | None:
+        """Return the length of an attempt; None if nodes are gone or only an operator can end it."""
+        pool = self.pool_of(attempt)
+        if pool is None or job.unreadable:
+            return None
+        calibrated = self.options.calibrated(job, attempt.device)
+        return attempt_length(
+            job, attempt, pool.group, calibrated, pool.launch_cost_s, self.options.lengths
+        )
 
     def limit_end_s(self, job: Job, attempt: Attempt) -> float:
         """Return when the job's time limit ends a running attempt; infinity without a limit or if nodes are gone."""
@@ -447,7 +495,7 @@ class SchedulerIndex:
             heappush(self._openings, (opening_s(job.spec, after_s), job.id))
 
     def _line_up(self, waiting: Waiting) -> None:
-        self.lines.setdefault(self._line_of(waiting.job), WaitQueue()).add(waiting)
+        self.lines.setdefault(self._line_of(waiting), WaitQueue()).add(waiting)
         if waiting.job.spec.guarantee is not None and self.policy.promises_speed:
             self.guaranteed[waiting.job.id] = waiting
         self.arrived.append(waiting)
@@ -456,21 +504,22 @@ class SchedulerIndex:
         waiting = self.waiting.pop(job_id)
         self.guaranteed.pop(job_id, None)
         if self._is_in_line(waiting):
-            key = self._line_of(waiting.job)
+            key = self._line_of(waiting)
             self.lines[key].remove(waiting)
             if not self.lines[key]:
                 del self.lines[key]
 
     def _is_in_line(self, waiting: Waiting) -> bool:
-        line = self.lines.get(self._line_of(waiting.job))
+        line = self.lines.get(self._line_of(waiting))
         return line is not None and waiting in line
 
     def lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
         """Return the queues of these (priority, user) keys that still have jobs."""
         return [self.lines[key] for key in keys if key in self.lines]
 
-    def _line_of(self, job: Job) -> tuple[int, str]:
-        return job.spec.priority, job.user if self._policy_spec.is_shared else ""
+    def _line_of(self, waiting: Waiting) -> tuple[int, str]:
+        user = waiting.job.user if self._policy_spec.is_shared else ""
+        return waiting.priority, user
 
     def places(self) -> Callable[[str], Place]:
         """Return a function that maps a user to a place in the fair-share order."""

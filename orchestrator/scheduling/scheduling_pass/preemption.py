@@ -38,6 +38,7 @@ class Moving:
     pool: AvailabilityProfile
     left_s: float
     from_s: float
+    priority: int
     # for how long it can be away and still meet its deadline; infinity: it has none that it meets
     slack_s: float
 
@@ -129,7 +130,7 @@ def _in_time(
     """
     if waiting.job.spec.start_window is not None:
         return None
-    classes = moving.job.spec.priority, waiting.job.spec.priority
+    classes = moving.priority, waiting.priority
     if classes[0] > classes[1] or (classes[0] == classes[1] and index.state.policy.is_shared):
         return None
     if moving.slack_s < inf and moving.job.deadline_s is not None and moving.job.deadline_s <= by_s:
@@ -188,15 +189,15 @@ def _ahead_of(
         return []
     room, place = (
         moving.devices + moving.pool.idle,
-        _place(moving.job, index.policy.rank(moving.job), index.state.at_s),
+        _place(moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s),
     )
     shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
     ahead = []
     for waiting, promised in waits:
-        priority = waiting.job.spec.priority
-        if _place(waiting.job, waiting.rank, index.state.at_s) >= place:
+        priority = waiting.priority
+        if _place(waiting.job, priority, waiting.rank, index.state.at_s) >= place:
             continue
-        if priority > moving.job.spec.priority or promised.end_s - promised.start_s < shorter_s:
+        if priority > moving.priority or promised.end_s - promised.start_s < shorter_s:
             wide = sum(len(part.devices) for part in promised.placement)
             entry = _entry(index, waiting, moving.pool, wide) if wide <= room else None
             if entry is not None:
@@ -204,10 +205,10 @@ def _ahead_of(
     return ahead
 
 
-def _place(job: Job, aging_limit_s: float, at_s: float) -> tuple[int, bool, float]:
+def _place(job: Job, priority: int, aging_limit_s: float, at_s: float) -> tuple[int, bool, float]:
     """Return a job's place in the queue: past its aging limit it stands before every job that came later."""
     is_due = aging_limit_s <= at_s
-    return -job.spec.priority, not is_due, job.order if is_due else aging_limit_s
+    return -priority, not is_due, job.order if is_due else aging_limit_s
 
 
 def _way(
@@ -221,7 +222,7 @@ def _way(
         if entry.devices <= room:
             room -= entry.devices
             gain_s += promised.start_s - at_s
-            if waiting.job.spec.priority == moving.job.spec.priority:
+            if waiting.priority == moving.priority:
                 away_s = max(away_s, promised.end_s - promised.start_s)
             jobs += 1
     return _PreemptionGain(ahead[0][0].job.id, jobs, gain_s, moving.paid_s + away_s)
@@ -269,5 +270,6 @@ def movable(
                 pool,
                 index.ends_s[job_id] - at_s,
                 from_s,
+                index.priority_of(job),
                 inf if slack_s < 0 else slack_s,
             )

@@ -41,7 +41,7 @@ def play_queue(
     Running jobs keep their progress; usage, age, drains, maintenance and promises are those of the state. With
     `is_live` the nodes are those of the state, and `cluster` gives only the policy. Else running jobs on devices that
     the cluster lacks end, and resume from their saved step. `to_come` are trials that live sweeps have yet to submit. A
-    job of unknown length is assumed to take a day. Raises SpecError where no job is live.
+    job whose end follows from a length that nobody knows has no end. Raises SpecError where no job is live.
     """
     live = [
         job
@@ -57,14 +57,23 @@ def play_queue(
         state, saved = move_state(state, cluster)
     coming = FutureSubmissions(state, more, to_come, home)
     play = Play(state, index_of(state), {}, 0, saved=saved, more=coming.submissions)
-    play.until_ended([job.id for job in live])
+    expectations = play.until_ended([job.id for job in live])
+    known_ids = {job_id for job_id, expected in expectations.items() if expected.knows_end}
     jobs = [*live, *coming.jobs]
     stints: dict[str, list[Stint]] = {job.id: [] for job in jobs}
     for stint in play.stints:
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
     outcomes = tuple(
-        _outcome(job, stints[job.id], now_s, devices, cluster.launch_cost) for job in jobs
+        _outcome(
+            job,
+            stints[job.id],
+            now_s,
+            devices,
+            cluster.launch_cost,
+            knows_end=job.id in known_ids or job.id not in expectations,
+        )
+        for job in jobs
     )
     # a job that somebody holds starts in no play: it is no unfinished one
     pairs = zip(jobs, outcomes, strict=True)
@@ -193,7 +202,13 @@ class FutureSubmissions:
 
 
 def _outcome(
-    job: Job, stints: Sequence[Stint], now_s: float, devices: int, launch_cost_s: float
+    job: Job,
+    stints: Sequence[Stint],
+    now_s: float,
+    devices: int,
+    launch_cost_s: float,
+    *,
+    knows_end: bool,
 ) -> Outcome:
     """Return what became of a job, counted from `now_s` on."""
     attempts = tuple(
@@ -210,7 +225,7 @@ def _outcome(
         )
         for stint in stints
     )
-    done = next((stint for stint in reversed(stints) if stint.is_done), None)
+    done = next((stint for stint in reversed(stints) if stint.is_done and knows_end), None)
     arrival = Arrival(at_s=0.0, spec=job.spec)
     return Outcome(
         name=job.spec.name,
