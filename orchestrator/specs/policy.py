@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cached_property
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from orchestrator.specs.fields import DEVICES_MAX, Seconds, UserName
-from orchestrator.specs.order import Order
+from orchestrator.specs.order import REMOVED, Order
 from orchestrator.specs.spec_model import SpecModel
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
@@ -74,7 +74,7 @@ class PolicySpec(SpecModel):
 
     order: Order = Field(
         default=Order.ADAPTIVE,
-        description="Order of the queue; all but `adaptive` leave teams, priorities and widths aside.",
+        description="Order of the queue; `fifo` leaves teams, priorities and widths aside.",
         examples=["fifo"],
     )
     objective: Objective = Field(
@@ -93,6 +93,13 @@ class PolicySpec(SpecModel):
         description="Teams among which the cluster is shared; without them only priority and deadlines count.",
         examples=[[{"name": "vision", "shares": 2, "quota": 1, "users": ["ada"]}]],
     )
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _refuse_removed(cls, order: object) -> object:
+        if order in REMOVED:
+            raise ValueError(f"order {order!r} was removed: take 'adaptive' or 'fifo'")
+        return order
 
     @model_validator(mode="after")
     def _check_order(self) -> PolicySpec:
