@@ -93,7 +93,7 @@ class TiresiasPolicy(RigidPolicy):
         """Return the waiting jobs to start and the running jobs to stop: greedily by rank, counting open devices."""
         index, at_s = self._index, self._index.state.at_s
         left = {id(pool): self._open_devices(pool) for pool in index.pools}
-        able = {moving.job.id: moving for moving in movable(index, index.elastic, at_s, REST)}
+        able = {moving.job.id: moving for moving in movable(index, index.stoppable, at_s, REST)}
         for job in index.running.values():
             pool = index.pool_of(job.attempts[-1])
             if job.id not in able and pool is not None and job.attempts[-1].status in HOLDING:

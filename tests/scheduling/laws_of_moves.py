@@ -61,8 +61,8 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
 def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """A moved job saves on request, has run for a while, and grows or makes way for a job ahead of it."""
     spec, why = job.spec, attempt.moved_for
-    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
-    if not saves or spec.optimizer_steps is None or spec.start_window:
+    resumes = not spec.is_script or spec.knobs.resume_from
+    if not resumes or spec.start_window:
         yield f"{attempt.name} is moved although it would lose by that"
     yield from _deadline_lost(t, job, attempt)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
@@ -70,6 +70,8 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
         yield f"{attempt.name} is moved {t.after.at_s - attempt.launched_at_s:.0f} s after its launch"
     claimed = {(part.node, index) for part in attempt.held_placement for index in part.devices}
     if why.startswith("stopped to go on with"):
+        if not (not spec.is_script or spec.resume.on_sigterm) or spec.optimizer_steps is None:
+            yield f"{attempt.name} is to grow although it would lose by that"
         if not len(devices(attempt)) < len(claimed) <= spec.gpus.max:
             yield f"{attempt.name} of {len(devices(attempt))} devices is to grow to {len(claimed)}"
         others = {

@@ -369,7 +369,7 @@ def moved_without_rest(patch: pytest.MonkeyPatch) -> None:
 
 
 def everybody_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "is_elastic", lambda _job: True)
+    patch.setattr(index, "can_be_stopped", lambda _job: True)
 
 
 def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated.nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated.process import Process, evidence_of
+from orchestrator.scheduling.base.migration import saves_on_request
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import LEARNED_STEPS, Attempt, AttemptStatus, FailureKind
@@ -254,8 +255,8 @@ class SimulatedBackend:
             )
             step = min(process.first_step + int(running_s / process.step_s), process.last_step - 1)
         every = process.job.spec.training.checkpoint_every_steps
-        # training/loop.py saves on SIGTERM
-        saved = step if ending is FailureKind.CANCELLED else step - step % every
+        saves = ending is FailureKind.CANCELLED and saves_on_request(process.job.spec)
+        saved = step if saves else step - step % every
         complete = max(process.first_step, saved)
         if process.attempt.probe:  # what it leaves is no progress
             complete = 0

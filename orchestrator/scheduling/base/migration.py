@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from orchestrator.specs.actions import Stop
-from orchestrator.specs.attempt import AttemptStatus, FailureKind, Placement
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Placement
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
@@ -21,20 +24,48 @@ def can_move(job: Job) -> bool:
     return job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
 
 
-def is_elastic(job: Job) -> bool:
-    """Return whether a running job can stop without loss and resume on any devices.
+def can_be_stopped(job: Job) -> bool:
+    """Return whether a running job resumes from a checkpoint after it was stopped, be it an older one.
 
-    Our own engines save when they are asked to end, and load on every layout; a script may declare that it does. A job
-    with a start window or a guaranteed speed is never elastic.
+    Our own engines do, and scripts that say how. A job with a start window or a guaranteed speed is left alone.
     """
     spec = job.spec
-    saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
+    resumes = not spec.is_script or spec.knobs.resume_from is not None
+    return resumes and spec.start_window is None and spec.guarantee is None
+
+
+def is_elastic(job: Job) -> bool:
+    """Return whether a running job can stop without loss, and gains a known time on other devices."""
     return (
-        saves
-        and spec.optimizer_steps is not None
-        and spec.start_window is None
-        and spec.guarantee is None
+        can_be_stopped(job) and saves_on_request(job.spec) and job.spec.optimizer_steps is not None
     )
+
+
+def saves_on_request(spec: JobSpec) -> bool:
+    """Return whether the job saves when it is asked to end: our engines do, and scripts may say that they do."""
+    return not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
+
+
+def expected_loss_s(job: Job, at_s: float) -> float:
+    """Return the seconds of training that a stop at `at_s` would lose: those since the last checkpoint.
+
+    It is the most that an earlier end of the job has lost. Where none tells, all of the attempt counts as lost.
+    """
+    attempt = job.last
+    if attempt is None or saves_on_request(job.spec):
+        return 0.0
+    began_s = attempt.launched_at_s if attempt.started_at_s is None else attempt.started_at_s
+    lost_s = [loss_s for earlier in job.attempts[:-1] if (loss_s := _lost_s(earlier)) is not None]
+    return min(max(lost_s, default=inf), max(0.0, at_s - began_s))
+
+
+def _lost_s(attempt: Attempt) -> float | None:
+    """Return the seconds between the last checkpoint of an ended attempt and its last step; None where unknown."""
+    evidence, step_s = attempt.evidence, attempt.measured_step_s
+    if evidence is None or evidence.checkpoint_step is None or step_s is None:
+        return None
+    steps = max(beat.step for beat in evidence.heartbeats) - evidence.checkpoint_step
+    return steps * step_s if steps >= 0 else None
 
 
 def may_grow(job: Job) -> bool:

@@ -76,7 +76,7 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
         )
         if move is not None:
             helped.add(waiting.job.id)
-            del index.elastic[move.job.id]
+            del index.stoppable[move.job.id]
     return helped
 
 

@@ -11,6 +11,7 @@ from statistics import NormalDist, median
 from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
+from orchestrator.scheduling.base.migration import expected_loss_s
 from orchestrator.scheduling.options.job_options import JobOptions, steps_left
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import Waiting
@@ -383,7 +384,8 @@ def saved_step(
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
     from_s = attempt.launched_at_s + pool.launch_cost_s
-    trained = max(0.0, at_s - from_s) / max(end_s - from_s, at_s - from_s, OVERDUE_S)
+    kept_s = max(0.0, at_s - expected_loss_s(job, at_s) - from_s)
+    trained = kept_s / max(end_s - from_s, at_s - from_s, OVERDUE_S)
     return job.spec.optimizer_steps - left + int(left * trained)
 
 

@@ -257,7 +257,7 @@ def _decide_waiting(
     actions: list[Action] = []
     waits: list[tuple[Waiting, Reservation]] = []
     late: list[tuple[Waiting, float]] = []
-    if not (index.idle or index.is_stale or index.elastic or index.guaranteed):
+    if not (index.idle or index.is_stale or index.stoppable or index.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []

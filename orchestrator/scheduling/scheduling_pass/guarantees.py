@@ -161,10 +161,10 @@ def _room_for(
         entry = menu.entries[0]
         able = [
             moving
-            for moving in movable(index, index.last_elastic(), at_s)
+            for moving in movable(index, index.last_stoppable(), at_s)
             if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
-        able.sort(key=lambda moving: max(at_s, moving.from_s))
+        able.sort(key=lambda moving: (max(at_s, moving.from_s), moving.loss_s))
         count = next(
             (n for n in range(1, len(able) + 1) if _place_after(pool, able[:n], entry, at_s)), 0
         )

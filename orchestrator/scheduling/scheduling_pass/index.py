@@ -19,7 +19,12 @@ from orchestrator.scheduling.base.drain import (
     nodes_in_maintenance,
     suspended_devices,
 )
-from orchestrator.scheduling.base.migration import held_placement_of, is_elastic, may_grow
+from orchestrator.scheduling.base.migration import (
+    can_be_stopped,
+    held_placement_of,
+    is_elastic,
+    may_grow,
+)
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
 from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
@@ -52,7 +57,7 @@ class SchedulerIndex:
         self.options = OptionCache(self.pools, state.observations, state.runs)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
-        self.elastic: dict[str, Job] = {}  # those of them that could be moved
+        self.stoppable: dict[str, Job] = {}  # those of them that resume once they were stopped
         self.growing: dict[str, Job] = {}  # those of them that may have more devices
         self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
@@ -172,11 +177,10 @@ class SchedulerIndex:
         """Put a job into those tables of running jobs to which it belongs, and drop it from the others."""
         if job.array is not None:
             self.running_of_array[job.array] += runs - (job.id in self.running)
-        could_move = runs and is_elastic(job)
         for index, belongs in (
             (self.running, runs),
-            (self.elastic, could_move),
-            (self.growing, could_move and may_grow(job)),
+            (self.stoppable, runs and can_be_stopped(job)),
+            (self.growing, runs and is_elastic(job) and may_grow(job)),
             (self._claiming, runs and bool(held_placement_of(job))),
         ):
             if belongs:
@@ -375,9 +379,9 @@ class SchedulerIndex:
             if time_s <= at_s
         ]
 
-    def last_elastic(self) -> Iterator[str]:
-        """Yield the ids of running jobs that can be moved, latest expected end first."""
-        return (job_id for _, job_id in reversed(self._ends) if job_id in self.elastic)
+    def last_stoppable(self) -> Iterator[str]:
+        """Yield the ids of running jobs that can be stopped, latest expected end first."""
+        return (job_id for _, job_id in reversed(self._ends) if job_id in self.stoppable)
 
     def followers_of(self, job_id: str) -> list[str]:
         """Return the ids of the jobs that wait for the end of this one."""

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.migration import can_move
+from orchestrator.scheduling.base.migration import can_move, expected_loss_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import Move
@@ -41,11 +41,12 @@ class Moving:
     priority: int
     # for how long it can be away and still meet its deadline; infinity: it has none that it meets
     slack_s: float
+    loss_s: float  # of training since its last checkpoint
 
     @property
     def paid_s(self) -> float:
-        """Seconds that a move costs, which is one more launch. The job saves before it ends."""
-        return self.pool.launch_cost_s
+        """Seconds that a move costs: one more launch, and the training that is done again."""
+        return self.pool.launch_cost_s + self.loss_s
 
     @property
     def devices(self) -> int:
@@ -99,15 +100,13 @@ def preempt_for_deadline(
 ) -> Move | None:
     """Return the job to stop for a waiting job's deadline: the one with the most slack; None where none fits.
 
-    A job with a deadline is stopped only for an earlier one, and only if it still meets its own. The earliest deadline
-    alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest
-    Deadline Scheduling for Real-Time Database Systems, RTSS).
+    Who loses least is stopped first, and nobody who loses more than the waiting job needs. A job with a deadline is
+    stopped only for an earlier one, and only if it still meets its own. The earliest deadline alone would lose both in
+    an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest Deadline Scheduling for
+    Real-Time Database Systems, RTSS).
     """
-    able = (
-        sorted(movable(index, index.elastic, at_s), key=lambda moving: -moving.slack_s)
-        if late
-        else []
-    )
+    able = list(movable(index, index.stoppable, at_s)) if late else []
+    able.sort(key=lambda moving: (moving.loss_s, -moving.slack_s))
     for waiting, by_s in late[:LATE_MAX]:
         ways = (
             (moving, entry)
@@ -148,6 +147,7 @@ def _in_time(
         if where is moving.pool and isinstance(menu, JobOptions)
         for entry in menu.entries
         if entry.devices <= room
+        and moving.devices * moving.loss_s <= entry.device_seconds
         and from_s + entry.seconds <= by_s
         and entry.seconds + moving.paid_s <= moving.slack_s
     ]
@@ -158,7 +158,7 @@ def preempt_for_waiting(
     index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
 ) -> Move | None:
     """Return the job to stop for waiting ones, latest end first, whose loss is below their gain; None without one."""
-    for moving in movable(index, islice(index.last_elastic(), TRIED_MAX) if waits else (), at_s):
+    for moving in movable(index, islice(index.last_stoppable(), TRIED_MAX) if waits else (), at_s):
         ahead = _ahead_of(index, moving, waits)
         ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
         if not any(way.is_worth(index.tuning.worth) for way in ways):
@@ -272,4 +272,5 @@ def movable(
                 from_s,
                 index.priority_of(job),
                 inf if slack_s < 0 else slack_s,
+                expected_loss_s(job, at_s),
             )

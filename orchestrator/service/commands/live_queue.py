@@ -10,7 +10,7 @@ from pathlib import Path
 from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
-from orchestrator.scheduling.base.migration import is_elastic, request_migration
+from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
@@ -103,7 +103,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
             continue
         end_s = index.end_of(job, attempt)
         saved[job.id] = (
-            saved_step(index, job, attempt, end_s, state.at_s) if is_elastic(job) else None
+            saved_step(index, job, attempt, end_s, state.at_s) if can_be_stopped(job) else None
         )
         if attempt.status is not AttemptStatus.STOPPING:
             job, _ = request_migration(job, "moved to the other cluster", state.at_s)
