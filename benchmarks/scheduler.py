@@ -26,6 +26,7 @@ from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, shake
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.order import Order
 from orchestrator.specs.policy import Objective
 
@@ -262,9 +263,10 @@ def without_gaps(work: Sequence[tuple[float, float]]) -> tuple[list[float], floa
 
 
 def immovable(arrival: Arrival) -> Arrival:
-    """The job, which saves nothing when it is asked to end."""
-    resume = arrival.spec.resume.model_copy(update={"on_sigterm": False})
-    return replace(arrival, spec=arrival.spec.model_copy(update={"resume": resume}))
+    """The job, which resumes from no checkpoint."""
+    knobs = arrival.spec.knobs.model_copy(update={"resume_from": None})
+    spec = arrival.spec.model_copy(update={"knobs": knobs, "resume": Resume()})
+    return replace(arrival, spec=spec)
 
 
 def as_asked(arrival: Arrival) -> Arrival:

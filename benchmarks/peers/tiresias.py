@@ -15,7 +15,7 @@ from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason, options_on
 from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
-from orchestrator.specs.attempt import Attempt, AttemptStatus
+from orchestrator.specs.attempt import Attempt, AttemptStatus, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
@@ -62,6 +62,7 @@ class TiresiasPolicy(RigidPolicy):
                 Move(
                     job=stop.moving.job,
                     from_s=stop.moving.from_s,
+                    cause=StopCause.GAIN,
                     why=f"stopped to make way for {stop.ahead.job.id}: it has attained less service",
                 )
                 for stop in ready

@@ -55,6 +55,14 @@ class RunLength:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopCredit:
+    """Device-seconds that stops for a gain may cost, as of a time. See scheduling/base/stop_credit.py."""
+
+    device_s: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableDevice:
     """A device that the driver cannot read, and since when, in seconds since 1970."""
 
@@ -83,6 +91,7 @@ class State:
     drained: tuple[str, ...] = ()  # names of drained nodes, sorted
     policy: PolicySpec = UNSHARED
     usage: tuple[Usage, ...] = ()  # by user, sorted
+    stop_credit: StopCredit | None = None  # None: full
     ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
     suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
     unreadable: tuple[

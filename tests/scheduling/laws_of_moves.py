@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.drain import suspensions
@@ -12,7 +13,7 @@ from orchestrator.scheduling.base.time_limits import spent_s
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, StopCause
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import DrainRequested, Finished, UpdateRequested
 from orchestrator.specs.job_record import Job, JobStatus
@@ -68,6 +69,8 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if t.after.at_s - attempt.launched_at_s < (1 + REST) * launch_s - 1e-6:
         yield f"{attempt.name} is moved {t.after.at_s - attempt.launched_at_s:.0f} s after its launch"
+    if (breach := _too_soon(t, job, attempt)) is not None:
+        yield breach
     claimed = {(part.node, index) for part in attempt.held_placement for index in part.devices}
     if why.startswith("stopped to go on with"):
         if not (not spec.is_script or spec.resume.on_sigterm) or spec.optimizer_steps is None:
@@ -94,6 +97,22 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
             yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
     else:
         yield f"{attempt.name} is stopped although nobody asked"
+
+
+def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:
+    """A job is stopped at most once in 30 minutes; for a gain at most once in 50 times what that costs."""
+    launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
+    is_for_gain = attempt.stop_cause in (StopCause.GAIN, StopCause.GROWTH)
+    rest_s = max(1800.0, 50.0 * launch_s if is_for_gain else 0.0)
+    stops_s = [
+        earlier.ended_at_s
+        for earlier in job.attempts[:-1]
+        if earlier.moved_for and earlier.ended_at_s is not None
+    ]
+    since_s = t.after.at_s - max(stops_s, default=-inf)
+    if since_s < rest_s - 1e-6:
+        return f"{attempt.name} is stopped {since_s:.0f} s after its last stop"
+    return None
 
 
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:

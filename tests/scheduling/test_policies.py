@@ -15,7 +15,7 @@ from benchmarks.peers.sjf import SjfPolicy
 from benchmarks.peers.tiresias import TiresiasPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
 from orchestrator.scheduling.queue.policy import Move, Preemption
-from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.order import Order
 from orchestrator.specs.state import State
 from tests.scheduling.invariants import violations
@@ -85,7 +85,9 @@ def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
             if job.attempts[-1].status is AttemptStatus.RUNNING
         ]
         moves = (
-            [Move(job=running[0], from_s=state.at_s, why="planted")] if waits and running else []
+            [Move(job=running[0], from_s=state.at_s, cause=StopCause.GAIN, why="planted")]
+            if waits and running
+            else []
         )
         return Preemption(moves)
 
@@ -101,7 +103,7 @@ def a_job_is_stopped_for_a_later_one(patch: pytest.MonkeyPatch) -> None:
         ]
         first = min(running, key=lambda job: (policy.rank(job), job.order), default=None)
         moves = (
-            [Move(job=first, from_s=state.at_s, why="planted")]
+            [Move(job=first, from_s=state.at_s, cause=StopCause.GAIN, why="planted")]
             if first and policy._index.waiting
             else []
         )

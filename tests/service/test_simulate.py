@@ -18,6 +18,7 @@ from benchmarks.peers import Peer, tiresias
 from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge
 from orchestrator.cli import main
+from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.live_queue import play_queue
 from orchestrator.service.commands.simulate import Outcome, Simulated, Trouble, quantile, simulate
@@ -156,8 +157,8 @@ def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.Monke
     first, second = simulate(trace, one_node.with_order(Peer.TIRESIAS), seed=0).outcomes
     before, after = first.attempts
     assert after.first_step == 1000 - LAUNCH_COST_S
-    assert before.ended_at_s == second.attempts[0].launched_at_s == 1000.0
-    assert first.ended_at_s == pytest.approx(2000 + 100 + 3 * LAUNCH_COST_S)
+    assert before.ended_at_s == second.attempts[0].launched_at_s == 1000.0 + SAVE_S
+    assert first.ended_at_s == pytest.approx(2000 + 100 + 3 * LAUNCH_COST_S + SAVE_S)
 
 
 def test_wrong_estimates_change_predictions_and_not_the_simulated_times() -> None:

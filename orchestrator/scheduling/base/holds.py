@@ -5,6 +5,7 @@ from __future__ import annotations
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_move, request_migration
 from orchestrator.specs.actions import Stop
+from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.events import UpdateRequested
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
@@ -38,7 +39,7 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
         return with_job(state, job), ()
     job = replace(job, starts_by_s=None, reason=job.reason if job.waits_for else "")
     if can_move(job):
-        job, stop = request_migration(job, _holder(job), event.at_s)
+        job, stop = request_migration(job, StopCause.PERSON, _holder(job), event.at_s)
         return with_job(state, job), (stop,)
     if job.last is not None:  # what is kept for its next attempt
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, held_placement=())))

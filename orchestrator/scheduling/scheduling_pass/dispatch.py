@@ -11,6 +11,7 @@ from orchestrator.planning.explain import why_taken
 from orchestrator.planning.profiles import own_settings
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
+from orchestrator.scheduling.base.stop_credit import pay_stops
 from orchestrator.scheduling.base.time_limits import end_over_limit
 from orchestrator.scheduling.failures.observation import observe_running
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
@@ -37,7 +38,7 @@ from orchestrator.scheduling.scheduling_pass.guarantees import (
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
-from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.attempt import Attempt, FailureKind, StopCause
 from orchestrator.specs.events import PaceReported
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -57,9 +58,8 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
     for job in [*index.running.values()] if index.maintained else ():
         left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
         if left and can_move(job):
-            leaving, stop = request_migration(
-                job, f"stopped for the maintenance of {', '.join(left)}", state.at_s
-            )
+            why = f"stopped for the maintenance of {', '.join(left)}"
+            leaving, stop = request_migration(job, StopCause.MAINTENANCE, why, state.at_s)
             index.update_job(job, leaving)
             state = with_job(state, leaving)
             stops.append(stop)
@@ -106,7 +106,7 @@ def climb(
     changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
     leaving, stop = request_migration(
-        job, why, state.at_s, placement, climbs_to=option.candidate.plan
+        job, StopCause.FASTER_PLAN, why, state.at_s, placement, climbs_to=option.candidate.plan
     )
     index.update_job(job, leaving)
     index.keep(leaving)
@@ -229,6 +229,8 @@ def _stop_jobs(
 ) -> tuple[State, tuple[Stop, ...]]:
     """Stop all of them together, or look at them again once all have run for long enough."""
     from_s = max(move.from_s for move in moves)
+    if from_s == inf:
+        return state, ()
     if from_s > state.at_s:
         reevaluate_at_s = (
             from_s if state.reevaluate_at_s is None else min(state.reevaluate_at_s, from_s)
@@ -236,7 +238,10 @@ def _stop_jobs(
         return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
     for move in moves:
-        leaving, stop = request_migration(move.job, move.why, state.at_s, move.held_placement)
+        leaving, stop = request_migration(
+            move.job, move.cause, move.why, state.at_s, move.held_placement
+        )
+        state = pay_stops(state, index.devices, move.cost_device_s)
         index.update_job(move.job, leaving)
         if move.held_placement:
             index.keep(leaving)

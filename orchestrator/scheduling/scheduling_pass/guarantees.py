@@ -26,7 +26,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
 )
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
-from orchestrator.specs.attempt import NodeDevices, Placement
+from orchestrator.specs.attempt import NodeDevices, Placement, StopCause
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
 from orchestrator.specs.units import format_seconds
@@ -177,7 +177,15 @@ def _room_for(
             why = f"stopped to make way for {waiting.job.id}: it is guaranteed the speed of its request"
             start_s = at_s + MOVE_GRACE_S
             return Preemption(
-                moves=[Move(job=moving.job, from_s=moving.from_s, why=why) for moving in stopped],
+                moves=[
+                    Move(
+                        job=moving.job,
+                        from_s=moving.from_s,
+                        cause=StopCause.GUARANTEE,
+                        why=why,
+                    )
+                    for moving in stopped
+                ],
                 slot=Reservation(
                     job_id=waiting.job.id,
                     start_s=start_s,

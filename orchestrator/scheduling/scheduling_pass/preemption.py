@@ -12,14 +12,15 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.migration import can_move, expected_loss_s
+from orchestrator.scheduling.base.migration import SAVE_S, can_move, expected_loss_s, stopped_at_s
+from orchestrator.scheduling.base.stop_credit import credit_from_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import Attempt, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
@@ -27,6 +28,10 @@ from orchestrator.specs.units import format_seconds
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
 # who waits and would miss its deadline, the earliest first, that others may be stopped for
 LATE_MAX = 10
+STOP_REST_S = 1800.0  # between two stops of a job, but for a maintenance or by a person
+GAIN_RESTS = (
+    50.0  # of what a stop for a gain costs, between two of a job: moves take 2 % of its time
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class Moving:
     slack_s: float
     loss_s: float  # of training since its last checkpoint
 
+    stopped_s: float  # when it was last stopped; minus infinity: never
+
     @property
     def paid_s(self) -> float:
         """Seconds that a move costs: one more launch, and the training that is done again."""
@@ -52,11 +59,24 @@ class Moving:
     def devices(self) -> int:
         return self.attempt.plan.world_size
 
+    @property
+    def cost_device_s(self) -> float:
+        """Device-seconds that a move costs: save, launch, and training that is done again."""
+        return self.devices * (SAVE_S + self.paid_s)
+
+
+def gain_from_s(index: SchedulerIndex, moving: Moving) -> float:
+    """Return from when on a job may be stopped for a gain, in seconds since 1970; infinity: never."""
+    rested_s = moving.stopped_s + max(STOP_REST_S, GAIN_RESTS * (SAVE_S + moving.paid_s))
+    affordable_s = credit_from_s(index.state, index.devices, moving.cost_device_s)
+    return max(moving.from_s, rested_s, affordable_s)
+
 
 class _PreemptionGain(NamedTuple):
     """The jobs that take the place of a running job, their gain and its cost."""
 
     first: str  # id
+    priority: int  # of the first
     jobs: int
     gain_s: float  # of waiting
     cost_s: float  # until it goes on
@@ -81,7 +101,11 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
                 gain_s = cost_s - seconds * (1 + price * entry.devices)
                 if gain_s > moving.paid_s:
                     ways.append((gain_s, moving, entry, seconds))
-    for _, moving, entry, seconds in nlargest(TRIED_MAX, ways, key=lambda way: way[0]):
+    # who may be stopped now comes first
+    ready = [(gain_from_s(index, way[1]) <= at_s, way) for way in ways]
+    for _, (_, moving, entry, seconds) in nlargest(
+        TRIED_MAX, ready, key=lambda pair: (pair[0], pair[1][0])
+    ):
         held_placement = moving.pool.place_again(
             moving.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes
         )
@@ -90,7 +114,12 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
             cost = format_seconds(moving.paid_s)
             why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
             return Move(
-                job=moving.job, from_s=moving.from_s, why=why, held_placement=held_placement
+                job=moving.job,
+                from_s=gain_from_s(index, moving),
+                cause=StopCause.GROWTH,
+                why=why,
+                cost_device_s=moving.cost_device_s,
+                held_placement=held_placement,
             )
     return None
 
@@ -116,7 +145,7 @@ def preempt_for_deadline(
         for moving, entry in islice(ways, TRIED_MAX):
             if _could_start(moving, entry, at_s):
                 why = f"stopped to make way for {waiting.job.id}: it would miss its deadline"
-                return Move(job=moving.job, from_s=moving.from_s, why=why)
+                return Move(job=moving.job, from_s=moving.from_s, cause=StopCause.DEADLINE, why=why)
     return None
 
 
@@ -157,7 +186,11 @@ def _in_time(
 def preempt_for_waiting(
     index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
 ) -> Move | None:
-    """Return the job to stop for waiting ones, latest end first, whose loss is below their gain; None without one."""
+    """Return the job to stop for waiting ones, latest end first, whose loss is below their gain; None without one.
+
+    Who may be stopped now is preferred to who may be later.
+    """
+    later: Move | None = None
     for moving in movable(index, islice(index.last_stoppable(), TRIED_MAX) if waits else (), at_s):
         ahead = _ahead_of(index, moving, waits)
         ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
@@ -173,8 +206,20 @@ def preempt_for_waiting(
             others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
             gain, cost = format_seconds(way.gain_s), format_seconds(way.cost_s)
             why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
-            return Move(job=moving.job, from_s=moving.from_s, why=why)
-    return None
+            if way.priority > moving.priority:
+                move = Move(job=moving.job, from_s=moving.from_s, cause=StopCause.PRIORITY, why=why)
+            else:
+                move = Move(
+                    job=moving.job,
+                    from_s=gain_from_s(index, moving),
+                    cause=StopCause.GAIN,
+                    why=why,
+                    cost_device_s=moving.cost_device_s,
+                )
+            if move.from_s <= at_s:
+                return move
+            later = move if later is None or move.from_s < later.from_s else later
+    return later
 
 
 def _ahead_of(
@@ -225,7 +270,8 @@ def _way(
             if waiting.priority == moving.priority:
                 away_s = max(away_s, promised.end_s - promised.start_s)
             jobs += 1
-    return _PreemptionGain(ahead[0][0].job.id, jobs, gain_s, moving.paid_s + away_s)
+    first = ahead[0][0]
+    return _PreemptionGain(first.job.id, first.priority, jobs, gain_s, moving.paid_s + away_s)
 
 
 def _entry(
@@ -250,8 +296,10 @@ def movable(
 ) -> Iterator[Moving]:
     """Yield those of these running jobs that can be stopped, each with its cost.
 
-    Each must first have trained for `rest` times its launch; None uses the tuning's number.
+    Each must first have trained for `rest` times its launch; None uses the tuning's number, and leaves STOP_REST_S
+    between two stops of a job.
     """
+    between_s = STOP_REST_S if rest is None else 0.0
     rest = index.tuning.rest if rest is None else rest
     for job_id in job_ids:
         job = index.running[job_id]
@@ -263,6 +311,7 @@ def movable(
         )
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
             from_s = attempt.launched_at_s + (1 + rest) * pool.launch_cost_s
+            from_s = max(from_s, stopped_at_s(job) + between_s)
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
             yield Moving(
                 job,
@@ -273,4 +322,5 @@ def movable(
                 index.priority_of(job),
                 inf if slack_s < 0 else slack_s,
                 expected_loss_s(job, at_s),
+                stopped_at_s(job),
             )

@@ -16,7 +16,7 @@ from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
 from orchestrator.service.server.sweeps.trials import trials_of
-from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
@@ -106,7 +106,8 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
             saved_step(index, job, attempt, end_s, state.at_s) if can_be_stopped(job) else None
         )
         if attempt.status is not AttemptStatus.STOPPING:
-            job, _ = request_migration(job, "moved to the other cluster", state.at_s)
+            why = "moved to the other cluster"
+            job, _ = request_migration(job, StopCause.MAINTENANCE, why, state.at_s)
             state = with_job(state, job)
     policy = cluster.policy
     return replace(
