@@ -143,6 +143,10 @@ class AvailabilityProfile:
         free_s = self._free_from(number)
         return sum([free_s[device] < at_s for device in devices])
 
+    def idle_on(self, name: str) -> int:
+        """Return the number of idle devices of one node."""
+        return self._idle[self.numbers[name]]
+
     def held_until_by(self, name: str, devices: Iterable[int]) -> float:
         """Return when the attempts now on these devices have all ended."""
         return max([self._until_s[self.numbers[name]][device] for device in devices])

@@ -17,6 +17,7 @@ from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
     preempt_for_deadline,
+    preempt_for_priority,
     preempt_for_waiting,
     scale_up,
 )
@@ -113,7 +114,10 @@ class AdaptivePolicy:
         index, at_s = self._index, state.at_s
         if (for_promise := room_for_promises(state, index)) is not None:
             return for_promise
-        move = preempt_for_deadline(index, late, at_s) or preempt_for_waiting(index, waits, at_s)
+        moves = preempt_for_deadline(index, late, at_s) or preempt_for_priority(index, waits, at_s)
+        if moves:
+            return Preemption(moves)
+        move = preempt_for_waiting(index, waits, at_s)
         move = move or (scale_up(index, at_s) if index.idle else None)
         return Preemption() if move is None else Preemption([move])
 

@@ -71,11 +71,12 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
     )
     for waiting, by_s in islice(late, HELPED_MAX):
         may_start = array_limit_reason(index, waiting.job, Counter()) is None
-        move = (
-            preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else None
+        moves = (
+            preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else ()
         )
-        if move is not None:
+        if moves:
             helped.add(waiting.job.id)
+        for move in moves:
             del index.stoppable[move.job.id]
     return helped
 

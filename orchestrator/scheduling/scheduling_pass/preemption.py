@@ -5,22 +5,29 @@ A preempted job has saved a checkpoint, keeps its place in the queue, and spends
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.migration import SAVE_S, can_move, expected_loss_s, stopped_at_s
+from orchestrator.scheduling.base.migration import (
+    MOVE_GRACE_S,
+    SAVE_S,
+    can_move,
+    expected_loss_s,
+    stopped_at_s,
+)
 from orchestrator.scheduling.base.stop_credit import credit_from_s
+from orchestrator.scheduling.base.time_limits import spent_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import Attempt, StopCause
+from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
@@ -28,6 +35,9 @@ from orchestrator.specs.units import format_seconds
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
 # who waits and would miss its deadline, the earliest first, that others may be stopped for
 LATE_MAX = 10
+SETS_MAX = 3  # waiting jobs for which several others may be stopped, in one round
+VICTIMS_MAX = 256  # running jobs of which a set is sought
+PRUNED_MAX = 16
 STOP_REST_S = 1800.0  # between two stops of a job, but for a maintenance or by a person
 GAIN_RESTS = (
     50.0  # of what a stop for a gain costs, between two of a job: moves take 2 % of its time
@@ -49,6 +59,7 @@ class Moving:
     loss_s: float  # of training since its last checkpoint
 
     stopped_s: float  # when it was last stopped; minus infinity: never
+    ran_s: float  # since its launch
 
     @property
     def paid_s(self) -> float:
@@ -58,6 +69,19 @@ class Moving:
     @property
     def devices(self) -> int:
         return self.attempt.plan.world_size
+
+    def delay(self, away_s: float) -> float:
+        """Return how much longer the job takes if it is away so long, as a share of its own length."""
+        return (away_s + SAVE_S + self.paid_s) / self.length_s
+
+    def slowdown(self, away_s: float) -> float:
+        """Return the time from submission to end over the job's own length, if it is away so long."""
+        submitted_s = self.attempt.launched_at_s + self.ran_s - self.job.submitted_at_s
+        return (submitted_s + self.left_s) / self.length_s + self.delay(away_s)
+
+    @property
+    def length_s(self) -> float:
+        return max(1.0, spent_s(self.job, self.attempt.launched_at_s) + self.ran_s + self.left_s)
 
     @property
     def cost_device_s(self) -> float:
@@ -126,61 +150,211 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
 
 def preempt_for_deadline(
     index: SchedulerIndex, late: Sequence[tuple[Waiting, float]], at_s: float
-) -> Move | None:
-    """Return the job to stop for a waiting job's deadline: the one with the most slack; None where none fits.
+) -> Sequence[Move]:
+    """Return the jobs to stop for a waiting job's deadline; () where none help.
 
-    Who loses least is stopped first, and nobody who loses more than the waiting job needs. A job with a deadline is
-    stopped only for an earlier one, and only if it still meets its own. The earliest deadline alone would lose both in
-    an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest Deadline Scheduling for
-    Real-Time Database Systems, RTSS).
+    A job with a deadline is stopped only for an earlier one, and only if it still meets its own. The earliest deadline
+    alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest
+    Deadline Scheduling for Real-Time Database Systems, RTSS). Together they lose no more training than the waiting job
+    needs. A job with a start window has nobody stopped, who would start again and be stopped again.
     """
     able = list(movable(index, index.stoppable, at_s)) if late else []
-    able.sort(key=lambda moving: (moving.loss_s, -moving.slack_s))
     for waiting, by_s in late[:LATE_MAX]:
-        ways = (
-            (moving, entry)
-            for moving in able
-            if (entry := _in_time(index, moving, waiting, by_s, at_s)) is not None
-        )
-        for moving, entry in islice(ways, TRIED_MAX):
-            if _could_start(moving, entry, at_s):
+        if waiting.job.spec.start_window is not None:
+            continue
+        for pool, entry in _entries_of(index, waiting):
+            if at_s + entry.seconds > by_s:
+                continue
+            victims = [
+                moving
+                for moving in able
+                if moving.pool is pool and _may_be_late(index, moving, waiting, by_s, entry)
+            ]
+            stopped = find_victims(pool, victims, entry, at_s)
+            lost_device_s = sum(moving.devices * moving.loss_s for moving in stopped)
+            starts_s = max([at_s, *(moving.from_s for moving in stopped)])
+            if (
+                stopped
+                and lost_device_s <= entry.device_seconds
+                and starts_s + entry.seconds <= by_s
+            ):
                 why = f"stopped to make way for {waiting.job.id}: it would miss its deadline"
-                return Move(job=moving.job, from_s=moving.from_s, cause=StopCause.DEADLINE, why=why)
-    return None
+                return stop_all(stopped, StopCause.DEADLINE, why)
+    return ()
 
 
-def _in_time(
-    index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: float, at_s: float
-) -> SizeOption | None:
-    """Return the cheapest option of the waiting job in the place of the running one with both in time; None without.
-
-    None where the waiting job has a start window: the stopped job would start again, and be stopped again.
-    """
-    if waiting.job.spec.start_window is not None:
-        return None
-    classes = moving.priority, waiting.priority
-    if classes[0] > classes[1] or (classes[0] == classes[1] and index.state.policy.is_shared):
-        return None
+def _may_be_late(
+    index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: float, entry: SizeOption
+) -> bool:
+    """Return whether a job may make way for another's deadline, and be in time for its own after that."""
+    if moving.priority > waiting.priority:
+        return False
+    if moving.priority == waiting.priority:
+        is_due = index.policy.rank(moving.job) <= index.state.at_s
+        if index.state.policy.is_shared or (is_due and moving.job.order < waiting.job.order):
+            return False
     if moving.slack_s < inf and moving.job.deadline_s is not None and moving.job.deadline_s <= by_s:
-        return None
-    if (
-        classes[0] == classes[1]
-        and index.policy.rank(moving.job) <= at_s
-        and moving.job.order < waiting.job.order
-    ):
-        return None
-    room, from_s = moving.devices + moving.pool.idle, max(at_s, moving.from_s)
-    able = [
-        entry
-        for where, menu in index.options.options_of(waiting)
-        if where is moving.pool and isinstance(menu, JobOptions)
+        return False
+    return entry.seconds + moving.paid_s <= moving.slack_s
+
+
+def preempt_for_priority(
+    index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
+) -> Sequence[Move]:
+    """Return the jobs of lower priority to stop for a waiting one, which gains more than they lose; () for none.
+
+    Device-seconds are compared, as the jobs differ in width.
+    """
+    able: list[Moving] | None = None
+    tried = 0
+    for waiting, promised in waits:
+        gain_s = promised.start_s - at_s - MOVE_GRACE_S
+        if gain_s <= 0 or tried >= SETS_MAX:
+            continue
+        if able is None:
+            able = list(movable(index, index.stoppable, at_s))
+        victims = [
+            moving
+            for moving in able
+            if moving.priority < waiting.priority and moving.slack_s == inf
+        ]
+        tried += bool(victims)
+        devices = sum(len(part.devices) for part in promised.placement)
+        for pool, entry in _entries_of(index, waiting) if victims else ():
+            if entry.devices != devices:
+                continue
+            here = [moving for moving in victims if moving.pool is pool]
+            stopped = find_victims(pool, here, entry, at_s)
+            cost_device_s = sum(moving.cost_device_s for moving in stopped)
+            if stopped and gain_s * devices > index.tuning.worth * cost_device_s:
+                gain = format_seconds(gain_s)
+                why = f"stopped to make way for {waiting.job.id}: of higher priority, it saves {gain} of waiting"
+                return stop_all(stopped, StopCause.PRIORITY, why)
+    return ()
+
+
+def _entries_of(
+    index: SchedulerIndex, waiting: Waiting
+) -> list[tuple[AvailabilityProfile, SizeOption]]:
+    """Return the options of a waiting job with their pools, the cheapest in device-seconds first."""
+    entries = [
+        (pool, entry)
+        for pool, menu in index.options.options_of(waiting)
+        if isinstance(menu, JobOptions)
         for entry in menu.entries
-        if entry.devices <= room
-        and moving.devices * moving.loss_s <= entry.device_seconds
-        and from_s + entry.seconds <= by_s
-        and entry.seconds + moving.paid_s <= moving.slack_s
     ]
-    return min(able, key=lambda entry: entry.device_seconds, default=None)
+    return sorted(entries, key=lambda pair: pair[1].device_seconds)
+
+
+def stop_all(stopped: Sequence[Moving], cause: StopCause, why: str) -> list[Move]:
+    """Return the moves that stop these jobs for one cause."""
+    return [Move(job=moving.job, from_s=moving.from_s, cause=cause, why=why) for moving in stopped]
+
+
+def find_victims(
+    pool: AvailabilityProfile, able: Sequence[Moving], entry: SizeOption, at_s: float
+) -> Sequence[Moving]:
+    """Return the jobs of `able` to stop for an option with the least relative delay together; () where none suffice.
+
+    Those that may be stopped now are tried before those that may be later. A search looks at VICTIMS_MAX jobs, and at
+    so many placements as it takes to halve and prune them.
+    """
+    ready = [moving for moving in able if moving.from_s <= at_s]
+    for group in (ready, able) if len(ready) < len(able) else (able,):
+        lacks = entry.devices - pool.idle
+        if group and sum(moving.devices for moving in group) >= lacks:
+            stopped = _search(pool, group, entry, at_s)
+            if stopped:
+                return stopped
+    return ()
+
+
+def _search(
+    pool: AvailabilityProfile, able: Sequence[Moving], entry: SizeOption, at_s: float
+) -> Sequence[Moving]:
+    delays = {moving.job.id: moving.delay(entry.seconds) for moving in able}
+    ordered = sorted(able, key=lambda moving: delays[moving.job.id])[:VICTIMS_MAX]
+    sets = [_on_fewest_nodes(pool, ordered, entry, delays)]
+    if place_after(pool, ordered, entry, at_s) is not None:
+        # the shortest beginning that suffices
+        low, high = 1, len(ordered)
+        while low < high:
+            middle = (low + high) // 2
+            if place_after(pool, ordered[:middle], entry, at_s) is not None:
+                high = middle
+            else:
+                low = middle + 1
+        sets.append(ordered[:low])
+    pruned = [
+        _without_needless(pool, stopped, entry, at_s)
+        for stopped in sets
+        if stopped and place_after(pool, stopped, entry, at_s) is not None
+    ]
+    return min(
+        pruned, key=lambda stopped: sum(delays[moving.job.id] for moving in stopped), default=()
+    )
+
+
+def _on_fewest_nodes(
+    pool: AvailabilityProfile,
+    ordered: Sequence[Moving],
+    entry: SizeOption,
+    delays: Mapping[str, float],
+) -> Sequence[Moving]:
+    """Return jobs that leave the largest share of devices free on each of as few nodes as it takes, by least delay."""
+    share = entry.shape.shares[0]
+    by_node: dict[str, list[Moving]] = {}
+    for moving in ordered:
+        for part in moving.attempt.placement:
+            by_node.setdefault(part.node, []).append(moving)
+    choices: list[tuple[float, str, list[Moving]]] = []
+    for node, jobs in by_node.items():
+        free, stopped = pool.idle_on(node), list[Moving]()
+        for moving in jobs:
+            if free >= share:
+                break
+            stopped.append(moving)
+            free += sum(len(part.devices) for part in moving.attempt.placement if part.node == node)
+        if free >= share:
+            delay = sum(delays[moving.job.id] for moving in stopped)
+            choices.append((delay, node, stopped))
+    chosen: dict[str, Moving] = {}
+    for _, _, stopped in sorted(choices, key=lambda choice: choice[:2])[: entry.devices // share]:
+        chosen |= {moving.job.id: moving for moving in stopped}
+    return list(chosen.values())
+
+
+def _without_needless(
+    pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float
+) -> Sequence[Moving]:
+    """Return the jobs without those that need not be stopped; the last ones, with most delay, are tried first."""
+    for moving in [*reversed(stopped)][:PRUNED_MAX]:
+        others = [other for other in stopped if other is not moving]
+        if others and place_after(pool, others, entry, at_s) is not None:
+            stopped = others
+    return stopped
+
+
+def place_after(
+    pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float
+) -> Placement | None:
+    """Return devices for a start once these jobs have left; None where there are too few."""
+    return pool.place_again(
+        _merge_placements([moving.attempt.placement for moving in stopped]),
+        entry.shape,
+        at_s + MOVE_GRACE_S + entry.seconds,
+        entry.least_bytes,
+    )
+
+
+def _merge_placements(placements: Sequence[Placement]) -> Placement:
+    devices: dict[str, tuple[int, ...]] = {}
+    for placement in placements:
+        for part in placement:
+            devices[part.node] = (*devices.get(part.node, ()), *part.devices)
+    return tuple(
+        NodeDevices(node=name, devices=tuple(sorted(indices))) for name, indices in devices.items()
+    )
 
 
 def preempt_for_waiting(
@@ -227,8 +401,8 @@ def _ahead_of(
 ) -> list[tuple[Waiting, Reservation, SizeOption]]:
     """Return the waiting jobs that would go before the running one, each with its option on idle and left devices.
 
-    Jobs of equal priority go before it only if much shorter, and never on a shared cluster: fair share decides there.
-    No job goes before one that runs to meet its deadline.
+    Jobs of equal priority go before it only if much shorter, and if it would be slowed down by less than half as much.
+    They never do on a shared cluster: fair share decides there. No job goes before one that runs to meet its deadline.
     """
     if moving.slack_s < inf:
         return []
@@ -236,13 +410,17 @@ def _ahead_of(
         moving.devices + moving.pool.idle,
         _place(moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s),
     )
+    worth = index.tuning.worth
     shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
     ahead = []
     for waiting, promised in waits:
         priority = waiting.priority
         if _place(waiting.job, priority, waiting.rank, index.state.at_s) >= place:
             continue
-        if priority > moving.priority or promised.end_s - promised.start_s < shorter_s:
+        seconds = promised.end_s - promised.start_s
+        slowdown = (promised.end_s - waiting.job.submitted_at_s) / seconds
+        is_shorter = seconds < shorter_s and worth * moving.slowdown(seconds) < slowdown
+        if priority > moving.priority or is_shorter:
             wide = sum(len(part.devices) for part in promised.placement)
             entry = _entry(index, waiting, moving.pool, wide) if wide <= room else None
             if entry is not None:
@@ -323,4 +501,5 @@ def movable(
                 inf if slack_s < 0 else slack_s,
                 expected_loss_s(job, at_s),
                 stopped_at_s(job),
+                at_s - attempt.launched_at_s,
             )
