@@ -77,7 +77,7 @@ def test_those_are_stopped_who_lose_least() -> None:
 
 
 def test_those_are_stopped_who_are_together() -> None:
-    """The option of two devices of one node; a job of two devices cannot be cut over nodes."""
+    """Two jobs of one node make way for a job of two devices."""
     pair = (node("a", devices=2), node("b", devices=2))
     state, _ = played(*beside(LOW, LOW, LOW, LOW, nodes=pair))
     stopped = [state.jobs[job_id].attempts[-1] for job_id in moving(state)]
@@ -86,7 +86,7 @@ def test_those_are_stopped_who_are_together() -> None:
 
 
 def test_no_more_are_stopped_than_the_job_needs() -> None:
-    """One device is idle: one job makes way for two."""
+    """A single job makes way for two devices where another is idle."""
     state, _ = played(*beside(LOW, LOW, LOW))
     assert len(moving(state)) == 1
 

@@ -32,6 +32,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
 
+GROWING_MAX = 10  # ways to grow, those that gain most, of which one is chosen that may be taken now
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
 # who waits and would miss its deadline, the earliest first, that others may be stopped for
 LATE_MAX = 10
@@ -125,11 +126,11 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
                 gain_s = cost_s - seconds * (1 + price * entry.devices)
                 if gain_s > moving.paid_s:
                     ways.append((gain_s, moving, entry, seconds))
-    # who may be stopped now comes first
-    ready = [(gain_from_s(index, way[1]) <= at_s, way) for way in ways]
-    for _, (_, moving, entry, seconds) in nlargest(
-        TRIED_MAX, ready, key=lambda pair: (pair[0], pair[1][0])
-    ):
+    best = nlargest(GROWING_MAX, ways, key=lambda way: way[0])
+    best.sort(
+        key=lambda way: gain_from_s(index, way[1]) > at_s
+    )  # who may be stopped now comes first
+    for _, moving, entry, seconds in best[:TRIED_MAX]:
         held_placement = moving.pool.place_again(
             moving.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes
         )
@@ -205,22 +206,25 @@ def preempt_for_priority(
 
     Device-seconds are compared, as the jobs differ in width.
     """
-    able: list[Moving] | None = None
-    tried = 0
-    for waiting, promised in waits:
-        gain_s = promised.start_s - at_s - MOVE_GRACE_S
-        if gain_s <= 0 or tried >= SETS_MAX:
-            continue
-        if able is None:
-            able = list(movable(index, index.stoppable, at_s))
+    highest = max((waiting.priority for waiting, _ in waits), default=-inf)
+    # what they have by themselves, as a cheap test before a dear one
+    if not any(job.spec.priority < highest for job in index.stoppable.values()):
+        return ()
+    lowest = min(map(index.priority_of, index.stoppable.values()))
+    urgent = [
+        (waiting, promised, gain_s)
+        for waiting, promised in waits
+        if waiting.priority > lowest and (gain_s := promised.start_s - at_s - MOVE_GRACE_S) > 0
+    ]
+    able = list(movable(index, index.stoppable, at_s)) if urgent else []
+    for waiting, promised, gain_s in urgent[:SETS_MAX]:
         victims = [
             moving
             for moving in able
             if moving.priority < waiting.priority and moving.slack_s == inf
         ]
-        tried += bool(victims)
         devices = sum(len(part.devices) for part in promised.placement)
-        for pool, entry in _entries_of(index, waiting) if victims else ():
+        for pool, entry in _entries_of(index, waiting):
             if entry.devices != devices:
                 continue
             here = [moving for moving in victims if moving.pool is pool]
@@ -489,7 +493,8 @@ def movable(
         )
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
             from_s = attempt.launched_at_s + (1 + rest) * pool.launch_cost_s
-            from_s = max(from_s, stopped_at_s(job) + between_s)
+            stopped_s = stopped_at_s(job) if len(job.attempts) > 1 else -inf
+            from_s = max(from_s, stopped_s + between_s)
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
             yield Moving(
                 job,
@@ -500,6 +505,6 @@ def movable(
                 index.priority_of(job),
                 inf if slack_s < 0 else slack_s,
                 expected_loss_s(job, at_s),
-                stopped_at_s(job),
+                stopped_s,
                 at_s - attempt.launched_at_s,
             )
