@@ -329,6 +329,7 @@ class StopCause(StrEnum):
     DEADLINE = "deadline"  # of another job
     GUARANTEE = "guarantee"  # of another job
     MAINTENANCE = "maintenance"
+    WINDOW = "window"  # the hours of its `start_window` end
     FASTER_PLAN = "faster_plan"
     TIME_LIMIT = "time_limit"
     PERSON = "person"

@@ -36,8 +36,12 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
     for stop in of(Stop, t.actions):
         job = t.after.jobs[stop.job_id]
         assert job.last is not None, job.id
+        # Jobs of a node leave one after another, ten seconds apart.
+        soon_s = t.after.at_s + 10.0 * max(node.devices for node in t.after.nodes)
         in_maintenance = any(
-            leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last)
+            leaves(node, t.after.at_s) or leaves(node, soon_s)
+            for node in t.after.nodes
+            if node.name in nodes_of(job.last)
         )
         is_held = (
             isinstance(t.event, UpdateRequested)
@@ -54,9 +58,19 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
             or in_maintenance
             or is_held
             or climbs
+            or _hours_end(job, t.after.at_s)
             or (is_over and job.last.over_limit)
         ):
             yield from _not_worth_it(t, job, job.last)
+
+
+def _hours_end(job: Job, at_s: float) -> bool:
+    """Return whether the hours end of a job that can be saved and does not stay."""
+    window, spec = job.spec.start_window, job.spec
+    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
+    if window is None or spec.stays or not saves:
+        return False
+    return window.span(at_s)[0] > at_s or window.span(at_s)[1] <= at_s + MOVE_GRACE_S
 
 
 def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
@@ -201,6 +215,14 @@ def _suspended_places_get_nothing(t: Transition) -> Iterator[str]:
                 yield f"{launch.attempt.name} is launched on {entry.place}, which is suspended"
 
 
+def _can_be_saved(job: Job) -> bool:
+    """Return whether a job fills the time before a maintenance: it saves on request, and no time binds it."""
+    spec = job.spec
+    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
+    bound = spec.start_window or spec.guarantee or job.deadline_s is not None
+    return bool(saves and not bound)
+
+
 def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     """No job starts that is expected to run into a maintenance, and a job that still runs then is stopped."""
     nodes = {node.name: node for node in t.after.nodes}
@@ -208,8 +230,13 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     if any(node.maintenance for node in t.after.nodes) and launches:
         index = index_of(t.after)
         for attempt in launches:
-            length = index.length_of(t.after.jobs[attempt.job_id], attempt)
-            ends_s = t.after.at_s + (0.0 if length is None else length.open_s)
+            job = t.after.jobs[attempt.job_id]
+            length = index.length_of(job, attempt)
+            lasts_s = 0.0 if length is None else length.open_s
+            if _can_be_saved(job) and not attempt.probe:
+                launch_s = max(nodes[name].launch_cost_s for name in nodes_of(attempt))
+                lasts_s = min(lasts_s, 10 * launch_s)
+            ends_s = t.after.at_s + lasts_s
             for node in (nodes[name] for name in nodes_of(attempt) if name in nodes):
                 for start_s, end_s in node.maintenance:
                     if t.after.at_s < end_s and ends_s > start_s + 1e-6:

@@ -352,7 +352,7 @@ def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "nodes_in_maintenance", lambda _state: frozenset())
+    patch.setattr(index, "leave_times", lambda *_: {})
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,14 @@ from tests.scheduling.people import interrupted
 from tests.scheduling.test_pending import NIGHTS
 from tests.scheduling.test_queue import played, script, seen, submitted
 from tests.scheduling.transition import history
-from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play, random_scenario
+from tests.scheduling.world import (
+    MemoryJournal,
+    Scenario,
+    backend_of,
+    play,
+    random_scenario,
+    random_tide,
+)
 
 SEEDS = range(4)
 THREE = seen(node("a", devices=3))
@@ -154,6 +161,7 @@ def test_every_kind_of_reason_is_met_in_some_night() -> None:
     reasons = {
         reason for night in NIGHTS for seed in SEEDS for _, _, reason in of_night(night, seed)
     }
+    reasons |= {reason for _, _, reason in of_night(random_tide, 11)}
     assert [kind for kind in kinds if not any(kind in reason for reason in reasons)] == []
 
 

@@ -24,6 +24,9 @@ MOVE_GRACE_S = 120.0
 # Of it, what a save usually takes, as part of the price of a stop: 1 GiB of a rank at the 96 MiB/s of
 # `python -m benchmarks checkpoint` (342 MiB published in 3.6 s on two shared cores, 2026-11-29).
 SAVE_S = 10.0
+FILL_LAUNCHES = (
+    10.0  # that an attempt must have left before a maintenance, or its hours' end, saves it
+)
 
 
 def can_move(job: Job) -> bool:
@@ -53,6 +56,15 @@ def is_elastic(job: Job) -> bool:
 def saves_on_request(spec: JobSpec) -> bool:
     """Return whether the job saves when it is asked to end: our engines do, and scripts may say that they do."""
     return not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
+
+
+def needs_open_s(job: Job, seconds: float, launch_cost_s: float) -> float:
+    """Return for how long the nodes of a new attempt must stay open: a job that can be saved fills what is left.
+
+    A job with a deadline would be late; one with a start window or a guaranteed speed stays where it is.
+    """
+    fills = can_be_stopped(job) and saves_on_request(job.spec) and job.deadline_s is None
+    return min(seconds, FILL_LAUNCHES * launch_cost_s) if fills else seconds
 
 
 def expected_loss_s(job: Job, at_s: float) -> float:

@@ -20,6 +20,7 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice, Rule
+from orchestrator.scheduling.base.migration import needs_open_s
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
 from orchestrator.scheduling.failures.degrade import (
@@ -146,7 +147,7 @@ def job_options(
                 shape,
                 least,
                 launch_cost_s + length.seconds,
-                launch_cost_s + length.open_s,
+                needs_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
                 is_known=length.is_known,
                 probe=probe is not None,
                 fill=least / device.memory,

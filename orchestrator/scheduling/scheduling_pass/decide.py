@@ -12,6 +12,7 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
+from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
 from orchestrator.scheduling.failures.places import (
@@ -274,9 +275,8 @@ def wait_reason(
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
     spec, now_s = waiting.job.spec, state.at_s
-    start_s = hours_of(spec, (option.seconds for _, option in offers), now_s).start_s(
-        now_s, entry.seconds
-    )
+    lengths_s, fill_s = (option.seconds for _, option in offers), FILL_LAUNCHES * pool.launch_cost_s
+    start_s = hours_of(spec, lengths_s, now_s, fill_s=fill_s).start_s(now_s, entry.seconds)
     if start_s == now_s:
         return _wait_for_devices(pool, entry, now_s)
     return Wait(code=Pending.START_WINDOW, reason=why_closed(spec, start_s))
@@ -313,7 +313,8 @@ def opening_of(
 ) -> Opening:
     """Return when the job may start, by its start window and by the headroom that it must leave for shorter jobs."""
     spec, wanted = waiting.job.spec, index.wanted(now_s)
-    hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s)
+    fill_s = FILL_LAUNCHES * max((offer.pool.launch_cost_s for offer in offers), default=0.0)
+    hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
@@ -440,7 +441,7 @@ def _wait_for_devices(pool: AvailabilityProfile, entry: SizeOption, now_s: float
 
 def ends_too_late(entry: SizeOption, nodes: str) -> str:
     """Return that an option would end too late for the maintenance of nodes, with what would help."""
-    if entry.is_known and entry.open_s == entry.seconds:
+    if entry.is_known and entry.open_s <= entry.seconds:
         return f"it would not end before the maintenance of {nodes}"
     unsaid = "nobody said how long it takes, and `time_limit` bounds it"
     return f"it may not end before the maintenance of {nodes} ({unsaid})"

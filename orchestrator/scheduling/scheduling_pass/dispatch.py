@@ -53,16 +53,22 @@ NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {
 
 
 def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
-    """Return (new state, Stops) that end attempts on nodes whose maintenance begins. Their jobs resume elsewhere."""
+    """Return (new state, Stops) of attempts whose nodes' maintenance begins, or whose hours end. They resume later."""
     stops = []
-    for job in [*index.running.values()] if index.maintained else ():
-        left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
-        if left and can_move(job):
-            why = f"stopped for the maintenance of {', '.join(left)}"
-            leaving, stop = request_migration(job, StopCause.MAINTENANCE, why, state.at_s)
-            index.update_job(job, leaving)
-            state = with_job(state, leaving)
-            stops.append(stop)
+    for time_s, job_id, cause in sorted(index.leaving()):
+        if time_s > state.at_s:
+            break
+        job = index.running[job_id]
+        if not can_move(job):
+            continue
+        why = f"stopped at the end of its hours ({job.spec.start_window})"
+        if cause is StopCause.MAINTENANCE:
+            nodes = ", ".join(part.node for part in job.attempts[-1].placement)
+            why = f"stopped for the maintenance of {nodes}"
+        leaving, stop = request_migration(job, cause, why, state.at_s)
+        index.update_job(job, leaving)
+        state = with_job(state, leaving)
+        stops.append(stop)
     return state, tuple(stops)
 
 

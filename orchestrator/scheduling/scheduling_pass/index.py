@@ -15,18 +15,19 @@ from math import inf
 
 from orchestrator.scheduling.base.drain import (
     closures,
+    leave_times,
     next_change_s,
-    nodes_in_maintenance,
     suspended_devices,
 )
 from orchestrator.scheduling.base.migration import (
     can_be_stopped,
+    can_move,
     held_placement_of,
     is_elastic,
     may_grow,
 )
 from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.base.start_windows import opening_s
+from orchestrator.scheduling.base.start_windows import closing_s, leaves_at_close, opening_s
 from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
 from orchestrator.scheduling.base.tuning import tuned_for
 from orchestrator.scheduling.options.job_options import attempt_length
@@ -37,7 +38,7 @@ from orchestrator.scheduling.queue.fair_share import Place, equal_place, fair_tr
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merge_lines
 from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache, needs_lengths
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import Attempt, StopCause
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
@@ -92,6 +93,7 @@ class SchedulerIndex:
             None,
             equal_place,
         )  # of when and what usage, and whose turn
+        self._windowed: dict[str, Job] = {}  # those that leave when their hours end
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
         self.closed: dict[str, tuple[Window, ...]] = {}  # by node
         self._suspended: dict[tuple[str, int], float] = {}  # until when, by node and device
@@ -182,6 +184,7 @@ class SchedulerIndex:
             (self.stoppable, runs and can_be_stopped(job)),
             (self.growing, runs and is_elastic(job) and may_grow(job)),
             (self._claiming, runs and bool(held_placement_of(job))),
+            (self._windowed, runs and leaves_at_close(job.spec)),
         ):
             if belongs:
                 index[job.id] = job
@@ -220,7 +223,6 @@ class SchedulerIndex:
 
     def close(self, state: State) -> None:
         """Close and open nodes and devices as in this state."""
-        self.maintained = nodes_in_maintenance(state)
         self._next_change_s = next_change_s(state)
         self._suspend(suspended_devices(state))
         closed = closures(state)
@@ -361,10 +363,19 @@ class SchedulerIndex:
             time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting
         ]
         times_s += [*(time_s for time_s, _ in self._asking[:1]), *self._expiries_s.values()]
+        times_s += [time_s for time_s, _, _ in self.leaving()]
         return min(
             [time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf],
             default=None,
         )
+
+    def leaving(self) -> Iterator[tuple[float, str, StopCause]]:
+        """Yield (when, job id, cause) of running jobs that must leave for a maintenance or when their hours end."""
+        for job_id, time_s in leave_times(self.state, self.running.values()).items():
+            yield time_s, job_id, StopCause.MAINTENANCE
+        for job in self._windowed.values():
+            if can_move(job):
+                yield closing_s(job.spec, job.attempts[-1].launched_at_s), job.id, StopCause.WINDOW
 
     def unanswered(self, at_s: float) -> Iterator[str]:
         """Yield the ids of jobs whose questions went unanswered until `at_s`, each once."""
@@ -417,7 +428,8 @@ class SchedulerIndex:
         length_s = length.seconds
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
-        length_s = min(length_s, self.limit_end_s(job, attempt) - attempt.launched_at_s)
+        ends_s = min(self.limit_end_s(job, attempt), closing_s(job.spec, attempt.launched_at_s))
+        length_s = min(length_s, ends_s - attempt.launched_at_s)
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     def length_of(self, job: Job, attempt: Attempt) -> Length | None:
