@@ -328,6 +328,7 @@ class StopCause(StrEnum):
     PRIORITY = "priority"
     DEADLINE = "deadline"  # of another job
     GUARANTEE = "guarantee"  # of another job
+    OWNER = "owner"  # a team takes back what is its own
     MAINTENANCE = "maintenance"
     WINDOW = "window"  # the hours of its `start_window` end
     FASTER_PLAN = "faster_plan"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import cached_property
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -87,6 +88,11 @@ class PolicySpec(SpecModel):
         gt=0,
         description="Time after which used device time counts half (Slurm: PriorityDecayHalfLife); needs `teams`.",
         examples=["14d"],
+    )
+    reclaim: Literal["movable", "never"] = Field(
+        default="movable",
+        description="Whose jobs make way for a team below its quota or share: those that resume, or nobody's.",
+        examples=["never"],
     )
     teams: tuple[TeamSpec, ...] = Field(
         default=(),

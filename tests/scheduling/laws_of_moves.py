@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -107,10 +108,27 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
         urgent = priority_of(t.after, other), priority_of(t.after, job)
         if other.status is not JobStatus.QUEUED or urgent[0] < urgent[1]:
             yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
-        if urgent[0] == urgent[1] and t.after.policy.is_shared:
+        if attempt.stop_cause is StopCause.OWNER:
+            yield from _not_owed(t, job, other)
+        elif urgent[0] == urgent[1] and t.after.policy.is_shared:
             yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
     else:
         yield f"{attempt.name} is stopped although nobody asked"
+
+
+def _not_owed(t: Transition, job: Job, other: Job) -> Iterator[str]:
+    """A team takes devices back only from a team that keeps its own, and only up to its own."""
+    policy = t.after.policy
+    teams = policy.team_of(job.user), policy.team_of(other.user)
+    devices_by_team: Counter[str] = Counter()
+    for attempt in attempts(t.after):
+        if not attempt.released and attempt.status is not AttemptStatus.STOPPING:
+            user = t.after.jobs[attempt.job_id].user
+            devices_by_team[policy.team_of(user).name] += len(devices(attempt))
+    if policy.has_quotas and devices_by_team[teams[0].name] < teams[0].quota:
+        yield f"{job.id} makes way for an owner, and its team {teams[0].name} holds less than its own"
+    if teams[0] == teams[1] or policy.reclaim == "never":
+        yield f"{job.id} makes way for {other.id}, which owns none of its devices"
 
 
 def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:

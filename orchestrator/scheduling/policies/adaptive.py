@@ -21,6 +21,7 @@ from orchestrator.scheduling.scheduling_pass.preemption import (
     preempt_for_waiting,
     scale_up,
 )
+from orchestrator.scheduling.scheduling_pass.reclaim import reclaim
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
@@ -115,6 +116,7 @@ class AdaptivePolicy:
         if (for_promise := room_for_promises(state, index)) is not None:
             return for_promise
         moves = preempt_for_deadline(index, late, at_s) or preempt_for_priority(index, waits, at_s)
+        moves = moves or reclaim(index, waits, at_s)
         if moves:
             return Preemption(moves)
         move = preempt_for_waiting(index, waits, at_s)

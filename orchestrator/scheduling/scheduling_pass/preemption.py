@@ -163,7 +163,7 @@ def preempt_for_deadline(
     for waiting, by_s in late[:LATE_MAX]:
         if waiting.job.spec.start_window is not None:
             continue
-        for pool, entry in _entries_of(index, waiting):
+        for pool, entry in entries_of(index, waiting):
             if at_s + entry.seconds > by_s:
                 continue
             victims = [
@@ -224,7 +224,7 @@ def preempt_for_priority(
             if moving.priority < waiting.priority and moving.slack_s == inf
         ]
         devices = sum(len(part.devices) for part in promised.placement)
-        for pool, entry in _entries_of(index, waiting):
+        for pool, entry in entries_of(index, waiting):
             if entry.devices != devices:
                 continue
             here = [moving for moving in victims if moving.pool is pool]
@@ -237,7 +237,7 @@ def preempt_for_priority(
     return ()
 
 
-def _entries_of(
+def entries_of(
     index: SchedulerIndex, waiting: Waiting
 ) -> list[tuple[AvailabilityProfile, SizeOption]]:
     """Return the options of a waiting job with their pools, the cheapest in device-seconds first."""
