@@ -260,8 +260,7 @@ def find_victims(
 ) -> Sequence[Moving]:
     """Return the jobs of `able` to stop for an option with the least relative delay together; () where none suffice.
 
-    Those that may be stopped now are tried before those that may be later. A search looks at VICTIMS_MAX jobs, and at
-    so many placements as it takes to halve and prune them.
+    Those that may be stopped now are tried before those that may be later. A search looks at VICTIMS_MAX jobs.
     """
     ready = [moving for moving in able if moving.from_s <= at_s]
     for group in (ready, able) if len(ready) < len(able) else (able,):
@@ -276,61 +275,53 @@ def find_victims(
 def _search(
     pool: AvailabilityProfile, able: Sequence[Moving], entry: SizeOption, at_s: float
 ) -> Sequence[Moving]:
+    """Return the best set for any way to spread the option over nodes."""
     delays = {moving.job.id: moving.delay(entry.seconds) for moving in able}
     ordered = sorted(able, key=lambda moving: delays[moving.job.id])[:VICTIMS_MAX]
-    sets = [_on_fewest_nodes(pool, ordered, entry, delays)]
-    if place_after(pool, ordered, entry, at_s) is not None:
-        # the shortest beginning that suffices
-        low, high = 1, len(ordered)
-        while low < high:
-            middle = (low + high) // 2
-            if place_after(pool, ordered[:middle], entry, at_s) is not None:
-                high = middle
-            else:
-                low = middle + 1
-        sets.append(ordered[:low])
-    pruned = [
-        _without_needless(pool, stopped, entry, at_s)
-        for stopped in sets
-        if stopped and place_after(pool, stopped, entry, at_s) is not None
-    ]
-    return min(
-        pruned, key=lambda stopped: sum(delays[moving.job.id] for moving in stopped), default=()
-    )
+    best, least = list[Moving](), inf
+    for share in entry.shape.shares:
+        stopped = _free_share(pool, ordered, share, entry.devices // share, delays)
+        if stopped and place_after(pool, stopped, entry, at_s) is not None:
+            stopped = _without_needless(pool, stopped, entry, at_s)
+            delay = sum(delays[moving.job.id] for moving in stopped)
+            if delay < least:
+                best, least = stopped, delay
+    return best
 
 
-def _on_fewest_nodes(
+def _free_share(
     pool: AvailabilityProfile,
     ordered: Sequence[Moving],
-    entry: SizeOption,
+    share: int,
+    nodes: int,
     delays: Mapping[str, float],
-) -> Sequence[Moving]:
-    """Return jobs that leave the largest share of devices free on each of as few nodes as it takes, by least delay."""
-    share = entry.shape.shares[0]
-    by_node: dict[str, list[Moving]] = {}
+) -> list[Moving]:
+    """Return jobs that leave `share` devices free on each of so many nodes, by least delay; [] where they do not."""
+    by_node: dict[str, list[Moving]] = {name: [] for name in pool.names}
     for moving in ordered:
         for part in moving.attempt.placement:
-            by_node.setdefault(part.node, []).append(moving)
-    choices: list[tuple[float, str, list[Moving]]] = []
+            by_node[part.node].append(moving)
+    choices: list[tuple[float, str]] = []
+    leaving: dict[str, list[Moving]] = {}
     for node, jobs in by_node.items():
-        free, stopped = pool.idle_on(node), list[Moving]()
+        free = pool.idle_on(node)
+        stopped = leaving[node] = []
         for moving in jobs:
             if free >= share:
                 break
             stopped.append(moving)
             free += sum(len(part.devices) for part in moving.attempt.placement if part.node == node)
         if free >= share:
-            delay = sum(delays[moving.job.id] for moving in stopped)
-            choices.append((delay, node, stopped))
+            choices.append((sum(delays[moving.job.id] for moving in stopped), node))
     chosen: dict[str, Moving] = {}
-    for _, _, stopped in sorted(choices, key=lambda choice: choice[:2])[: entry.devices // share]:
-        chosen |= {moving.job.id: moving for moving in stopped}
-    return list(chosen.values())
+    for _, node in sorted(choices)[:nodes]:
+        chosen |= {moving.job.id: moving for moving in leaving[node]}
+    return list(chosen.values()) if len(choices) >= nodes else []
 
 
 def _without_needless(
-    pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float
-) -> Sequence[Moving]:
+    pool: AvailabilityProfile, stopped: list[Moving], entry: SizeOption, at_s: float
+) -> list[Moving]:
     """Return the jobs without those that need not be stopped; the last ones, with most delay, are tried first."""
     for moving in [*reversed(stopped)][:PRUNED_MAX]:
         others = [other for other in stopped if other is not moving]
