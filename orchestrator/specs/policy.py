@@ -96,7 +96,7 @@ class PolicySpec(SpecModel):
     )
     teams: tuple[TeamSpec, ...] = Field(
         default=(),
-        description="Teams among which the cluster is shared; without them only priority and deadlines count.",
+        description="Teams among which the cluster is shared; without them users share it alike.",
         examples=[[{"name": "vision", "shares": 2, "quota": 1, "users": ["ada"]}]],
     )
 
@@ -145,7 +145,7 @@ class PolicySpec(SpecModel):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the policy names teams. Otherwise only priority and deadlines count."""
+        """Whether the policy names teams. Otherwise users share alike."""
         return bool(self.teams)
 
     @property

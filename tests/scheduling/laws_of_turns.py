@@ -147,9 +147,7 @@ def _is_overdue(t: Transition, launch: Launch) -> bool:
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
-    """Priority; then, on a shared cluster, who used less per share, first of the teams and then of their users."""
-    if not state.policy.is_shared:
-        return lambda job: (-priority_of(state, job), job.order)
+    """Priority; then who used less per share, first of the teams, where there are any, and then of their users."""
     tree = fair_tree(state.policy, used_s(state, state.jobs.values()))
     return lambda job: (-priority_of(state, job), *tree.place(job.user), job.order)
 
@@ -220,7 +218,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
             continue
         for launch in launches:
             alike = priority_of(t.after, job) == priority_of(t.after, launch.job)
-            alike = alike and (not t.after.policy.is_shared or job.user == launch.job.user)
+            alike = alike and job.user == launch.job.user
             if (
                 alike
                 and job.order < launch.job.order

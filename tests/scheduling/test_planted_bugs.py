@@ -25,7 +25,7 @@ from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
 from orchestrator.scheduling.queue.fair_share import equal_place
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.scheduling.scheduling_pass import decide, dispatch
+from orchestrator.scheduling.scheduling_pass import dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
 from orchestrator.scheduling.scheduling_pass import preemption as elastic
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -285,11 +285,6 @@ def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def ends_unforeseen(patch: pytest.MonkeyPatch) -> None:
-    """Plant: a job that starts within its hours may end at any time."""
-    patch.setattr(decide, "hours_of", lambda spec, *_, **__: windows.Hours(spec.start_window))
-
-
 def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(dispatch, "array_limit_reason", lambda *_: None)
 
@@ -447,7 +442,6 @@ BUGS: dict[str, tuple[Plant, str, int]] = {
     "clocks never change": (clocks_never_change, "outside of", 2),
     "windows never close": (windows_never_close, "outside of", 1),
     "nights promised twice": (nights_promised_twice, "are promised the same devices", 3),
-    "ends unforeseen": (ends_unforeseen, "could end within it", 50),
     "nothing recorded": (wrong_scheduler(untold), "no record says so", 0),
 }
 

@@ -8,8 +8,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.base.start_windows import Hours
 from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.scheduling.scheduling_pass import decide
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, TimerFired
 from orchestrator.specs.job.spec import JobSpec
@@ -201,3 +203,10 @@ def test_hours_that_end_are_awaited() -> None:
     for event in (seen(node(devices=1)), submitted(1, spec, 31 * HOUR_S)):
         scheduler.step(event)
     assert scheduler.wake_at_s() == 32 * HOUR_S - MOVE_GRACE_S
+
+
+def test_an_end_that_is_not_foreseen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: a job that starts within its hours may end at any time."""
+    monkeypatch.setattr(decide, "hours_of", lambda spec, *_, **__: Hours(spec.start_window))
+    with pytest.raises(AssertionError, match="could end within it"):
+        test_it_ends_within_its_hours_if_it_can(3.0, 22.0)

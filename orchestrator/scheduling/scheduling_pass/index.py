@@ -343,7 +343,7 @@ class SchedulerIndex:
 
     @property
     def users(self) -> set[str]:
-        """Users whose jobs wait for devices; empty on a cluster without teams."""
+        """Users whose jobs wait for devices."""
         return {user for _, user in self.lines}
 
     def promised_first(self) -> list[Waiting]:
@@ -534,12 +534,11 @@ class SchedulerIndex:
         return [self.lines[key] for key in keys if key in self.lines]
 
     def _line_of(self, waiting: Waiting) -> tuple[int, str]:
-        user = waiting.job.user if self._policy_spec.is_shared else ""
-        return waiting.priority, user
+        return waiting.priority, waiting.job.user
 
     def places(self) -> Callable[[str], Place]:
         """Return a function that maps a user to a place in the fair-share order."""
-        if not self._policy_spec.is_shared:
+        if not self._policy_spec.is_shared and len(self.users) < 2:
             return equal_place
         now = (
             self.state.at_s,

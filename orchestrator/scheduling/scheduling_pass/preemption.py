@@ -397,7 +397,8 @@ def _ahead_of(
     """Return the waiting jobs that would go before the running one, each with its option on idle and left devices.
 
     Jobs of equal priority go before it only if much shorter, and if it would be slowed down by less than half as much.
-    They never do on a shared cluster: fair share decides there. No job goes before one that runs to meet its deadline.
+    They never do on a shared cluster: fair share decides there. For another user's job one makes way only if its own
+    user holds more than twice an equal share. No job goes before one that runs to meet its deadline.
     """
     if moving.slack_s < inf:
         return []
@@ -415,12 +416,22 @@ def _ahead_of(
         seconds = promised.end_s - promised.start_s
         slowdown = (promised.end_s - waiting.job.submitted_at_s) / seconds
         is_shorter = seconds < shorter_s and worth * moving.slowdown(seconds) < slowdown
+        if is_shorter and waiting.job.user != moving.job.user:
+            is_shorter = _holds_twice_its_share(index, moving.job.user)
         if priority > moving.priority or is_shorter:
             wide = sum(len(part.devices) for part in promised.placement)
             entry = _entry(index, waiting, moving.pool, wide) if wide <= room else None
             if entry is not None:
                 ahead.append((waiting, promised, entry))
     return ahead
+
+
+def _holds_twice_its_share(index: SchedulerIndex, user: str) -> bool:
+    users = index.users | {job.user for job in index.running.values()}
+    used = sum(
+        job.attempts[-1].plan.world_size for job in index.running.values() if job.user == user
+    )
+    return used * len(users) > 2 * index.devices
 
 
 def _place(job: Job, priority: int, aging_limit_s: float, at_s: float) -> tuple[int, bool, float]:
