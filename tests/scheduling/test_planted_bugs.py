@@ -458,8 +458,8 @@ SHARING_BUGS: dict[str, tuple[Plant, str, int]] = {
 MOVING_BUGS: dict[str, tuple[Plant, str, int]] = {
     "moved without rest": (moved_without_rest, "s after its launch", 5),
     "everybody moved": (everybody_moved, "although it would lose by that", 6),
-    "growth unforeseen": (growth_unforeseen, "was promised", 13),
-    "claims forgotten": (claims_forgotten, "which is kept for", 3),
+    "growth unforeseen": (growth_unforeseen, "was promised", 0),
+    "claims forgotten": (claims_forgotten, "which is kept for", 4),
 }
 
 

@@ -312,6 +312,10 @@ class Play:
             if (outcome := self._found.get(job_id)) and outcome.end_s < inf
         }
 
+    def knows_end(self, job_id: str) -> bool:
+        """Return whether the end that a job came to follows from lengths that are known."""
+        return job_id in self._found and self._found[job_id].knows_end
+
     @property
     def _state(self) -> State:
         return self._scheduler.state

@@ -57,8 +57,7 @@ def play_queue(
         state, saved = move_state(state, cluster)
     coming = FutureSubmissions(state, more, to_come, home)
     play = Play(state, index_of(state), {}, 0, saved=saved, more=coming.submissions)
-    expectations = play.until_ended([job.id for job in live])
-    known_ids = {job_id for job_id, expected in expectations.items() if expected.knows_end}
+    play.until_ended([job.id for job in live])
     jobs = [*live, *coming.jobs]
     stints: dict[str, list[Stint]] = {job.id: [] for job in jobs}
     for stint in play.stints:
@@ -71,7 +70,7 @@ def play_queue(
             now_s,
             devices,
             cluster.launch_cost,
-            knows_end=job.id in known_ids or job.id not in expectations,
+            knows_end=play.knows_end(job.id),
         )
         for job in jobs
     )
