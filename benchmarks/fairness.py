@@ -154,7 +154,7 @@ def share_of(seed: int) -> float:
     )
     held = {"ada": 0.0, "bob": 0.0}
     for one, user in zip(outcomes, users, strict=True):
-        assert one.started_at_s is not None
-        assert one.ended_at_s is not None
-        held[str(user)] += max(0.0, min(one.ended_at_s, until_s) - one.started_at_s)
+        for process in one.attempts:  # a stopped job holds nothing until it goes on
+            assert process.ended_at_s is not None
+            held[str(user)] += max(0.0, min(process.ended_at_s, until_s) - process.launched_at_s)
     return held["ada"] / (held["ada"] + held["bob"])

@@ -82,8 +82,16 @@ def test_one_job_makes_way_for_one() -> None:
         (SHARED, [elastic({1: 20_000.0}, user="ada", priority="high")] * 4),
         (SHARED, [FLOOD] * 2 + [elastic({1: 20_000.0}, user="bob")] * 2),
         (SHARED, [elastic({4: 20_000.0}, user="ada", gpus=4)]),
+        (SHARED, [FLOOD] * 3 + [elastic({1: 1200.0}, user="ada")]),
     ],
-    ids=["never", "no job can be stopped", "a higher priority", "it has its own", "below its own"],
+    ids=[
+        "never",
+        "no job can be stopped",
+        "a higher priority",
+        "it has its own",
+        "below its own",
+        "a device comes free within five minutes",
+    ],
 )
 def test_nobody_gives_back_what_is_not_owed(policy: PolicySpec, jobs: Sequence[JobSpec]) -> None:
     state, _ = played(*began(policy, *jobs))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -21,25 +21,30 @@ from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.state import Reservation
 
+PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
+
 
 def reclaim(
     index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
 ) -> Sequence[Move]:
     """Return the jobs to stop for a team that holds less than its own; () for none.
 
-    No team is brought below its own, so that two of them never take turns. While jobs leave for an owner, no others do.
+    No team is brought below its own, so that two of them never take turns. Without quotas it must have used less for
+    its share than the other. While jobs leave for an owner, no others do.
     """
     policy = index.state.policy
     if not waits or not policy.is_shared or policy.reclaim == "never" or _is_under_way(index):
         return ()
     used = held_by_teams(policy, index.running.values())
     owned = _own_devices(index)
+    turn = index.places()
     tried = 0
+    claimed = Counter(used)  # with what is reserved for jobs before
     for waiting, promised in waits:
         team = policy.team_of(waiting.job.user).name
         devices = sum(len(part.devices) for part in promised.placement)
-        is_owed = used[team] + devices <= owned.get(team, 0)
-        if not is_owed or promised.start_s - at_s <= MOVE_GRACE_S:
+        claimed[team] += devices
+        if claimed[team] > owned.get(team, 0) or promised.start_s - at_s <= PATIENCE_S:
             continue
         tried += 1
         if tried > SETS_MAX:
@@ -49,6 +54,8 @@ def reclaim(
         for moving in movable(index, index.last_stoppable(), at_s):
             borrower = policy.team_of(moving.job.user).name
             may_leave = moving.priority <= waiting.priority and moving.slack_s == inf
+            if not policy.has_quotas:  # whose turn it is counts, so that shares stay as they are
+                may_leave = may_leave and turn(waiting.job.user)[0] < turn(moving.job.user)[0]
             if may_leave and above[borrower] >= moving.devices:
                 above[borrower] -= moving.devices
                 able.append(moving)
