@@ -132,10 +132,10 @@ def _not_owed(t: Transition, job: Job, other: Job) -> Iterator[str]:
 
 
 def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:
-    """A job is stopped at most once in 30 minutes; for a gain at most once in 50 times what that costs."""
+    """A job is stopped at most once in 30 minutes; for a gain at most once in 10, and in 10 times what that costs."""
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     is_for_gain = attempt.stop_cause in (StopCause.GAIN, StopCause.GROWTH)
-    rest_s = max(1800.0, 50.0 * launch_s if is_for_gain else 0.0)
+    rest_s = max(600.0, 10.0 * launch_s) if is_for_gain else 1800.0
     stops_s = [
         earlier.ended_at_s
         for earlier in job.attempts[:-1]

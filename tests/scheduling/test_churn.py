@@ -54,20 +54,20 @@ def bursts() -> Sequence[Outcome]:
     )
 
 
-def test_an_elastic_job_beside_bursts_is_moved_at_most_twice_an_hour() -> None:
+def test_an_elastic_job_beside_bursts_is_moved_at_most_six_times_an_hour() -> None:
     """108 moves in 13 h before the bound; relaunches take at most 2 % of its device-seconds."""
     long, *_ = bursts()
     hours = ((long.ended_at_s or 0.0) - 0.0) / HOUR_S
     moves = len(long.attempts) - 1
-    assert moves <= 2 * hours
+    assert moves <= 6 * hours
     lost_s = sum(len(process.devices) * (30.0 + SAVE_S) for process in long.attempts[:-1])
     assert lost_s <= CREDIT_SHARE * 8 * (CREDIT_S + hours * HOUR_S)
 
 
-def test_between_two_stops_of_a_job_are_thirty_minutes() -> None:
+def test_between_two_stops_of_a_job_for_a_gain_are_ten_minutes() -> None:
     long, *_ = bursts()
     times_s = stops_s(long)
-    assert all(later - earlier >= 1800.0 for earlier, later in pairwise(times_s))
+    assert all(later - earlier >= 600.0 for earlier, later in pairwise(times_s))
 
 
 def test_a_credit_fills_at_a_share_of_the_devices_and_covers_no_more_than_it_holds() -> None:
@@ -123,8 +123,8 @@ def test_the_simulator_takes_the_time_of_a_save() -> None:
 
 
 def test_moves_without_a_rest_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "STOP_REST_S", 0.0)
+    monkeypatch.setattr(preemption, "GAIN_REST_S", 0.0)
     monkeypatch.setattr(preemption, "GAIN_RESTS", 0.0)
     monkeypatch.setattr(stop_credit, "CREDIT_SHARE", 1.0)
     with pytest.raises(AssertionError):
-        test_between_two_stops_of_a_job_are_thirty_minutes()
+        test_between_two_stops_of_a_job_for_a_gain_are_ten_minutes()
