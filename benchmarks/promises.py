@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
+from benchmarks.peers import Peer
 from benchmarks.side_by_side import SideBySide, measured, ranged
 from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, request_of
 from orchestrator.service.commands.simulate import Outcome, Simulated, simulate
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.order import Order
 
 GUARANTEED = 194  # jobs of mt (reference/scheduling.md, section 2)
 # mean completion of Rubick's SLA variant in its own simulator (the same section)
@@ -177,5 +177,5 @@ OURS = "ours"
 def _queues(cluster: ClusterSpec) -> Mapping[str, ClusterSpec]:
     return {
         OURS: cluster,
-        **{order.value: cluster.with_order(order) for order in (Order.EASY, Order.SJF)},
+        **{order.value: cluster.with_order(order) for order in (Peer.EASY, Peer.SJF)},
     }

@@ -20,11 +20,13 @@ from rich.console import Console
 
 from benchmarks.decisions import decision_figures
 from benchmarks.figure import Figure, at_least, at_most, informs, say
+from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, shake
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.order import Order
 from orchestrator.specs.policy import Objective
 
@@ -52,7 +54,7 @@ BUSY = 0.1
 PHILLY_NODES = 64
 PENDING = (1000, 2000, 5000, 10_000)
 DECISIONS = 2000  # measured at each depth
-PEERS = tuple(one for one in Order if one is not Order.ADAPTIVE)
+PEERS = (Order.FIFO, *Peer)
 YARDSTICK = 5_000_000
 Play = Callable[[Trace, int], Simulated]  # a trace and a seed to what became of its jobs
 OURS = "ours"
@@ -124,7 +126,7 @@ def ours(cluster: ClusterSpec, sigma: float = 0.0) -> Play:
     return lambda trace, seed: simulate(misjudge(trace, sigma, seed), cluster, seed=seed)
 
 
-def theirs(order: Order, cluster: ClusterSpec) -> Play:
+def theirs(order: str, cluster: ClusterSpec) -> Play:
     """Another policy, with as many devices for each job as its user asked for; slowdowns count from the best number."""
 
     def play(trace: Trace, seed: int) -> Simulated:
@@ -195,7 +197,7 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
     say(f"base.csv, {count} shaken inputs: other costs of a launch, and no choice of devices")
     for launch_s in (20.0, 60.0):
         hardware = cluster_of(8, launch_s)
-        for name, play in ((OURS, ours(hardware)), (Order.SJF.value, theirs(Order.SJF, hardware))):
+        for name, play in ((OURS, ours(hardware)), (Peer.SJF.value, theirs(Peer.SJF, hardware))):
             completions = [one["mean completion"] for one in over(alike, play)]
             title = ranged(
                 f"base, {name}: mean completion with {launch_s:.0f} s to launch", completions
@@ -261,9 +263,10 @@ def without_gaps(work: Sequence[tuple[float, float]]) -> tuple[list[float], floa
 
 
 def immovable(arrival: Arrival) -> Arrival:
-    """The job, which saves nothing when it is asked to end."""
-    resume = arrival.spec.resume.model_copy(update={"on_sigterm": False})
-    return replace(arrival, spec=arrival.spec.model_copy(update={"resume": resume}))
+    """The job, which resumes from no checkpoint."""
+    knobs = arrival.spec.knobs.model_copy(update={"resume_from": None})
+    spec = arrival.spec.model_copy(update={"knobs": knobs, "resume": Resume()})
+    return replace(arrival, spec=spec)
 
 
 def as_asked(arrival: Arrival) -> Arrival:
@@ -367,7 +370,7 @@ def _deadlines_met(
         shown.add(where, name, runs[name])
     alone = [share(can_be_met(one, cluster)) for one in alike]
     shown.add(where, "bound of each job alone", [{"deadlines met": one} for one in alone])
-    mine, edf = runs[OURS], runs[Order.EDF.value]
+    mine, edf = runs[OURS], runs[Peer.EDF.value]
     slower = mean_of("mean completion", mine) / mean_of("mean completion", edf)
     return mean_of("deadlines met", mine), mean_of("deadlines met", edf), alone, slower
 
@@ -414,10 +417,10 @@ def philly_figures(shown: SideBySide) -> list[Figure]:
     replay_s, decided_s, mine = time.process_time() - begin_s, sum(run.decisions_s), measured(run)
     yard_s = yardstick_s()
     del run
-    say(f"{name}: {Order.EASY}")
-    backfilled = measured(theirs(Order.EASY, cluster)(trace, 0))
+    say(f"{name}: {Peer.EASY}")
+    backfilled = measured(theirs(Peer.EASY, cluster)(trace, 0))
     shown.add(name, OURS, [mine])
-    shown.add(name, Order.EASY.value, [backfilled])
+    shown.add(name, Peer.EASY.value, [backfilled])
     ratio = mine["mean completion"] / backfilled["mean completion"]
     return [
         at_most(
@@ -425,6 +428,6 @@ def philly_figures(shown: SideBySide) -> list[Figure]:
         ),
         informs(f"{name}: of it in decisions", decided_s, "s"),
         informs(f"{name}: that loop of {YARDSTICK:,} right after it", yard_s, "CPU s"),
-        at_most(f"{name}: mean completion over that of {Order.EASY}", ratio, "x", 0.5),
+        at_most(f"{name}: mean completion over that of {Peer.EASY}", ratio, "x", 0.5),
         at_most(f"{name}: jobs not finished", mine["jobs not finished"], "", 0),
     ]

@@ -113,6 +113,8 @@ def _update_index(
     index.state = after
     if after.observations is not before.observations:
         index.observe(after)
+    if after.runs is not before.runs:
+        index.learn(after)
     if after.suspensions is not before.suspensions:
         index.close(after)
     match event:

@@ -14,6 +14,7 @@ from orchestrator.scheduling.failures.done_steps import describe_done
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
 from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge
+from orchestrator.scheduling.options.lengths import learn_length
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
@@ -200,6 +201,8 @@ def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action,
         over = over_limit(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
     job = job if failure is None else _with_unread(job, event.evidence)
+    runs = learn_length(state.runs, job, attempt, failure)
+    state = state if runs is state.runs else replace(state, runs=runs)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)

@@ -345,6 +345,22 @@ class AttemptStatus(StrEnum):
     ENDED = "ended"
 
 
+class StopCause(StrEnum):
+    """Why the scheduler or a person stopped an attempt whose job goes on."""
+
+    GROWTH = "growth"  # it goes on with more devices
+    GAIN = "gain"  # others gain more than it loses
+    PRIORITY = "priority"
+    DEADLINE = "deadline"  # of another job
+    GUARANTEE = "guarantee"  # of another job
+    OWNER = "owner"  # a team takes back what is its own
+    MAINTENANCE = "maintenance"
+    WINDOW = "window"  # the hours of its `start_window` end
+    FASTER_PLAN = "faster_plan"
+    TIME_LIMIT = "time_limit"
+    PERSON = "person"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """An attempt: one launch of a job, with its plan, devices and outcome.
@@ -371,6 +387,7 @@ class Attempt:
     probe: bool = False
     status: AttemptStatus = AttemptStatus.LAUNCHING
     moved_for: str = ""  # why the scheduler ended it to migrate the job
+    stop_cause: StopCause | None = None  # the code of that; None of versions that kept none
     leaves_by_s: float | None = None  # latest end, if the scheduler asked it to end
     held_placement: Placement = ()  # devices reserved for the next attempt while this one ends
     climbs_to: Plan | None = None  # faster plan for the next attempt, which fits by measurement

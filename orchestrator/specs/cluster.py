@@ -398,13 +398,10 @@ class ClusterSpec(SpecModel):
             update={"policy": self.policy.model_copy(update={"objective": objective})}
         )
 
-    def with_order(self, order: Order) -> ClusterSpec:
+    def with_order(self, order: str) -> ClusterSpec:
         """Return a copy whose queue has this order. Teams and objective are dropped where the order ignores them."""
-        is_read = order is Order.ADAPTIVE
-        policy = (
-            self.policy.model_copy(update={"order": order}) if is_read else PolicySpec(order=order)
-        )
-        return self.model_copy(update={"policy": policy})
+        policy = self.policy if order is Order.ADAPTIVE else PolicySpec()
+        return self.model_copy(update={"policy": policy.model_copy(update={"order": order})})
 
     def maintenance_of(self, node: str) -> tuple[Window, ...]:
         """Return (begin, end) of each maintenance window of this node, in seconds since 1970, in order."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import cached_property
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from orchestrator.specs.fields import DEVICES_MAX, Seconds, UserName
-from orchestrator.specs.order import Order
+from orchestrator.specs.order import REMOVED, Order
 from orchestrator.specs.spec_model import SpecModel
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
@@ -74,7 +75,7 @@ class PolicySpec(SpecModel):
 
     order: Order = Field(
         default=Order.ADAPTIVE,
-        description="Order of the queue; all but `adaptive` leave teams, priorities and widths aside.",
+        description="Order of the queue; `fifo` leaves teams, priorities and widths aside.",
         examples=["fifo"],
     )
     objective: Objective = Field(
@@ -88,11 +89,23 @@ class PolicySpec(SpecModel):
         description="Time after which used device time counts half (Slurm: PriorityDecayHalfLife); needs `teams`.",
         examples=["14d"],
     )
+    reclaim: Literal["movable", "never"] = Field(
+        default="movable",
+        description="Whose jobs make way for a team below its quota or share: those that resume, or nobody's.",
+        examples=["never"],
+    )
     teams: tuple[TeamSpec, ...] = Field(
         default=(),
-        description="Teams among which the cluster is shared; without them only priority and deadlines count.",
+        description="Teams among which the cluster is shared; without them users share it alike.",
         examples=[[{"name": "vision", "shares": 2, "quota": 1, "users": ["ada"]}]],
     )
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _refuse_removed(cls, order: object) -> object:
+        if order in REMOVED:
+            raise ValueError(f"order {order!r} was removed: take 'adaptive' or 'fifo'")
+        return order
 
     @model_validator(mode="after")
     def _check_order(self) -> PolicySpec:
@@ -132,7 +145,7 @@ class PolicySpec(SpecModel):
 
     @property
     def is_shared(self) -> bool:
-        """Whether the policy names teams. Otherwise only priority and deadlines count."""
+        """Whether the policy names teams. Otherwise users share alike."""
         return bool(self.teams)
 
     @property

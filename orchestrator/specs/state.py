@@ -43,6 +43,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunLength:
+    """How long an attempt took that ended. Lengths that nobody told are predicted from these."""
+
+    family: str
+    device: str  # DeviceSpec.name
+    probe: bool
+    # of a probe, launch included, or of a training with all its attempts; None: it did not end well
+    seconds: float | None
+    step_ratio: float | None  # measured / predicted seconds of a step, where no speed is predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopCredit:
+    """Device-seconds that stops for a gain may cost, as of a time. See scheduling/base/stop_credit.py."""
+
+    device_s: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableDevice:
     """A device that the driver cannot read, and since when, in seconds since 1970."""
 
@@ -63,6 +83,7 @@ class State:
     nodes: tuple[Node, ...] = ()  # alive
     declared: tuple[Node, ...] = ()  # nodes of the cluster file, live or not
     observations: tuple[Observation, ...] = ()
+    runs: tuple[RunLength, ...] = ()  # newest, oldest first
     reservations: tuple[Reservation, ...] = ()  # reservations of the last decision round, in order
     # when somebody has left room for shorter jobs long enough, as of the last decision
     reevaluate_at_s: float | None = None
@@ -70,6 +91,7 @@ class State:
     drained: tuple[str, ...] = ()  # names of drained nodes, sorted
     policy: PolicySpec = UNSHARED
     usage: tuple[Usage, ...] = ()  # by user, sorted
+    stop_credit: StopCredit | None = None  # None: full
     ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
     suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
     unreadable: tuple[

@@ -10,6 +10,7 @@ from rich.console import Console
 from benchmarks import decisions, scheduler
 from benchmarks.__main__ import table
 from benchmarks.figure import at_most, informs
+from benchmarks.peers import Peer
 from benchmarks.side_by_side import UNITS, SideBySide
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 from orchestrator.specs.order import Order
@@ -25,7 +26,7 @@ def test_other_policies_get_what_users_asked_for_and_adaptive_may_choose() -> No
     """Eight devices are barely faster than one: who must take what was asked for runs one job after the other."""
     jobs = tuple(arrival(0.0, 100, {1: 1.0, 8: 0.9}, rigid_devices=8) for _ in range(4))
     trace = Trace(name="night", arrivals=jobs)
-    for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(Order.EASY, ONE_NODE), 8)):
+    for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(Peer.EASY, ONE_NODE), 8)):
         outcomes = play(trace, 0).outcomes
         assert {
             process.attempt.plan.world_size for outcome in outcomes for process in outcome.attempts
@@ -49,8 +50,7 @@ def test_backfill_takes_what_the_head_cannot_use_and_never_delays_it() -> None:
         ),
     )
     started = [
-        outcome.started_at_s
-        for outcome in scheduler.theirs(Order.EASY, ONE_NODE)(trace, 0).outcomes
+        outcome.started_at_s for outcome in scheduler.theirs(Peer.EASY, ONE_NODE)(trace, 0).outcomes
     ]
     assert started == [0.0, 110.0, 220.0, 3.0]
     in_order = [

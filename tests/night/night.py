@@ -67,9 +67,7 @@ SETTLE_S, JOB_S = (
 )  # of the wall clock, on two cores that others use, too: for a night, and for each job
 FULL_S = 180.0
 DISK = "768m"
-# How far the maintenance and the deadline lie ahead. A script without a measured step counts as a
-# day, with its two probes as three: nearer ones hold such jobs up, or tell them to be late.
-AHEAD_H = 96
+AHEAD_H = 10  # hours until the maintenance and the deadline
 RANK_S = 60.0  # that a fault waits for a rank to meet
 RECORD_S = 120.0  # until the last record and the last notice have arrived
 POLL_S = 1.0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.drain import suspensions
@@ -12,12 +14,20 @@ from orchestrator.scheduling.base.time_limits import spent_s
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, StopCause
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import DrainRequested, Finished, UpdateRequested
 from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.laws_of_attempts import MOVED
-from tests.scheduling.transition import Law, Transition, attempts, devices, nodes_of, of
+from tests.scheduling.transition import (
+    Law,
+    Transition,
+    attempts,
+    devices,
+    nodes_of,
+    of,
+    priority_of,
+)
 
 REST = tuning.TUNING.rest  # as it is, whatever a planted bug makes of it
 
@@ -27,8 +37,12 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
     for stop in of(Stop, t.actions):
         job = t.after.jobs[stop.job_id]
         assert job.last is not None, job.id
+        # Jobs of a node leave one after another, ten seconds apart.
+        soon_s = t.after.at_s + 10.0 * max(node.devices for node in t.after.nodes)
         in_maintenance = any(
-            leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last)
+            leaves(node, t.after.at_s) or leaves(node, soon_s)
+            for node in t.after.nodes
+            if node.name in nodes_of(job.last)
         )
         is_held = (
             isinstance(t.event, UpdateRequested)
@@ -45,23 +59,37 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
             or in_maintenance
             or is_held
             or climbs
+            or _hours_end(job, t.after.at_s)
             or (is_over and job.last.over_limit)
         ):
             yield from _not_worth_it(t, job, job.last)
 
 
+def _hours_end(job: Job, at_s: float) -> bool:
+    """Return whether the hours end of a job that can be saved and does not stay."""
+    window, spec = job.spec.start_window, job.spec
+    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
+    if window is None or spec.stays or not saves:
+        return False
+    return window.span(at_s)[0] > at_s or window.span(at_s)[1] <= at_s + MOVE_GRACE_S
+
+
 def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """A moved job saves on request, has run for a while, and grows or makes way for a job ahead of it."""
     spec, why = job.spec, attempt.moved_for
-    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
-    if not saves or spec.optimizer_steps is None or spec.start_window:
+    resumes = not spec.is_script or spec.knobs.resume_from
+    if not resumes or spec.start_window:
         yield f"{attempt.name} is moved although it would lose by that"
     yield from _deadline_lost(t, job, attempt)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if t.after.at_s - attempt.launched_at_s < (1 + REST) * launch_s - 1e-6:
         yield f"{attempt.name} is moved {t.after.at_s - attempt.launched_at_s:.0f} s after its launch"
+    if (breach := _too_soon(t, job, attempt)) is not None:
+        yield breach
     claimed = {(part.node, index) for part in attempt.held_placement for index in part.devices}
     if why.startswith("stopped to go on with"):
+        if not (not spec.is_script or spec.resume.on_sigterm) or spec.optimizer_steps is None:
+            yield f"{attempt.name} is to grow although it would lose by that"
         if not len(devices(attempt)) < len(claimed) <= spec.gpus.max:
             yield f"{attempt.name} of {len(devices(attempt))} devices is to grow to {len(claimed)}"
         others = {
@@ -77,12 +105,46 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
             if other.status is not JobStatus.QUEUED or spec.guarantee is not None:
                 yield f"{attempt.name} makes way for {other.id}, which is {other.status}, or is guaranteed a speed"
             return
-        if other.status is not JobStatus.QUEUED or other.spec.priority < spec.priority:
+        urgent = priority_of(t.after, other), priority_of(t.after, job)
+        if other.status is not JobStatus.QUEUED or urgent[0] < urgent[1]:
             yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
-        if other.spec.priority == spec.priority and t.after.policy.is_shared:
+        if attempt.stop_cause is StopCause.OWNER:
+            yield from _not_owed(t, job, other)
+        elif urgent[0] == urgent[1] and t.after.policy.is_shared:
             yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
     else:
         yield f"{attempt.name} is stopped although nobody asked"
+
+
+def _not_owed(t: Transition, job: Job, other: Job) -> Iterator[str]:
+    """A team takes devices back only from a team that keeps its own, and only up to its own."""
+    policy = t.after.policy
+    teams = policy.team_of(job.user), policy.team_of(other.user)
+    devices_by_team: Counter[str] = Counter()
+    for attempt in attempts(t.after):
+        if not attempt.released and attempt.status is not AttemptStatus.STOPPING:
+            user = t.after.jobs[attempt.job_id].user
+            devices_by_team[policy.team_of(user).name] += len(devices(attempt))
+    if policy.has_quotas and devices_by_team[teams[0].name] < teams[0].quota:
+        yield f"{job.id} makes way for an owner, and its team {teams[0].name} holds less than its own"
+    if teams[0] == teams[1] or policy.reclaim == "never":
+        yield f"{job.id} makes way for {other.id}, which owns none of its devices"
+
+
+def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:
+    """A job is stopped at most once in 30 minutes; for a gain at most once in 10, and in 10 times what that costs."""
+    launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
+    is_for_gain = attempt.stop_cause in (StopCause.GAIN, StopCause.GROWTH)
+    rest_s = max(600.0, 10.0 * launch_s) if is_for_gain else 1800.0
+    stops_s = [
+        earlier.ended_at_s
+        for earlier in job.attempts[:-1]
+        if earlier.moved_for and earlier.ended_at_s is not None
+    ]
+    since_s = t.after.at_s - max(stops_s, default=-inf)
+    if since_s < rest_s - 1e-6:
+        return f"{attempt.name} is stopped {since_s:.0f} s after its last stop"
+    return None
 
 
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
@@ -171,6 +233,14 @@ def _suspended_places_get_nothing(t: Transition) -> Iterator[str]:
                 yield f"{launch.attempt.name} is launched on {entry.place}, which is suspended"
 
 
+def _can_be_saved(job: Job) -> bool:
+    """Return whether a job fills the time before a maintenance: it saves on request, and no time binds it."""
+    spec = job.spec
+    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
+    bound = spec.start_window or spec.guarantee or job.deadline_s is not None
+    return bool(saves and not bound)
+
+
 def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     """No job starts that is expected to run into a maintenance, and a job that still runs then is stopped."""
     nodes = {node.name: node for node in t.after.nodes}
@@ -178,7 +248,13 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     if any(node.maintenance for node in t.after.nodes) and launches:
         index = index_of(t.after)
         for attempt in launches:
-            ends_s = index.end_of(t.after.jobs[attempt.job_id], attempt)
+            job = t.after.jobs[attempt.job_id]
+            length = index.length_of(job, attempt)
+            lasts_s = 0.0 if length is None else length.open_s
+            if _can_be_saved(job) and not attempt.probe:
+                launch_s = max(nodes[name].launch_cost_s for name in nodes_of(attempt))
+                lasts_s = min(lasts_s, 10 * launch_s)
+            ends_s = t.after.at_s + lasts_s
             for node in (nodes[name] for name in nodes_of(attempt) if name in nodes):
                 for start_s, end_s in node.maintenance:
                     if t.after.at_s < end_s and ends_s > start_s + 1e-6:

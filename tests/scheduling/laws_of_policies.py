@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
+from benchmarks.peers import Peer, tiresias
 from orchestrator.scheduling.options.job_options import JobOptions
-from orchestrator.scheduling.policies import tiresias
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.specs.actions import Launch, Stop
@@ -155,11 +155,11 @@ def _could_run(state: State, job: Job) -> bool:
     )
 
 
-LAWS: Mapping[Order, tuple[Law, ...]] = {
+LAWS: Mapping[str, tuple[Law, ...]] = {
     Order.ADAPTIVE: (*laws_of_moves.ADAPTIVE_LAWS, *laws_of_turns.ADAPTIVE_LAWS),
     Order.FIFO: (nothing_is_preempted, in_order_of(submission)),
-    Order.EASY: (nothing_is_preempted, only_the_first_is_promised(submission)),
-    Order.EDF: (nothing_is_preempted, only_the_first_is_promised(deadline)),
-    Order.SJF: (nothing_is_preempted, only_the_first_is_promised(length)),
-    Order.TIRESIAS: (only_more_service_is_preempted, least_service_first),
+    Peer.EASY: (nothing_is_preempted, only_the_first_is_promised(submission)),
+    Peer.EDF: (nothing_is_preempted, only_the_first_is_promised(deadline)),
+    Peer.SJF: (nothing_is_preempted, only_the_first_is_promised(length)),
+    Peer.TIRESIAS: (only_more_service_is_preempted, least_service_first),
 }

@@ -21,7 +21,7 @@ from orchestrator.specs.clock import Window
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
-from tests.scheduling.transition import Law, Transition, attempts, devices, of
+from tests.scheduling.transition import Law, Transition, attempts, devices, of, priority_of
 
 
 def _order(t: Transition) -> Iterator[str]:
@@ -33,7 +33,7 @@ def _order(t: Transition) -> Iterator[str]:
     if any(job.spec.guarantee is not None for job in t.after.jobs.values()):
         return
     launches = list(of(Launch, t.actions))
-    places = [-launch.job.spec.priority for launch in launches]
+    places = [-priority_of(t.after, launch.job) for launch in launches]
     if not t.after.policy.has_quotas and places != sorted(places):
         yield f"jobs start out of order: {[launch.job.id for launch in launches]}"
     turn = _turns(t.after)
@@ -147,11 +147,9 @@ def _is_overdue(t: Transition, launch: Launch) -> bool:
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
-    """Priority; then, on a shared cluster, who used less per share, first of the teams and then of their users."""
-    if not state.policy.is_shared:
-        return lambda job: (-job.spec.priority, job.order)
+    """Priority; then who used less per share, first of the teams, where there are any, and then of their users."""
     tree = fair_tree(state.policy, used_s(state, state.jobs.values()))
-    return lambda job: (-job.spec.priority, *tree.place(job.user), job.order)
+    return lambda job: (-priority_of(state, job), *tree.place(job.user), job.order)
 
 
 def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
@@ -219,8 +217,8 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         ):
             continue
         for launch in launches:
-            alike = job.spec.priority == launch.job.spec.priority
-            alike = alike and (not t.after.policy.is_shared or job.user == launch.job.user)
+            alike = priority_of(t.after, job) == priority_of(t.after, launch.job)
+            alike = alike and job.user == launch.job.user
             if (
                 alike
                 and job.order < launch.job.order

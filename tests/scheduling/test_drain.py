@@ -7,12 +7,13 @@ from math import inf
 
 import pytest
 
-from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
+from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import (
     CancelRequested,
@@ -23,9 +24,11 @@ from orchestrator.specs.events import (
     Released,
     TimerFired,
 )
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
+from tests.scheduling.test_elastic import elastic, periodic
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 
 STOPPED = Evidence(ranks=(RankEnd(rank=0, exit_code=-15),), stopped=True, checkpoint_step=4)
@@ -104,7 +107,9 @@ def test_who_waits_beside_idle_devices_is_told_what_keeps_them() -> None:
         == "1 virtual-256mib is free: it would not end before the maintenance of a"
     )
     state, _ = played(seen(away), submitted(1, script({1: 2000.0}, steps=None)))
-    assert why(state, "job-1").endswith("maintenance of a (without `steps` a day is supposed)")
+    assert why(state, "job-1").endswith(
+        "it may not end before the maintenance of a (nobody said how long it takes, and `time_limit` bounds it)"
+    )
     state, _ = played(
         seen(away), submitted(1, script({1: 500.0})), submitted(2, script({1: 600.0}), 2.0)
     )
@@ -208,3 +213,41 @@ def test_who_ends_otherwise_while_it_leaves_ends_so(
     failure = state.jobs["job-1"].attempts[0].failure
     assert state.jobs["job-1"].attempts[0].status is AttemptStatus.ENDED
     assert (state.jobs["job-1"].status, failure and failure.kind) == (status, kind)
+
+
+@pytest.mark.parametrize(
+    ("spec", "starts"),
+    [
+        (elastic({1: 86_400.0}), True),
+        (elastic({1: 86_400.0}, steps=None, speeds={}), True),
+        (script({1: 86_400.0}), False),
+        (periodic({1: 86_400.0}), False),
+        (elastic({1: 86_400.0}, deadline=str(deadline_at(90_000.0))), False),
+    ],
+    ids=["saved on request", "of no known length", "not saved", "saved now and then", "due"],
+)
+def test_who_can_be_saved_fills_the_time_before_a_maintenance(spec: JobSpec, starts: bool) -> None:
+    """A day of work, with twenty hours left."""
+    _, launches = played(seen(maintained("a", (72_000.0, 75_600.0))), submitted(1, spec))
+    assert ("job-1" in launches) is starts
+
+
+def test_nobody_starts_who_would_be_saved_at_once() -> None:
+    away = seen(maintained("a", (LAUNCH_S * 10 + MOVE_GRACE_S, 75_600.0)))
+    _, launches = played(away, submitted(1, elastic({1: 86_400.0}), 10.0))
+    assert launches == {}
+
+
+def test_jobs_leave_a_node_one_after_another() -> None:
+    """Four of one node, ten seconds apart, the last two minutes before its maintenance."""
+    events: list[Event] = [seen(maintained("a", (10_000.0, 20_000.0), devices=4))]
+    events += [submitted(number, elastic({1: 86_400.0})) for number in range(1, 5)]
+    scheduler, times_s = Scheduler(State()), list[float]()
+    for event in events:
+        scheduler.step(event)
+    while len(times_s) < 4:
+        wake_s = scheduler.wake_at_s()
+        assert wake_s is not None
+        actions = scheduler.step(TimerFired(at_s=wake_s))
+        times_s += [wake_s for action in actions if isinstance(action, Stop)]
+    assert times_s == [10_000.0 - MOVE_GRACE_S - SAVE_S * number for number in (3, 2, 1, 0)]

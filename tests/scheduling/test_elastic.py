@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.scheduling_pass import preemption
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Launch
-from orchestrator.specs.attempt import Evidence, FailureKind, RankEnd
+from orchestrator.specs.attempt import Evidence, FailureKind, Heartbeat, RankEnd
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import DrainRequested, Event, Finished, Released, TimerFired
@@ -289,3 +290,69 @@ def test_every_law_holds_while_jobs_with_deadlines_are_moved(seed: int) -> None:
 @given(SEEDS)
 def test_every_law_holds_while_jobs_are_moved(seed: int) -> None:
     assert violations_of(random_tide(random.Random(seed)), MemoryJournal()) == []
+
+
+def periodic(seconds: dict[int, float], **fields: object) -> JobSpec:
+    """Return a job that resumes from the checkpoints that it writes now and then, and saves none on request."""
+    return script(seconds, knobs={"resume_from": {"flag": "--resume"}}, **fields)
+
+
+@pytest.mark.parametrize(("comes_s", "is_stopped"), [(1000.0, True), (7000.0, False)])
+def test_who_saves_now_and_then_is_stopped_where_that_gains_twice_what_it_loses(
+    comes_s: float, is_stopped: bool
+) -> None:
+    """Nothing tells when it saved: all that it trained counts as lost, of 10,000 s."""
+    events = [seen(node(devices=1)), submitted(1, periodic({1: 10_000.0}))]
+    state, _ = played(*events, submitted(2, script({1: 300.0}, priority="high"), comes_s))
+    assert bool(moving(state)) is is_stopped
+
+
+def restarted(at_step: int | None, comes_s: float) -> State:
+    """Attempt 1 was lost after step 5, with a checkpoint of `at_step`; attempt 2 has run for 7,000 s."""
+    beat = Heartbeat(
+        rank=0, step=5, steps_done=5, step_s=10.0, peak_bytes=1, phase="forward", at_s=100.0
+    )
+    lost = Evidence(nodes_lost=("local",), checkpoint_step=at_step, heartbeats=(beat,))
+    events = [
+        seen(node(devices=1)),
+        submitted(1, periodic({1: 20_000.0})),
+        Finished(job_id="job-1", number=1, evidence=lost, at_s=100.0),
+        Released(job_id="job-1", number=1, at_s=100.0),
+        TimerFired(at_s=110.0),
+        submitted(2, script({1: 300.0}, priority="high"), comes_s),
+    ]
+    return played(*events)[0]
+
+
+def test_what_an_earlier_end_lost_is_what_a_stop_loses() -> None:
+    """Attempt 1 lost a step of ten seconds: the same is expected now, of 9,900 s of training."""
+    assert moving(restarted(4, 10_000.0)) == {"job-1": "stopped to make way for job-2"}
+    assert moving(restarted(None, 10_000.0)) == {}
+
+
+def test_who_saves_now_and_then_or_says_no_length_is_never_stopped_to_grow() -> None:
+    for spec in (periodic(GROWS), elastic(GROWS).model_copy(update={"steps": None})):
+        state, _ = played(*beside_another(spec, node(devices=2)))
+        assert moving(state) == {}
+
+
+def test_who_says_no_length_makes_way_for_a_higher_class() -> None:
+    untold = elastic(LONG).model_copy(update={"steps": None})
+    higher = script({1: 300.0}, priority="high")
+    state, _ = played(seen(node(devices=1)), submitted(1, untold), submitted(2, higher, 500.0))
+    assert moving(state) == {"job-1": "stopped to make way for job-2"}
+
+
+def test_nobody_is_stopped_for_a_deadline_who_loses_more_than_that_job_needs() -> None:
+    """The job due needs 600 s: one that trained for 300 s is stopped, one that trained for 3,000 s is not."""
+    for comes_s, is_stopped in ((300.0, True), (3000.0, False)):
+        due = hurried(comes_s + 1000.0, {1: 600.0})
+        events = [seen(node(devices=1)), submitted(1, periodic({1: 5000.0}))]
+        state, _ = played(*events, submitted(2, due, comes_s))
+        assert bool(moving(state)) is is_stopped
+
+
+def test_a_loss_that_is_not_priced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "expected_loss_s", lambda *_: 0.0)
+    with pytest.raises(AssertionError):
+        test_nobody_is_stopped_for_a_deadline_who_loses_more_than_that_job_needs()

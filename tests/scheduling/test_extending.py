@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.scheduling.policies import sjf
+from benchmarks.peers import Peer, sjf
 from orchestrator.service.commands.job_list import read_list
 from orchestrator.service.commands.simulate import simulate
-from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "queue-policy.md"
@@ -31,12 +30,12 @@ def test_the_policy_that_the_docs_show_starts_the_shortest_job_first(tmp_path: P
         parse_cluster(CLUSTER, "cluster"),
     )
 
-    def started(order: Order) -> list[str]:
+    def started(order: str) -> list[str]:
         ended = simulate(job_list, cluster.with_order(order), seed=0).outcomes
         return [
             outcome.name
             for outcome in sorted(ended, key=lambda outcome: outcome.started_at_s or 0.0)
         ]
 
-    assert started(Order.EASY) == ["first", "long", "short", "middle"]
-    assert started(Order.SJF) == ["first", "short", "middle", "long"]
+    assert started(Peer.EASY) == ["first", "long", "short", "middle"]
+    assert started(Peer.SJF) == ["first", "short", "middle", "long"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import log
 
 import pytest
@@ -16,6 +15,7 @@ from orchestrator.specs.events import Event, NodesSeen, Released, TimerFired
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
+from tests.scheduling.test_elastic import elastic, moving
 from tests.scheduling.test_queue import gone, played, script, submitted
 
 DAY_S = 86_400.0
@@ -72,10 +72,9 @@ def test_what_runs_counts_before_it_ends_and_once() -> None:
 def test_a_flood_does_not_keep_another_user_waiting() -> None:
     flood = [submitted(number, script({1: 100.0}, user="ada"), 1.0) for number in range(1, 31)]
     late = submitted(31, script({1: 100.0}, user="bob"), 50.0)
-    _, launches = played(seen(1, ALIKE), *flood, late, *gone(1, 131.0))
-    assert list(launches) == ["job-1", "job-31"]
-    _, launches = played(seen(1, UNSHARED), *flood, late, *gone(1, 131.0))
-    assert list(launches) == ["job-1", "job-2"]
+    for policy in (ALIKE, UNSHARED):
+        _, launches = played(seen(1, policy), *flood, late, *gone(1, 131.0))
+        assert list(launches) == ["job-1", "job-31"]
 
 
 def test_priority_comes_before_whose_turn_it_is() -> None:
@@ -141,12 +140,33 @@ def test_nobody_starves_however_much_they_used() -> None:
     assert ada[0] - 10 * DAY_S < 1.2 * DAY_S
 
 
-def test_without_teams_users_change_nothing() -> None:
-    jobs = [(60.0 * number, "abc"[number % 3], 100 + 37 * number % 500) for number in range(60)]
+def test_without_teams_a_job_waits_no_longer_than_one_of_another_users_array() -> None:
+    """An array of a thousand jobs of ten minutes: bob's five waited 16 h on average."""
+    array = [(0.0, "ada", 600)] * 1000
+    hers = [(3600.0 * (1 + 3 * number), "bob", 600) for number in range(5)]
+    starts_s = night(UNSHARED, *array, *hers, devices=8)[1000:]
+    waits_s = [start_s - at_s for start_s, (at_s, _, _) in zip(starts_s, hers, strict=True)]
+    assert max(waits_s) <= 620.0
+
+
+def test_where_one_user_alone_has_jobs_their_name_changes_nothing() -> None:
+    jobs = [(60.0 * number, 100 + 37 * number % 500) for number in range(60)]
     for policy in (PolicySpec(objective=objective) for objective in Objective):
-        assert night(policy, *jobs) == night(
-            policy, *((at_s, "all", steps) for at_s, _, steps in jobs)
+        first, second = (
+            night(policy, *((at_s, user, steps) for at_s, steps in jobs)) for user in ("ada", "")
         )
+        assert first == second
+
+
+def test_without_teams_a_job_is_stopped_for_another_user_only_beyond_twice_an_equal_share() -> None:
+    """Ada holds four of four devices, twice her share; three users have a third each."""
+    jobs = [submitted(number, elastic({1: 20_000.0}, user="ada"), 1.0) for number in range(1, 5)]
+    short = submitted(5, script({1: 300.0}, user="bob"), 1000.0)
+    state, _ = played(seen(4, UNSHARED), *jobs, short)
+    assert moving(state) == {}
+    other = submitted(6, script({1: 300.0}, user="cyd"), 1001.0)
+    state, _ = played(seen(4, UNSHARED), *jobs, short, other)
+    assert len(moving(state)) == 1
 
 
 def test_what_the_state_keeps_of_usage_ends() -> None:
@@ -159,5 +179,4 @@ def test_what_the_state_keeps_of_usage_ends() -> None:
     for event in later:
         state, _ = step(state, event)
     assert [usage.user for usage in state.usage] == ["bob"]
-    assert used_s(replace(state, policy=UNSHARED), ()) == {}
     assert State().usage == ()

@@ -391,7 +391,7 @@ def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:
 
 
 def without_waits(state: State) -> State:
-    jobs = {job.id: replace(job, reason="", facts=()) for job in state.jobs.values()}
+    jobs = {job.id: replace(job, reason="", pending=None, facts=()) for job in state.jobs.values()}
     return replace(state, jobs=jobs, reservations=(), reevaluate_at_s=None)
 
 

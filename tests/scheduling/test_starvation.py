@@ -17,6 +17,7 @@ from orchestrator.scheduling.queue.wait_queue import WaitQueue
 from orchestrator.service.commands.simulate import Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.policy import Objective
 from tests.examples import examples
 from tests.scheduling.test_properties import UNSHRUNK
@@ -208,7 +209,9 @@ def test_a_deadline_presses_when_nothing_else_happens() -> None:
 
 def still(spec: JobSpec) -> JobSpec:
     """The job, which cannot be moved."""
-    return spec.model_copy(update={"resume": spec.resume.model_copy(update={"on_sigterm": False})})
+    return spec.model_copy(
+        update={"knobs": spec.knobs.model_copy(update={"resume_from": None}), "resume": Resume()}
+    )
 
 
 @pytest.mark.parametrize("found_by", ["a stream with deadlines", "random streams"])

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from benchmarks.peers import Peer
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.policies.registry import index_of
@@ -26,7 +27,14 @@ from tests.scheduling.people import interrupted
 from tests.scheduling.test_pending import NIGHTS
 from tests.scheduling.test_queue import played, script, seen, submitted
 from tests.scheduling.transition import history
-from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play, random_scenario
+from tests.scheduling.world import (
+    MemoryJournal,
+    Scenario,
+    backend_of,
+    play,
+    random_scenario,
+    random_tide,
+)
 
 SEEDS = range(4)
 THREE = seen(node("a", devices=3))
@@ -130,8 +138,8 @@ def test_no_reason_of_a_night_in_which_people_step_in_is_false(seed: int) -> Non
         assert [*falsehoods(state, job, reason)] == [], (seed, state.at_s, job.id, reason)
 
 
-@pytest.mark.parametrize("order", [order for order in Order if order is not Order.ADAPTIVE])
-def test_no_reason_is_false_in_any_order(order: Order) -> None:
+@pytest.mark.parametrize("order", [Order.FIFO, *Peer])
+def test_no_reason_is_false_in_any_order(order: str) -> None:
     for night in NIGHTS[1:3]:
         scenario = night(random.Random(f"{night.__name__} 0"))
         for state, job, reason in waits(
@@ -153,6 +161,7 @@ def test_every_kind_of_reason_is_met_in_some_night() -> None:
     reasons = {
         reason for night in NIGHTS for seed in SEEDS for _, _, reason in of_night(night, seed)
     }
+    reasons |= {reason for _, _, reason in of_night(random_tide, 11)}
     assert [kind for kind in kinds if not any(kind in reason for reason in reasons)] == []
 
 

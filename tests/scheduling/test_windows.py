@@ -7,14 +7,18 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.start_windows import Hours
 from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.scheduling.scheduling_pass import decide
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, TimerFired
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
+from tests.scheduling.test_elastic import elastic, left, moving
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 
 HOUR_S = 3600.0
@@ -168,3 +172,44 @@ def test_clocks_that_change_make_a_night_shorter_or_longer(day: str, late: int) 
         _, launches = played(seen(node()), submitted(1, spec, ten + 1))
         begun.append("job-1" in launches)
     assert begun == ([True, False, True] if late == 9 else [True, True, True])
+
+
+@pytest.mark.parametrize(
+    ("fields", "leaves"),
+    [({}, True), ({"stays": True}, False), ({"resume": {}}, False)],
+    ids=["saved", "stays", "not saved"],
+)
+def test_who_can_be_saved_leaves_when_its_hours_end_and_goes_on_at_the_next(
+    fields: dict[str, object], leaves: bool
+) -> None:
+    """Twelve hours of work, which came at 07:00 of 22:00-08:00."""
+    closes_s = 32 * HOUR_S - MOVE_GRACE_S
+    spec = elastic({1: 12 * HOUR_S}, start_window=NIGHT, **fields)
+    came = [seen(node(devices=1)), submitted(1, spec, 31 * HOUR_S)]
+    state, launches = played(*came, TimerFired(at_s=closes_s))
+    assert launches["job-1"].launched_at_s == 31 * HOUR_S
+    assert (moving(state) == {"job-1": "stopped at the end of its hours (22"}) is leaves
+    if leaves:
+        _, launches = played(
+            *came,
+            TimerFired(at_s=closes_s),
+            *left(1, closes_s + 10.0, at_step=1),
+            TimerFired(at_s=46 * HOUR_S),
+        )
+        assert launches["job-1"].number == 2
+        assert launches["job-1"].launched_at_s == 46 * HOUR_S
+
+
+def test_hours_that_end_are_awaited() -> None:
+    spec = elastic({1: 12 * HOUR_S}, start_window=NIGHT)
+    scheduler = Scheduler(State())
+    for event in (seen(node(devices=1)), submitted(1, spec, 31 * HOUR_S)):
+        scheduler.step(event)
+    assert scheduler.wake_at_s() == 32 * HOUR_S - MOVE_GRACE_S
+
+
+def test_an_end_that_is_not_foreseen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: a job that starts within its hours may end at any time."""
+    monkeypatch.setattr(decide, "hours_of", lambda spec, *_, **__: Hours(spec.start_window))
+    with pytest.raises(AssertionError, match="could end within it"):
+        test_it_ends_within_its_hours_if_it_can(3.0, 22.0)

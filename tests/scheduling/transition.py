@@ -10,7 +10,7 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Action, Archive
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.events import Event
-from orchestrator.specs.job_record import Job
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 from tests.scheduling.world import whole
 
@@ -35,6 +35,16 @@ def history(events: Iterable[Event]) -> list[Transition]:
         state = scheduler.state
         transitions.append(Transition(before, event, whole(state, archived), actions, state))
     return transitions
+
+
+def priority_of(state: State, job: Job) -> int:
+    """Return the highest priority of a job and of those that wait for its end, directly or not."""
+    urgent = [job.spec.priority]
+    for other in state.jobs.values():
+        waits = other.status is JobStatus.QUEUED and other.held_by is None
+        if waits and any(dependency.job == job.id for dependency in other.waits_for):
+            urgent.append(priority_of(state, other))
+    return max(urgent)
 
 
 def devices(attempt: Attempt) -> list[tuple[str, int]]:

@@ -12,6 +12,7 @@ from functools import partial
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated.nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated.process import Process, evidence_of
+from orchestrator.scheduling.base.migration import saves_on_request
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import LEARNED_STEPS, Attempt, AttemptStatus, FailureKind
@@ -113,7 +114,10 @@ class SimulatedBackend:
         process = self._processes.get(action.name)
         if process is not None and process.evidence is None:
             delay_s = action.grace_s * self._uniform(self._nature.stop_share, "stop", action.name)
-            self._after(delay_s, partial(self._end, process, FailureKind.CANCELLED, None))
+            step = None
+            if self._nature.save_s:  # it trains no more
+                step, delay_s = self._step_of(process), delay_s + self._nature.save_s
+            self._after(delay_s, partial(self._end, process, FailureKind.CANCELLED, step))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Advance the clock to the next events, at most `timeout_s`, and return them."""
@@ -248,14 +252,10 @@ class SimulatedBackend:
         """End the attempt after `step`; at None, after the steps that its running time allows."""
         if process.evidence is not None:
             return
-        if step is None:
-            running_s = self._now_s - (
-                self._now_s if process.started_at_s is None else process.started_at_s
-            )
-            step = min(process.first_step + int(running_s / process.step_s), process.last_step - 1)
+        step = self._step_of(process) if step is None else step
         every = process.job.spec.training.checkpoint_every_steps
-        # training/loop.py saves on SIGTERM
-        saved = step if ending is FailureKind.CANCELLED else step - step % every
+        saves = ending is FailureKind.CANCELLED and saves_on_request(process.job.spec)
+        saved = step if saves else step - step % every
         complete = max(process.first_step, saved)
         if process.attempt.probe:  # what it leaves is no progress
             complete = 0
@@ -278,6 +278,12 @@ class SimulatedBackend:
         self._tell(process.finished())
         delay_s = self._uniform(self._nature.release_s, "release", process.attempt.name)
         self._after(delay_s, partial(self._release, process))
+
+    def _step_of(self, process: Process) -> int:
+        """Return the step that a running attempt has reached."""
+        began_s = self._now_s if process.started_at_s is None else process.started_at_s
+        steps = int((self._now_s - began_s) / process.step_s)
+        return min(process.first_step + steps, process.last_step - 1)
 
     _evidence = staticmethod(evidence_of)  # tests show other symptoms
 

@@ -27,6 +27,10 @@ class Nature(Protocol):
         """(smallest, largest) share of its grace period that an attempt takes to end."""
 
     @property
+    def save_s(self) -> float:
+        """Seconds after that in which a stopped attempt saves and trains no more."""
+
+    @property
     def release_s(self) -> Span:
         """(shortest, longest) seconds from the last process's end until devices report their memory free."""
 
@@ -42,6 +46,7 @@ class Hidden:
 
     startup_s = (2.0, 20.0)
     stop_share = (0.0, 1.0)
+    save_s = 0.0
     release_s = (0.5, 5.0)
 
     def __init__(self, seed: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from math import inf
 
-from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S, can_move
 from orchestrator.specs.cluster import Node, Window
 from orchestrator.specs.events import DrainRequested, NodesSeen
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State, UnreadableDevice
 from orchestrator.specs.suspension import Suspension
@@ -90,13 +93,25 @@ def suspensions(state: State) -> list[Suspension]:
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
-def nodes_in_maintenance(state: State) -> frozenset[str]:
-    """Return the live nodes whose maintenance has begun, which every attempt must leave."""
-    return frozenset(
-        node.name
+def leave_times(state: State, running: Iterable[Job]) -> dict[str, float]:
+    """Return {job id: when} of the next maintenance for which each job must leave its nodes.
+
+    Jobs of one node leave one after another, so that they do not save all at once.
+    """
+    windows = {
+        node.name: ahead[0]
         for node in state.nodes
-        if any(start_s <= state.at_s < end_s for start_s, end_s in _windows(node))
-    )
+        if (ahead := [window for window in _windows(node) if window[1] > state.at_s])
+    }
+    times: dict[str, float] = {}
+    before: Counter[str] = Counter()
+    for job in sorted(running, key=lambda job: job.order) if windows else ():
+        names = [part.node for part in job.attempts[-1].placement if part.node in windows]
+        if names and can_move(job):
+            first = min(names, key=lambda name: windows[name])
+            times[job.id] = windows[first][0] - SAVE_S * before[first]
+            before[first] += 1
+    return times
 
 
 def next_change_s(state: State) -> float:

@@ -6,6 +6,7 @@ from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_move, request_migration
 from orchestrator.scheduling.base.sentences import describe_holder
 from orchestrator.specs.actions import Stop
+from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.events import UpdateRequested
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -38,7 +39,8 @@ def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Sto
         return with_job(state, job), ()
     job = replace(job, starts_by_s=None, reason="", pending=None, facts=())
     if can_move(job):
-        job, stop = request_migration(job, describe_holder(job), event.at_s)
+        why = describe_holder(job)
+        job, stop = request_migration(job, StopCause.PERSON, why, event.at_s)
         return with_job(state, job), (stop,)
     if job.last is not None:  # what is kept for its next attempt
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, held_placement=())))

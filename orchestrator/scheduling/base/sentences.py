@@ -25,9 +25,14 @@ SENTENCES = {
     "drain node": "waits for devices: {node} takes nothing new",
     "drain nodes": "waits for devices: {nodes} take nothing new",
     "maintenance nodes": "waits for devices: it would not end before the maintenance of {nodes}",
-    "maintenance nodes supposed": (
-        "waits for devices: it would not end before the maintenance of {nodes}"
-        " (without `steps` {supposed} is supposed)"
+    "maintenance nodes bound": (
+        "waits for devices: it may not end before the maintenance of {nodes}"
+        " (nobody said how long it takes, and `{bound}` bounds it)"
+    ),
+    "too_late nodes": "it would not end before the maintenance of {nodes}",
+    "too_late nodes bound": (
+        "it may not end before the maintenance of {nodes}"
+        " (nobody said how long it takes, and `{bound}` bounds it)"
     ),
     "start_window start window": "waits for {start} (start_window {window})",
     "devices": "waits for devices",
@@ -60,6 +65,11 @@ def waiting_sentence(code: Pending, facts: Facts) -> str:
     if avoided is None:
         return sentence
     return _sentence("elsewhere", sentence=sentence, avoided=avoided)
+
+
+def too_late_sentence(facts: Facts) -> str:
+    """Return that a job would end too late for a maintenance, as part of a sentence."""
+    return _sentence("too_late", **dict(facts))
 
 
 def reason_of(job: Job) -> str:

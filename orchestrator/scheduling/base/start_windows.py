@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S, saves_on_request
 from orchestrator.specs.clock import Window, local_text
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.pending import Facts
@@ -19,13 +20,14 @@ class Hours:
 
     `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before the window closes
     starts only where it does, and a plan that ends in time is preferred. A job longer than its window on every plan, or
-    of unknown length, starts within it and goes on beyond. No attempt is stopped when a window closes. A restart is a
-    start.
+    of unknown length, starts within it. It is saved two minutes before the window closes, and goes on at the next
+    opening; where it cannot be saved, or `stays`, it goes on beyond. A restart is a start.
     """
 
     window: Window | None
     must_end: bool = False  # whether the attempt must also end within the window
     by_s: float = inf  # latest end
+    needs_s: float = inf  # of a window that is left, at most: what is saved when it closes goes on
 
     def start_s(self, from_s: float, seconds: float) -> float:
         """Return the first time from `from_s` on at which an attempt of `seconds` may start; infinity: never."""
@@ -38,7 +40,7 @@ class Hours:
         for _ in range(SPANS):
             opens_s, closes_s = self.window.span(from_s)
             start_s = max(opens_s, from_s)
-            if not self.must_end or start_s + seconds <= closes_s:
+            if not self.must_end or start_s + min(seconds, self.needs_s) <= closes_s:
                 return start_s
             from_s = closes_s
         return inf
@@ -47,15 +49,34 @@ class Hours:
 ALWAYS = Hours(None)
 
 
-def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf) -> Hours:
-    """Return when an attempt may start that takes one of these lengths and must end by `by_s`."""
+def hours_of(
+    spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf, fill_s: float = inf
+) -> Hours:
+    """Return when an attempt may start that takes one of these lengths and must end by `by_s`.
+
+    Where it is saved when its window closes, it starts with `fill_s` left.
+    """
     if spec.start_window is None:
         return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
     within = Hours(spec.start_window, must_end=True)
     ends = spec.optimizer_steps is not None and any(
         within.start_s(now_s, length_s) < inf for length_s in lengths_s
     )
+    if not ends and leaves_at_close(spec):
+        return Hours(spec.start_window, must_end=True, by_s=by_s, needs_s=fill_s)
     return Hours(spec.start_window, must_end=ends, by_s=by_s)
+
+
+def leaves_at_close(spec: JobSpec) -> bool:
+    """Return whether a job is saved when its start window closes, to go on at the next opening."""
+    return spec.start_window is not None and not spec.stays and saves_on_request(spec)
+
+
+def closing_s(spec: JobSpec, launched_s: float) -> float:
+    """Return when a job that was launched then is asked to leave, in seconds since 1970; infinity: never."""
+    if spec.start_window is None or not leaves_at_close(spec):
+        return inf
+    return spec.start_window.span(launched_s)[1] - MOVE_GRACE_S
 
 
 def opening_s(spec: JobSpec, after_s: float) -> float:

@@ -9,7 +9,13 @@ from math import inf
 
 from orchestrator.scheduling.base.migration import can_move, request_migration
 from orchestrator.specs.actions import Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
+from orchestrator.specs.attempt import (
+    Attempt,
+    AttemptStatus,
+    Failure,
+    FailureKind,
+    StopCause,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -62,7 +68,8 @@ def is_over(job: Job, at_s: float) -> bool:
 
 def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
     """Return (job, Stop) that make the attempt save and end, with the grace period of a migration."""
-    job, stop = request_migration(job, f"stopped: {_over(job.spec)}", at_s)
+    why = f"stopped: {_over(job.spec)}"
+    job, stop = request_migration(job, StopCause.TIME_LIMIT, why, at_s)
     attempt = job.attempts[-1]
     return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
 

@@ -99,5 +99,6 @@ def faster_option(
             or fit_probability(candidate, device.memory, calibrated) >= CLIMB_PROBABILITY
         )
         if shape is not None and fits and candidate.fits_host and least_bytes <= device.memory:
-            return SizeOption(candidate, shape, least_bytes, launch_cost_s + steps * step_s)
+            seconds = launch_cost_s + steps * step_s
+            return SizeOption(candidate, shape, least_bytes, seconds, open_s=seconds)
     return None

@@ -20,9 +20,9 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice, Rule
+from orchestrator.scheduling.base.migration import needs_open_s
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
-from orchestrator.scheduling.base.time_limits import left_s
 from orchestrator.scheduling.failures.degrade import (
     answered_by_phase,
     bytes_of_no_batch,
@@ -32,6 +32,7 @@ from orchestrator.scheduling.failures.observation import is_truncated, ran_out
 from orchestrator.scheduling.failures.out_of_memory import loaded_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
 from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
+from orchestrator.scheduling.options.lengths import Length, Lengths
 from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
@@ -46,10 +47,6 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes
 
-# What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind
-# what is known to be
-# shorter, and its devices are promised to nobody too soon.
-UNKNOWN_LENGTH_S = 86_400.0
 # How likely a plan must be to fit, after a failure, where only the order of the plans' speeds is
 # known: then every
 # fifth such job runs out of memory once more.
@@ -65,6 +62,8 @@ class SizeOption:
     shape: Shape
     least_bytes: int  # required free on each device
     seconds: float  # from its launch to its end
+    open_s: float  # how long its nodes must stay open, launch included
+    is_known: bool = True  # its seconds: told, measured or learned; else they are told nobody
     probe: bool = False  # only a measurement
     fill: float = 0.0  # used share of a device's memory
     fastest: Choice | None = None  # faster plan that was rejected for it
@@ -105,8 +104,15 @@ class Infeasible:
     likeliest: JobOptions | None = None  # options of the plan that may fit all the same
 
 
+NOTHING_LEARNED = Lengths()
+
+
 def job_options(
-    job: Job, group: Group, calibrated: Calibration, launch_cost_s: float
+    job: Job,
+    group: Group,
+    calibrated: Calibration,
+    launch_cost_s: float,
+    lengths: Lengths = NOTHING_LEARNED,
 ) -> JobOptions | Infeasible:
     """Return the job's untried plans that fit the group when empty; Infeasible where there are none."""
     device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
@@ -131,17 +137,24 @@ def job_options(
     def options_from(
         fitting: Sequence[tuple[Candidate, Shape, int]],
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
-        seconds = _lengths(job, [candidate for candidate, _, _ in fitting], group, calibrated)
+        candidates = [candidate for candidate, _, _ in fitting]
+        if probe is None:
+            expected = _lengths(job, candidates, group, calibrated, lengths)
+        else:
+            probe_s = max(0.0, lengths.probe_s() - launch_cost_s)
+            expected = [Length(probe_s, probe_s)]
         entries: Sequence[SizeOption] = [
             SizeOption(
                 candidate,
                 shape,
                 least,
-                launch_cost_s + length_s,
+                launch_cost_s + length.seconds,
+                needs_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
+                is_known=length.is_known,
                 probe=probe is not None,
                 fill=least / device.memory,
             )
-            for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
+            for (candidate, shape, least), length in zip(fitting, expected, strict=True)
         ]
         if job.spec.guarantee is not None and probe is None:
             entries = pick_guaranteed(job, entries, group.devices)
@@ -284,7 +297,10 @@ def _hedge(
         1.0 if candidate.plan in measured else fit_probability(candidate, device.memory, calibrated)
         for candidate, _, _ in mildest
     ]
-    seconds = _lengths(job, [candidate for candidate, _, _ in mildest], group, calibrated)
+    lengths = _lengths(
+        job, [candidate for candidate, _, _ in mildest], group, calibrated, NOTHING_LEARNED
+    )
+    seconds = [length.seconds for length in lengths]
     if mildest[0][0].estimate.source in UNTIMED:
         least = min(LIKELY, max(chances))
         return [option for option, chance in zip(mildest, chances, strict=True) if chance >= least]
@@ -358,20 +374,34 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     return max(0, steps - done)
 
 
-def attempt_seconds(
-    job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float
-) -> float:
-    """Return the predicted seconds of an attempt from its launch to its end."""
+def attempt_length(
+    job: Job,
+    attempt: Attempt,
+    group: Group,
+    calibrated: Calibration,
+    launch_cost_s: float,
+    lengths: Lengths,
+) -> Length:
+    """Return the predicted length of an attempt from its launch to its end."""
+    if attempt.probe:
+        return Length(lengths.probe_s(), lengths.probe_s())
     left, pace = steps_left(job, attempt), attempt.pace
     if left is not None and pace is not None:
-        return pace.at_s - attempt.launched_at_s + max(0, left - pace.steps_done) * pace.step_s
+        past_s = pace.at_s - attempt.launched_at_s
+        return told_length(past_s + max(0, left - pace.steps_done) * pace.step_s)
     ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
-    factors = _step_factors(job, attempt.device, attempt.number), calibrated.step_factors
+    factors = step_factors(job, attempt.device, attempt.number), calibrated.step_factors
     if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
-        return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
-    return launch_cost_s + left * (
-        ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
-    )
+        unknown = _unknown_length(job, group, attempt.step_s, left, lengths)
+        seconds, open_s = launch_cost_s + unknown.seconds, launch_cost_s + unknown.open_s
+        return unknown._replace(seconds=seconds, open_s=open_s)
+    step_s = ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
+    return told_length(launch_cost_s + left * step_s)
+
+
+def told_length(seconds: float) -> Length:
+    """Return a length that somebody told or that was measured."""
+    return Length(seconds, seconds)
 
 
 def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
@@ -383,15 +413,12 @@ def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Pl
     }
 
 
-def _step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
+def step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
     """Return measured over predicted seconds of a step in the job's own attempts, by kind of step."""
     return {
         step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
         for attempt in job.attempts[: None if before is None else before - 1]
-        if attempt.device == device
-        and attempt.measured_step_s
-        and attempt.step_s > 0
-        and not attempt.probe
+        if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0
     }
 
 
@@ -409,19 +436,30 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
 
 
 def _lengths(
-    job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration
-) -> list[float]:
-    """Return the seconds of training left on each candidate, by measured steps of the family where there are any."""
+    job: Job,
+    candidates: Sequence[Candidate],
+    group: Group,
+    calibrated: Calibration,
+    lengths: Lengths,
+) -> list[Length]:
+    """Return the length of training left on each candidate, by measured steps of the family where there are any."""
     left, device = steps_left(job), group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}
-    factors = _step_factors(job, device), calibrated.step_factors
+    factors = step_factors(job, device), calibrated.step_factors
     if left is None or (
         candidates and has_no_seconds(job, candidates[0].estimate.source, *factors)
     ):
-        return [_unknown_length_s(job, group, candidate.step_s) for candidate in candidates]
+        return [
+            _unknown_length(job, group, candidate.step_s, left, lengths) for candidate in candidates
+        ]
     return [
-        left
-        * (measured.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors))
+        told_length(
+            left
+            * (
+                measured.get(candidate.plan)
+                or candidate.step_s * step_factor(candidate.plan, *factors)
+            )
+        )
         for candidate in candidates
     ]
 
@@ -431,21 +469,19 @@ def has_no_seconds(job: Job, source: Source, *factors: Mapping[StepKind, float])
     return source in WITHOUT_SECONDS and not job.spec.speeds and not any(factors)
 
 
-def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
-    """Return the seconds of a job of unknown length on a plan of this step time; the slowest takes the longest."""
-    longest_s = unknown_length_s(job)
+def _unknown_length(
+    job: Job, group: Group, step_s: float, left: int | None, lengths: Lengths
+) -> Length:
+    """Return the length of a job that nobody told, on a plan of this step time; the slowest takes the longest."""
     try:
         slowest_s = max(
             candidate.step_s for candidate in frontier(job.spec, group.hardware).candidates
         )
     except SpecError:  # what it runs on is no whole group any more
-        return longest_s
-    return longest_s * min(1.0, step_s / slowest_s)
-
-
-def unknown_length_s(job: Job) -> float:
-    """Return the assumed seconds of a job of unknown length: UNKNOWN_LENGTH_S, or less by its time limit."""
-    return min(UNKNOWN_LENGTH_S, left_s(job))
+        slowest_s = step_s
+    predicted_s = None if left is None else left * step_s
+    device = group.hardware.device.name
+    return lengths.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
 
 
 def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:

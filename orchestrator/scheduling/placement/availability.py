@@ -35,7 +35,7 @@ class _Future:
     """When each device of a node becomes free, with reservations and maintenance."""
 
     free_s: list[float]  # when it is free for good, but for what is promised for later
-    next_s: list[float]  # when it is promised next, or closed
+    next_s: list[float]  # when it is promised next
 
 
 class _Promise(NamedTuple):
@@ -143,6 +143,10 @@ class AvailabilityProfile:
         free_s = self._free_from(number)
         return sum([free_s[device] < at_s for device in devices])
 
+    def idle_on(self, name: str) -> int:
+        """Return the number of idle devices of one node."""
+        return self._idle[self.numbers[name]]
+
     def held_until_by(self, name: str, devices: Iterable[int]) -> float:
         """Return when the attempts now on these devices have all ended."""
         return max([self._until_s[self.numbers[name]][device] for device in devices])
@@ -208,16 +212,19 @@ class AvailabilityProfile:
             )
         return self._open_until_s[shape]
 
-    def place(self, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
+    def place(
+        self, shape: Shape, end_s: float, least_bytes: int, open_until_s: float | None = None
+    ) -> Placement | None:
         """Return devices that are free from now to `end_s` with `least_bytes` each; None where there are too few.
 
-        A gang that fits one node goes to the fullest such node; a larger one to as few nodes as possible, and of these
-        to as few racks as possible.
+        Their nodes stay open until `open_until_s`; None: until `end_s`. A gang that fits one node goes to the fullest
+        such node; a larger one to as few nodes as possible, and of these to as few racks as possible.
         """
         crowded = not self.has_room(least_bytes)
+        open_until_s = end_s if open_until_s is None else open_until_s
         for share in shape.shares:
             wanted = shape.devices // share
-            able = self._able_nodes(share, end_s, least_bytes if crowded else 0)
+            able = self._able_nodes(share, end_s, least_bytes if crowded else 0, open_until_s)
             chosen = (
                 self._in_fewest_racks([*able], wanted)
                 if wanted > 1 and self._has_racks
@@ -272,16 +279,23 @@ class AvailabilityProfile:
         )
 
     def earliest(
-        self, shape: Shape, from_s: float, seconds: float, least_bytes: int
+        self,
+        shape: Shape,
+        from_s: float,
+        seconds: float,
+        least_bytes: int,
+        open_s: float | None = None,
     ) -> Slot | None:
         """Return the first slot from `from_s` on with enough devices free for `seconds`; None: never.
 
-        The slot lies before a node closes or a later reservation where the time suffices, else behind them.
+        Its nodes stay open for `open_s` seconds; None: as long as its devices are free. The slot lies before a node
+        closes or a later reservation where the time suffices, else behind them.
         """
         best: Slot | None = None
+        open_s = seconds if open_s is None else open_s
         for share in shape.shares:
             wanted = shape.devices // share
-            order = self._open_for(share, wanted, from_s, seconds, least_bytes)
+            order = self._open_for(share, wanted, from_s, seconds, least_bytes, open_s)
             if (
                 len(order) < wanted or order[-1][0] == inf
             ):  # never: no time is known at which a lost node comes back
@@ -327,6 +341,11 @@ class AvailabilityProfile:
         """Return when running attempts occupy at most this many of the devices that can be read."""
         others = len(self._ends_s) - self.idle_unreadable - max(0, int(devices))
         return self._ends_s[others - 1] if others > 0 else -inf
+
+    @property
+    def closes(self) -> bool:
+        """Whether any of its nodes is closed or will close."""
+        return bool(self._closed)
 
     @property
     def idle_unreadable(self) -> int:
@@ -398,7 +417,13 @@ class AvailabilityProfile:
         return order
 
     def _open_for(
-        self, share: int, wanted: int, from_s: float, seconds: float, least_bytes: int
+        self,
+        share: int,
+        wanted: int,
+        from_s: float,
+        seconds: float,
+        least_bytes: int,
+        open_s: float,
     ) -> Sequence[tuple[float, int]]:
         """Return the first nodes that have a share free for so long together, each with its time."""
         order = self._order_of(share, least_bytes)
@@ -407,7 +432,8 @@ class AvailabilityProfile:
             return first
 
         def opens(free_s: float, number: int, start_s: float) -> tuple[float, int]:
-            return self._opens_s(number, share, max(free_s, start_s), seconds, least_bytes), number
+            start_s = max(free_s, start_s)
+            return self._opens_s(number, share, start_s, seconds, least_bytes, open_s), number
 
         while (
             len(first) == wanted
@@ -426,12 +452,18 @@ class AvailabilityProfile:
         return first
 
     def _opens_s(
-        self, number: int, share: int, start_s: float, seconds: float, least_bytes: int
+        self,
+        number: int,
+        share: int,
+        start_s: float,
+        seconds: float,
+        least_bytes: int,
+        open_s: float,
     ) -> float:
-        """Return when, from `start_s` on, a node stays open for so long with a share of unreserved devices."""
+        """Return when, from `start_s` on, a node stays open and a share of its devices unreserved."""
         while True:  # ends: each turn begins where a closing or a promise ends
             for closes_s, opens_s in self._closed.get(number, ()):
-                if closes_s < start_s + seconds and start_s < opens_s:
+                if closes_s < start_s + open_s and start_s < opens_s:
                     start_s = opens_s
             if number not in self._later:
                 return start_s
@@ -482,7 +514,7 @@ class AvailabilityProfile:
             opens_s = closed[0][1] if closed and closed[0][0] == -inf else -inf
             until = self._until_s[number]
             free_s = [max(until_s, opens_s) for until_s in until] if closed else until[:]
-            next_s = [closed[0][0] if closed else inf] * self.devices_per_node
+            next_s = [inf] * self.devices_per_node
             for start_s, end_s, devices, is_later in self._promised.get(number, ()):
                 for device in devices:
                     free_s[device] = free_s[device] if is_later else max(free_s[device], end_s)
@@ -500,21 +532,27 @@ class AvailabilityProfile:
                     if unpromised == nodes:
                         return inf
                 elif number not in self._promised:
-                    promised_s.append(self._closed[number][0][0])
+                    promised_s.append(self._closes_s(number))
                 else:
                     both = zip(self._future(number).next_s, self._until_s[number], strict=True)
-                    promised_s.append(
-                        sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share]
-                    )
+                    next_s = sorted((next_s for next_s, until_s in both if until_s == IDLE))
+                    promised_s.append(min(next_s[-share], self._closes_s(number)))
         missing = nodes - unpromised
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
 
+    def _closes_s(self, number: int) -> float:
+        """Return when a node closes next; minus infinity: it is closed now."""
+        windows = self._closed.get(number)
+        return windows[0][0] if windows else inf
+
     def _able_nodes(
-        self, share: int, end_s: float, least_bytes: int
+        self, share: int, end_s: float, least_bytes: int, open_until_s: float
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield nodes with `share` usable devices until `end_s`, the fullest first, each with these devices."""
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
+                if self._closes_s(number) < open_until_s:
+                    continue
                 devices = self._usable_devices(number, end_s, least_bytes)
                 if len(devices) >= share:
                     yield number, devices[:share]
@@ -536,9 +574,9 @@ class AvailabilityProfile:
         return chosen
 
     def _usable_devices(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
-        """Return idle devices of a node that are not promised or closed before `end_s`, with so much memory free."""
+        """Return idle devices of a node that are not promised before `end_s`, with so much memory free."""
         until = self._until_s[number]
-        if number not in self._promised and number not in self._closed and not least_bytes:
+        if number not in self._promised and not least_bytes:
             return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)
         next_s = self._future(number).next_s
         return tuple(

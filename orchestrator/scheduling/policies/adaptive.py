@@ -17,9 +17,11 @@ from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
     preempt_for_deadline,
+    preempt_for_priority,
     preempt_for_waiting,
     scale_up,
 )
+from orchestrator.scheduling.scheduling_pass.reclaim import reclaim
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
@@ -94,7 +96,7 @@ class AdaptivePolicy:
         """
         goes_first = (
             min(waiting.rank, waiting.presses_s) <= at_s
-            or waiting.job.spec.priority > 0
+            or waiting.priority > 0
             or self._index.state.policy.is_shared
         )
         return not (goes_first or is_elastic(waiting.job))
@@ -113,7 +115,11 @@ class AdaptivePolicy:
         index, at_s = self._index, state.at_s
         if (for_promise := room_for_promises(state, index)) is not None:
             return for_promise
-        move = preempt_for_deadline(index, late, at_s) or preempt_for_waiting(index, waits, at_s)
+        moves = preempt_for_deadline(index, late, at_s) or preempt_for_priority(index, waits, at_s)
+        moves = moves or reclaim(index, waits, at_s)
+        if moves:
+            return Preemption(moves)
+        move = preempt_for_waiting(index, waits, at_s)
         move = move or (scale_up(index, at_s) if index.idle else None)
         return Preemption() if move is None else Preemption([move])
 

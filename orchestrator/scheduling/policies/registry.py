@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
-from orchestrator.scheduling.policies.easy import EasyPolicy
-from orchestrator.scheduling.policies.edf import EdfPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
-from orchestrator.scheduling.policies.sjf import SjfPolicy
-from orchestrator.scheduling.policies.tiresias import TiresiasPolicy
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.order import Order
 from orchestrator.specs.state import State
 
-POLICIES: Mapping[Order, Callable[[SchedulerIndex], QueuePolicy]] = {
+POLICIES: dict[str, Callable[[SchedulerIndex], QueuePolicy]] = {  # by `policy.order`
     Order.ADAPTIVE: AdaptivePolicy,
     Order.FIFO: FifoPolicy,
-    Order.EASY: EasyPolicy,
-    Order.EDF: EdfPolicy,
-    Order.SJF: SjfPolicy,
-    Order.TIRESIAS: TiresiasPolicy,
 }
 
 

@@ -22,9 +22,7 @@ Place = tuple[
 
 
 def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
-    """Return all users' usage with that of an ended attempt added; unchanged where no teams share the cluster."""
-    if not state.policy.is_shared:
-        return state.usage
+    """Return all users' usage with that of an ended attempt added."""
     half_life_s = state.policy.half_life
     by_user = {
         usage.user: usage
@@ -45,8 +43,6 @@ def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
     A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts n * half-life / ln 2
     * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
     """
-    if not state.policy.is_shared:
-        return {}
     half_life_s = state.policy.half_life
     parts: dict[str, list[float]] = {
         usage.user: [_decayed_device_s(usage, state.at_s, half_life_s)] for usage in state.usage
@@ -61,7 +57,7 @@ def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
 
 
 def equal_place(_: str) -> Place:
-    """Return the same fair-share place for every user, for clusters without teams."""
+    """Return the same fair-share place for every user, where jobs of one user alone wait."""
     return 0.0, 0.0
 
 

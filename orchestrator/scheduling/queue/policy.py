@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from orchestrator.scheduling.options.job_options import SizeOption
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.specs.attempt import Placement
+from orchestrator.specs.attempt import Placement, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
@@ -19,7 +19,9 @@ class Move:
 
     job: Job
     from_s: float  # when it has run for long enough
+    cause: StopCause
     why: str
+    cost_device_s: float = 0.0  # paid from the credit (base/stop_credit.py)
     held_placement: Placement = ()
 
 

@@ -27,6 +27,7 @@ class Waiting:
     job: Job
     rank: float  # by the queue's policy; under `adaptive` its aging limit
     device_s: float  # predicted device-seconds, before any measurement
+    priority: int  # the highest of its own and of those that wait for its end
     presses_s: float = inf  # when its deadline becomes urgent enough to put it first
     menus: OptionsByProfile = ()
     version: int = -1  # of the knowledge of its family when `menus` were made

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import inf
 
-from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import Expected, quick_forecast
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
@@ -20,15 +19,14 @@ from orchestrator.specs.state import State
 
 # jobs that would be late, the earliest deadlines first, for which a preemption is looked for
 HELPED_MAX = 100
-NAMED_MAX = 3  # of jobs that say no length, in one sentence
 
 
 def late(state: State, ids: Iterable[str]) -> dict[str, str]:
     """Return {job id: sentence} of jobs not expected to meet their deadlines, with what is possible instead.
 
     `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing
-    more is submitted, and nothing fails, in the forecast. A job is not late if a running one can make way for it. If
-    jobs do not say how long they run, the forecast is uncertain, and the sentence says so.
+    more is submitted, and nothing fails, in the forecast. A job is not late if a running one can make way for it, nor
+    if nothing tells when it ends.
     """
     wanted = [
         job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None
@@ -49,28 +47,18 @@ def _in_words(state: State, job: Job) -> str:
         return f"{local_text(expected.end_s, zone)} with {expected.devices} GPU{'s' if expected.devices > 1 else ''}"
 
     earliest = quick_forecast(state, {job.id}).get(job.id)
-    without_length = [
-        entry.id
-        for entry in state.jobs.values()
-        if not entry.status.ended and steps_left(entry) is None
-    ]
-    sentence = f"{'is not expected' if without_length else 'cannot be done'} by {local_text(job.deadline_s, zone)}"
+    due = local_text(job.deadline_s, zone)
     if earliest is None:
-        return f"{sentence}: the time of its start is unknown"
+        return f"is not expected by {due}: the time of its start is not known"
     first = max(entry.spec.priority for entry in state.jobs.values()) + 1
     raised = replace(job, spec=job.spec.model_copy(update={"priority": first}))
     before_all = quick_forecast(replace(state, jobs=state.jobs.with_job(raised)), {job.id}).get(
         job.id
     )
-    sentence = f"{sentence}: earliest {describe(earliest)}"
+    sentence = f"cannot be done by {due}: earliest {describe(earliest)}"
     if before_all is not None and before_all.end_s < earliest.end_s:
         sentence = f"{sentence}; {describe(before_all)} if its priority is {first}"
-    return f"{sentence}; {_describe_assumption(without_length)}" if without_length else sentence
-
-
-def _describe_assumption(ids: list[str]) -> str:
-    more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
-    return f"a day is taken for what does not say `steps`: {', '.join(ids[:NAMED_MAX])}{more}"
+    return sentence
 
 
 def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> set[str]:
@@ -83,16 +71,16 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
     )
     for waiting, by_s in islice(late, HELPED_MAX):
         may_start = array_limit_reason(index, waiting.job, Counter()) is None
-        move = (
-            preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else None
+        moves = (
+            preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else ()
         )
-        if move is not None:
+        if moves:
             helped.add(waiting.job.id)
-            del index.elastic[move.job.id]
+        for move in moves:
+            del index.stoppable[move.job.id]
     return helped
 
 
 def _is_met(job: Job, expected: Expected | None) -> bool:
-    return expected is not None and expected.end_s <= (
-        inf if job.deadline_s is None else job.deadline_s
-    )
+    due_s = inf if job.deadline_s is None else job.deadline_s
+    return expected is not None and (expected.end_s <= due_s or not expected.knows_end)

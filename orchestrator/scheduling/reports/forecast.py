@@ -11,14 +11,15 @@ from statistics import NormalDist, median
 from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
-from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.base.migration import expected_loss_s
+from orchestrator.scheduling.options.job_options import JobOptions, steps_left
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass.decide import expected_reservation, price_of
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Placement, RankEnd
 from orchestrator.specs.events import Event, Finished, Released, Submitted, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
@@ -56,6 +57,9 @@ class Expected:
     devices: int
     start_range_s: tuple[float, float] | None = None  # None: too far back in the queue
     end_range_s: tuple[float, float] | None = None
+    # False: it follows from the length of a job of which nothing tells the length
+    knows_start: bool = True
+    knows_end: bool = True
 
 
 def forecast(state: State) -> Mapping[str, Expected]:
@@ -119,6 +123,7 @@ class _Placing:
         self._index, self._state, self._hurried = index, index.state, hurried
         self._forecasts: dict[str, Expected] = {}
         self._arrays, self._price = _Arrays(), price_of(index)
+        self._vague = _VagueDevices(index.state.at_s)
         self._later: list[
             tuple[float, int, str]
         ] = []  # from when on jobs can start; their order and ids
@@ -145,8 +150,13 @@ class _Placing:
                 end_s, launched_s = self._index.end_of(job, attempt), attempt.launched_at_s
                 end_s = end_s if end_s > at_s else at_s + OVERDUE_S
                 self._index.expect(attempt, end_s)
-                devices = attempt.plan.world_size
-                self._forecasts[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=devices)
+                length = self._index.length_of(job, attempt)
+                self._forecasts[job.id] = self._vague.expect(
+                    launched_s,
+                    end_s,
+                    attempt.placement,
+                    knows_length=length is not None and length.is_known and not attempt.probe,
+                )
             self._arrays.take(job, end_s)
 
     def _place_waiting(self, jobs_max: int) -> None:
@@ -179,9 +189,16 @@ class _Placing:
         if reservation is None:
             return
         self._index.reserve((reservation,), backfill=True)
-        devices = sum(len(part.devices) for part in reservation.placement)
-        self._forecasts[job.id] = Expected(
-            start_s=reservation.start_s, end_s=reservation.end_s, devices=devices
+        entries = [
+            menu.entries[0]
+            for _, menu in self._index.options.options_of(waiting)
+            if isinstance(menu, JobOptions)
+        ]
+        self._forecasts[job.id] = self._vague.expect(
+            reservation.start_s,
+            reservation.end_s,
+            reservation.placement,
+            knows_length=all(entry.is_known and not entry.probe for entry in entries),
         )
         self._arrays.take(job, reservation.end_s)
 
@@ -191,6 +208,32 @@ class _Placing:
             if job.held_by is None and all(other.job in self._forecasts for other in job.waits_for):
                 ready_s = max(self._forecasts[other.job].end_s for other in job.waits_for)
                 heappush(self._later, (ready_s, job.order, job.id))
+
+
+class _VagueDevices:
+    """Devices of which nobody knows when they come free, in a forecast from `at_s` on."""
+
+    def __init__(self, at_s: float) -> None:
+        self._at_s, self._devices = at_s, set[tuple[str, int]]()
+
+    def expect(
+        self, start_s: float, end_s: float, placement: Placement, *, knows_length: bool
+    ) -> Expected:
+        """Return the expectation of a job on these devices."""
+        devices = set[tuple[str, int]]()
+        for part in placement:
+            devices.update((part.node, device) for device in part.devices)
+        knows_start = start_s <= self._at_s or not devices & self._devices
+        knows_end = knows_start and knows_length
+        if not knows_end:
+            self._devices |= devices
+        return Expected(
+            start_s=start_s,
+            end_s=end_s,
+            devices=len(devices),
+            knows_start=knows_start,
+            knows_end=knows_end,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,6 +273,7 @@ class Play:
         ] = {}  # by job, with the end that it comes to
         self._ends: list[tuple[float, int, str]] = []
         self._longer: dict[str, float] = {}  # than expected, by job: as many times
+        self._vague = _VagueDevices(state.at_s)
         for job in self._index.running.values():
             attempt = job.attempts[-1]
             if attempt.ended_at_s is None:
@@ -254,9 +298,10 @@ class Play:
                 end_s, _, job_id = heappop(self._ends)
                 runs, ends_s = self._running.get(job_id, (None, inf))
                 if runs is not None and ends_s == end_s:
-                    going.discard(job_id)
-                    self._found[job_id] = replace(self._found[job_id], end_s=end_s)
-                    self._newest[job_id].is_done = True
+                    if not runs.probe:
+                        going.discard(job_id)
+                        self._found[job_id] = replace(self._found[job_id], end_s=end_s)
+                        self._newest[job_id].is_done = True
                     self._end(runs, DONE, end_s)
             elif wake_s is not None:
                 self._tell(TimerFired(at_s=wake_s))
@@ -266,6 +311,10 @@ class Play:
             for job_id in near
             if (outcome := self._found.get(job_id)) and outcome.end_s < inf
         }
+
+    def knows_end(self, job_id: str) -> bool:
+        """Return whether the end that a job came to follows from lengths that are known."""
+        return job_id in self._found and self._found[job_id].knows_end
 
     @property
     def _state(self) -> State:
@@ -285,18 +334,23 @@ class Play:
 
     def _begin(self, job: Job, attempt: Attempt) -> None:
         launched_s, at_s = attempt.launched_at_s, self._state.at_s
+        length = self._index.length_of(job, attempt)
         length_s = self._index.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
         if job.id not in self._longer and 0 < length_s < inf and self._sample:
             share = _share(job, self._sample)
-            self._longer[job.id] = (
-                _longer(length_s, at_s - launched_s, self._spreads[job.id], share) / length_s
-            )
+            spread = max(self._spreads[job.id], 0.0 if length is None else length.spread)
+            self._longer[job.id] = _longer(length_s, at_s - launched_s, spread, share) / length_s
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
         end_s = min(end_s, self._index.limit_end_s(job, attempt))
         end_s = end_s if end_s > at_s else at_s + OVERDUE_S
-        self._found.setdefault(
-            job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size)
+        expected = self._vague.expect(
+            launched_s,
+            inf,
+            attempt.placement,
+            knows_length=length is None or length.is_known,
         )
+        begun = self._found.get(job.id, expected)
+        self._found[job.id] = replace(begun, knows_end=expected.knows_end)
         self._running[job.id] = attempt, end_s
         self._newest[job.id] = stint = Stint(job=job, attempt=attempt, launched_at_s=launched_s)
         self.stints.append(stint)
@@ -334,7 +388,8 @@ def saved_step(
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
     from_s = attempt.launched_at_s + pool.launch_cost_s
-    trained = max(0.0, at_s - from_s) / max(end_s - from_s, at_s - from_s, OVERDUE_S)
+    kept_s = max(0.0, at_s - expected_loss_s(job, at_s) - from_s)
+    trained = kept_s / max(end_s - from_s, at_s - from_s, OVERDUE_S)
     return job.spec.optimizer_steps - left + int(left * trained)
 
 

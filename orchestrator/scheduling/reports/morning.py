@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -110,6 +111,7 @@ class MorningReport:
     misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
     cost: Cost
     to_do: tuple[str, ...]
+    stops: Mapping[str, int]  # of jobs that go on, by `StopCause`
     nodes: Mapping[str, int] = field(default_factory=dict)  # devices of each
     spans: tuple[Span, ...] = ()
 
@@ -173,9 +175,20 @@ def morning_report(
         misses=tuple(_misses(jobs, since_s)),
         cost=_cost(state, jobs, spans, since_s, until_s, recovered),
         to_do=tuple(_to_do(state, by_status, missed, {job.retry_of for job in by_id.values()})),
+        stops=_count_stops(jobs, since_s, until_s),
         nodes=dict(sorted(nodes.items())),
         spans=spans,
     )
+
+
+def _count_stops(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for job in jobs:
+        for attempt in job.attempts:
+            is_within = since_s <= attempt.end_or(until_s) <= until_s
+            if attempt.stop_cause is not None and is_within:
+                counts[attempt.stop_cause] += 1
+    return dict(sorted(counts.items()))
 
 
 # -------------------------------------------------------------------------------------------------------------- lines

@@ -14,12 +14,15 @@ from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.sentences import reason_of, waiting_sentence
+from orchestrator.scheduling.base.sentences import (
+    reason_of,
+    too_late_sentence,
+    waiting_sentence,
+)
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.scheduling.base.start_windows import window_facts
 from orchestrator.scheduling.failures.places import avoided_devices, is_sent_elsewhere
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
-from orchestrator.scheduling.placement.availability import Slot
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
@@ -27,6 +30,8 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     Wait,
     array_limit_reason,
     can_ever_start,
+    find_slot,
+    maintenance_facts,
     offers_of,
     opening_of,
     wait_reason,
@@ -206,13 +211,14 @@ class Waits:
         """Return what excludes the free devices, were one obstacle lifted."""
         entry, left = offer.entry, tuple(free)
         end_s = self._state.at_s + entry.seconds
+        open_until_s = self._state.at_s + entry.open_s
         excludes: Mapping[Obstacle, Callable[[Device], bool]] = {
             Obstacle.SET_ASIDE: lambda device: (
                 device in self._aside or (device[0], None) in self._aside
             ),
             Obstacle.AVOIDED: lambda device: device in hidden,
             Obstacle.DRAINED: lambda device: device[0] in self._state.drained,
-            Obstacle.MAINTENANCE: lambda device: self._window_of(device[0])[0] < end_s,
+            Obstacle.MAINTENANCE: lambda device: self._window_of(device[0])[0] < open_until_s,
             Obstacle.MEMORY: lambda device: (
                 self._nodes[device[0]].free_bytes[device[1]] < entry.least_bytes
             ),
@@ -315,12 +321,7 @@ class Waits:
                 until_s = min(self._window_of(node)[1] for node, _ in devices)
                 return f"{nodes} {'is' if ',' not in nodes else 'are'} in maintenance until {self._time(until_s)}"
             case Obstacle.MAINTENANCE:
-                supposed = (
-                    ""
-                    if job.spec.optimizer_steps is not None
-                    else " (without `steps` a day is supposed)"
-                )
-                return f"it would not end before the maintenance of {nodes}{supposed}"
+                return too_late_sentence(maintenance_facts(blocked.offer.entry, nodes))
             case Obstacle.MEMORY:
                 needed = format_bytes(blocked.offer.entry.least_bytes)
                 return f"other processes leave less than its {needed} on {len(devices)} of them, on {nodes}"
@@ -392,7 +393,7 @@ class Waits:
             slots = [
                 (slot.start_s, offer.pool.devices_of(slot, offer.entry.least_bytes))
                 for offer in offers
-                if (slot := _earliest(offer, state.at_s)) is not None and slot.start_s > state.at_s
+                if (slot := find_slot(offer, state.at_s)) is not None and slot.start_s > state.at_s
             ]
             if not slots:
                 return ""
@@ -461,16 +462,15 @@ class Waits:
         begins = {self._window_of(node)[0] for node, _ in free} | {
             self._promise_of(device, job).start_s for device in free
         }
-        ends = sorted(
-            (end_s for end_s in begins if at_s + pool.launch_cost_s < end_s < at_s + entry.seconds),
-            reverse=True,
-        )
-        end_s = next(
-            (end_s for end_s in ends if starts(replace(entry, seconds=end_s - at_s))), None
-        )
-        if end_s is not None:
-            length = format_seconds(entry.seconds)
-            yield f"A run that ends by {self._time(end_s)} could start now: this one takes {length}."
+        least_s, most_s = at_s + pool.launch_cost_s, at_s + max(entry.seconds, entry.open_s)
+        for end_s in sorted((end_s for end_s in begins if least_s < end_s < most_s), reverse=True):
+            length_s = end_s - at_s
+            if starts(replace(entry, seconds=length_s, open_s=length_s)):
+                length = f"this one takes {format_seconds(entry.seconds)}"
+                if not entry.is_known:
+                    length = "how long this one takes is not known, and `time_limit` bounds it"
+                yield f"A run that ends by {self._time(end_s)} could start now: {length}."
+                break
         rooms = sorted(
             {self._nodes[node].free_bytes[device] for node, device in free}, reverse=True
         )
@@ -500,11 +500,6 @@ class Waits:
 
     def _time(self, at_s: float) -> str:
         return local_text(at_s, self._zone)
-
-
-def _earliest(offer: Offer, from_s: float) -> Slot | None:
-    entry = offer.entry
-    return offer.pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
 
 
 def _waits_for_devices(job: Job, state: State) -> bool:

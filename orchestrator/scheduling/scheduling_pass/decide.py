@@ -13,6 +13,7 @@ from orchestrator.memory.calibration.calibrate import CONFIDENCE, is_measured
 from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
+from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.start_windows import hours_of, window_facts
 from orchestrator.scheduling.failures.places import (
@@ -202,11 +203,7 @@ def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> boo
     """Return whether any option of the job can start at any time."""
     offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
     at_s = index.state.at_s
-    entries = [(offer.pool, offer.entry) for offer in offers]
-    return any(
-        pool.earliest(entry.shape, at_s, entry.seconds, entry.least_bytes) is not None
-        for pool, entry in entries
-    )
+    return any(find_slot(offer, at_s) is not None for offer in offers)
 
 
 def _decide(
@@ -251,7 +248,7 @@ def expected_reservation(
     now, later = _pick_best(offers, opening, now_s, may_reserve=True)
     if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
-        placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
+        placement = place_now(now.pool, now.entry, now_s)
         assert placement is not None, waiting.job.id
         return Reservation(job_id=waiting.job.id, start_s=now_s, end_s=end_s, placement=placement)
     return None if later is None else _reserve_later(waiting.job, later, now_s).reservation
@@ -272,11 +269,10 @@ def wait_reason(
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
     spec, now_s = waiting.job.spec, state.at_s
-    start_s = hours_of(spec, (option.seconds for _, option in offers), now_s).start_s(
-        now_s, entry.seconds
-    )
+    lengths_s, fill_s = (option.seconds for _, option in offers), FILL_LAUNCHES * pool.launch_cost_s
+    start_s = hours_of(spec, lengths_s, now_s, fill_s=fill_s).start_s(now_s, entry.seconds)
     if start_s == now_s:
-        return _wait_for_devices(pool, entry, spec, now_s)
+        return _wait_for_devices(pool, entry, now_s)
     return Wait(code=Pending.START_WINDOW, facts=window_facts(spec, start_s))
 
 
@@ -311,7 +307,8 @@ def opening_of(
 ) -> Opening:
     """Return when the job may start, by its start window and by the headroom that it must leave for shorter jobs."""
     spec, wanted = waiting.job.spec, index.wanted(now_s)
-    hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s)
+    fill_s = FILL_LAUNCHES * max((offer.pool.launch_cost_s for offer in offers), default=0.0)
+    hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
@@ -355,13 +352,17 @@ def _could_hold(pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOpt
 def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bool:
     if pool.idle < entry.devices:
         return False
-    end_s = now_s + entry.seconds
-    if end_s > pool.open_until_s(entry.shape):
+    if pool.closes and entry.open_s != entry.seconds:
+        return place_now(pool, entry, now_s) is not None
+    if now_s + entry.seconds > pool.open_until_s(entry.shape):
         return False
-    return (
-        pool.has_room(entry.least_bytes)
-        or pool.place(entry.shape, end_s, entry.least_bytes) is not None
-    )
+    return pool.has_room(entry.least_bytes) or place_now(pool, entry, now_s) is not None
+
+
+def place_now(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> Placement | None:
+    """Return the devices of an option that starts now; None where there are too few."""
+    end_s, open_until_s = now_s + entry.seconds, now_s + entry.open_s
+    return pool.place(entry.shape, end_s, entry.least_bytes, open_until_s)
 
 
 def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
@@ -370,19 +371,20 @@ def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _
     for offer in offers:
         if best is not None and offer.cost_s >= best.cost_s:
             continue
-        pool, entry = offer.pool, offer.entry
-        slot = first = pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
+        slot = first = find_slot(offer, from_s)
         while slot is not None and slot.start_s < (opens_s := opening(offer, slot.start_s)):
-            slot = (
-                pool.earliest(entry.shape, opens_s, entry.seconds, entry.least_bytes)
-                if opens_s < inf
-                else None
-            )
+            slot = find_slot(offer, opens_s) if opens_s < inf else None
         if slot is not None and first is not None:
             cost_s = slot.start_s - from_s + offer.cost_s
             if cost_s < (inf if best is None else best.cost_s):
                 best = _FutureSlot(cost_s, offer, slot, first.start_s)
     return best
+
+
+def find_slot(offer: Offer, from_s: float) -> Slot | None:
+    """Return the first slot of an offer from `from_s` on; None: never."""
+    entry = offer.entry
+    return offer.pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes, entry.open_s)
 
 
 def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
@@ -394,7 +396,7 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
     if later.slot.start_s == later.free_s:
-        wait = _wait_for_devices(pool, entry, job.spec, now_s)
+        wait = _wait_for_devices(pool, entry, now_s)
         return wait._replace(reservation=reservation)
     if job.spec.start_window is not None:
         facts = window_facts(job.spec, later.slot.start_s)
@@ -407,9 +409,7 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
     )
 
 
-def _wait_for_devices(
-    pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float
-) -> Wait:
+def _wait_for_devices(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> Wait:
     """Return whether the job waits for devices, or only for unreadable ones or nodes that are closed or will close.
 
     The facts stay while the state changes; `reports/waiting.py` has numbers, names and times.
@@ -417,7 +417,7 @@ def _wait_for_devices(
     if pool.unreadable and pool.idle < entry.devices <= pool.idle + pool.idle_unreadable:
         places = describe_unreadable(pool.unreadable_nodes)
         return Wait(code=Pending.UNREADABLE, facts=(("places", places),))
-    closed = pool.closed_before(now_s + entry.seconds)
+    closed = pool.closed_before(now_s + entry.open_s)
     open_devices = pool.idle - sum(idle for _, _, idle in closed)
     if not closed or not open_devices < entry.devices <= pool.idle:
         return Wait(code=Pending.DEVICES)
@@ -425,14 +425,20 @@ def _wait_for_devices(
     names += ", ..." if len(closed) > NAMED_MAX else ""
     if all(closes_s <= now_s for _, closes_s, _ in closed):
         return Wait(code=Pending.DRAIN, facts=(("node" if len(closed) == 1 else "nodes", names),))
-    supposed = () if spec.optimizer_steps is not None else (("supposed", "a day"),)
-    return Wait(code=Pending.MAINTENANCE, facts=(("nodes", names), *supposed))
+    return Wait(code=Pending.MAINTENANCE, facts=maintenance_facts(entry, names))
+
+
+def maintenance_facts(entry: SizeOption, nodes: str) -> Facts:
+    """Return the facts of a wait for the maintenance of nodes: what bounds a job whose length nobody said."""
+    if entry.is_known and entry.open_s <= entry.seconds:
+        return (("nodes", nodes),)
+    return (("nodes", nodes), ("bound", "time_limit"))
 
 
 def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> StartDecision:
     """Return the start of an offer, with its probability to fit the fullest of its devices."""
     pool, entry = offer.pool, offer.entry
-    placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)
+    placement = place_now(pool, entry, now_s)
     assert placement is not None, (job.id, entry)
     device, candidate = pool.group.hardware.device.name, entry.candidate
     calibrated = index.options.calibrated(job, device)

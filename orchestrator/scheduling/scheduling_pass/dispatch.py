@@ -11,6 +11,7 @@ from orchestrator.planning.explain import why_taken
 from orchestrator.planning.profiles import own_settings
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
+from orchestrator.scheduling.base.stop_credit import pay_stops
 from orchestrator.scheduling.base.time_limits import end_over_limit
 from orchestrator.scheduling.failures.observation import observe_running
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
@@ -37,7 +38,7 @@ from orchestrator.scheduling.scheduling_pass.guarantees import (
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
-from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.attempt import Attempt, FailureKind, StopCause
 from orchestrator.specs.events import PaceReported
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -52,17 +53,22 @@ NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {
 
 
 def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
-    """Return (new state, Stops) that end attempts on nodes whose maintenance begins. Their jobs resume elsewhere."""
+    """Return (new state, Stops) of attempts whose nodes' maintenance begins, or whose hours end. They resume later."""
     stops = []
-    for job in [*index.running.values()] if index.maintained else ():
-        left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
-        if left and can_move(job):
-            leaving, stop = request_migration(
-                job, f"stopped for the maintenance of {', '.join(left)}", state.at_s
-            )
-            index.update_job(job, leaving)
-            state = with_job(state, leaving)
-            stops.append(stop)
+    for time_s, job_id, cause in sorted(index.leaving()):
+        if time_s > state.at_s:
+            break
+        job = index.running[job_id]
+        if not can_move(job):
+            continue
+        why = f"stopped at the end of its hours ({job.spec.start_window})"
+        if cause is StopCause.MAINTENANCE:
+            nodes = ", ".join(part.node for part in job.attempts[-1].placement)
+            why = f"stopped for the maintenance of {nodes}"
+        leaving, stop = request_migration(job, cause, why, state.at_s)
+        index.update_job(job, leaving)
+        state = with_job(state, leaving)
+        stops.append(stop)
     return state, tuple(stops)
 
 
@@ -106,7 +112,7 @@ def climb(
     changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
     leaving, stop = request_migration(
-        job, why, state.at_s, placement, climbs_to=option.candidate.plan
+        job, StopCause.FASTER_PLAN, why, state.at_s, placement, climbs_to=option.candidate.plan
     )
     index.update_job(job, leaving)
     index.keep(leaving)
@@ -229,6 +235,8 @@ def _stop_jobs(
 ) -> tuple[State, tuple[Stop, ...]]:
     """Stop all of them together, or look at them again once all have run for long enough."""
     from_s = max(move.from_s for move in moves)
+    if from_s == inf:
+        return state, ()
     if from_s > state.at_s:
         reevaluate_at_s = (
             from_s if state.reevaluate_at_s is None else min(state.reevaluate_at_s, from_s)
@@ -236,7 +244,10 @@ def _stop_jobs(
         return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
     for move in moves:
-        leaving, stop = request_migration(move.job, move.why, state.at_s, move.held_placement)
+        leaving, stop = request_migration(
+            move.job, move.cause, move.why, state.at_s, move.held_placement
+        )
+        state = pay_stops(state, index.devices, move.cost_device_s)
         index.update_job(move.job, leaving)
         if move.held_placement:
             index.keep(leaving)
@@ -257,7 +268,7 @@ def _decide_waiting(
     actions: list[Action] = []
     waits: list[tuple[Waiting, Reservation]] = []
     late: list[tuple[Waiting, float]] = []
-    if not (index.idle or index.is_stale or index.elastic or index.guaranteed):
+    if not (index.idle or index.is_stale or index.stoppable or index.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []

@@ -10,14 +10,11 @@ team's quota. Jobs that can be moved make way for it. It is moved itself for a m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.sentences import waiting_sentence
 from orchestrator.scheduling.options.asks import Question
-from orchestrator.scheduling.options.job_options import Infeasible, JobOptions, SizeOption
-from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.queue.policy import Move, Preemption
+from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
+from orchestrator.scheduling.queue.policy import Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
@@ -26,8 +23,13 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     wait_as_before,
 )
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
-from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
-from orchestrator.specs.attempt import NodeDevices, Placement
+from orchestrator.scheduling.scheduling_pass.preemption import (
+    find_victims,
+    movable,
+    place_after,
+    stop_all,
+)
+from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
 from orchestrator.specs.units import format_seconds
@@ -152,7 +154,7 @@ def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
 def _room_for(
     index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float
 ) -> Preemption | None:
-    """Return the fewest later jobs to stop: those first that have run for long enough and would end last.
+    """Return the later jobs to stop, with the least relative delay together.
 
     No job is stopped for devices that come free before a stop and another launch would be over.
     """
@@ -162,23 +164,16 @@ def _room_for(
         entry = menu.entries[0]
         able = [
             moving
-            for moving in movable(index, index.last_elastic(), at_s)
+            for moving in movable(index, index.last_stoppable(), at_s)
             if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
-        able.sort(key=lambda moving: max(at_s, moving.from_s))
-        count = next(
-            (n for n in range(1, len(able) + 1) if _place_after(pool, able[:n], entry, at_s)), 0
-        )
-        stopped = able[:count]
-        for moving in stopped[:-1]:
-            others = [other for other in stopped if other is not moving]
-            stopped = others if _place_after(pool, others, entry, at_s) else stopped
-        placement = _place_after(pool, stopped, entry, at_s) if stopped else None
+        stopped = find_victims(pool, able, entry, at_s)
+        placement = place_after(pool, stopped, entry, at_s) if stopped else None
         if placement is not None:
             why = f"stopped to make way for {waiting.job.id}: it is guaranteed the speed of its request"
             start_s = at_s + MOVE_GRACE_S
             return Preemption(
-                moves=[Move(job=moving.job, from_s=moving.from_s, why=why) for moving in stopped],
+                moves=stop_all(stopped, StopCause.GUARANTEE, why),
                 slot=Reservation(
                     job_id=waiting.job.id,
                     start_s=start_s,
@@ -187,24 +182,3 @@ def _room_for(
                 ),
             )
     return None
-
-
-def _place_after(
-    pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float
-) -> Placement | None:
-    """Return devices for a start once these jobs have left; None where there are too few."""
-    placement = _merge_placements([moving.attempt.placement for moving in stopped])
-    return pool.place_again(
-        placement, entry.shape, at_s + MOVE_GRACE_S + entry.seconds, entry.least_bytes
-    )
-
-
-def _merge_placements(placements: Sequence[Placement]) -> Placement:
-    """Return several placements as one, each node once."""
-    devices: dict[str, tuple[int, ...]] = {}
-    for placement in placements:
-        for part in placement:
-            devices[part.node] = (*devices.get(part.node, ()), *part.devices)
-    return tuple(
-        NodeDevices(node=name, devices=tuple(sorted(indices))) for name, indices in devices.items()
-    )

@@ -15,23 +15,30 @@ from math import inf
 
 from orchestrator.scheduling.base.drain import (
     closures,
+    leave_times,
     next_change_s,
-    nodes_in_maintenance,
     suspended_devices,
 )
-from orchestrator.scheduling.base.migration import held_placement_of, is_elastic, may_grow
+from orchestrator.scheduling.base.migration import (
+    can_be_stopped,
+    can_move,
+    held_placement_of,
+    is_elastic,
+    may_grow,
+)
 from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.base.start_windows import opening_s
+from orchestrator.scheduling.base.start_windows import closing_s, leaves_at_close, opening_s
 from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
 from orchestrator.scheduling.base.tuning import tuned_for
-from orchestrator.scheduling.options.job_options import attempt_seconds
+from orchestrator.scheduling.options.job_options import attempt_length
+from orchestrator.scheduling.options.lengths import Length
 from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
 from orchestrator.scheduling.queue.demand import devices_wanted
 from orchestrator.scheduling.queue.fair_share import Place, equal_place, fair_tree, used_s
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merge_lines
-from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache
-from orchestrator.specs.attempt import Attempt
+from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache, needs_lengths
+from orchestrator.specs.attempt import Attempt, StopCause
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
@@ -48,10 +55,10 @@ class SchedulerIndex:
         self.policy = policy_of(self)
         self.pools = [AvailabilityProfile(group) for group in groups_of(state.nodes)]
         self.devices = sum(pool.group.devices for pool in self.pools)
-        self.options = OptionCache(self.pools, state.observations)
+        self.options = OptionCache(self.pools, state.observations, state.runs)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
-        self.elastic: dict[str, Job] = {}  # those of them that could be moved
+        self.stoppable: dict[str, Job] = {}  # those of them that resume once they were stopped
         self.growing: dict[str, Job] = {}  # those of them that may have more devices
         self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
@@ -63,6 +70,7 @@ class SchedulerIndex:
         # nobody who waits could start on the devices that were idle at the last decision
         self.all_wait = False
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
+        self._lent: dict[str, float] = {}  # the highest priority of those, by that id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy_spec = state.policy
         self.tuning = tuned_for(state.policy.objective)
@@ -85,6 +93,7 @@ class SchedulerIndex:
             None,
             equal_place,
         )  # of when and what usage, and whose turn
+        self._windowed: dict[str, Job] = {}  # those that leave when their hours end
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
         self.closed: dict[str, tuple[Window, ...]] = {}  # by node
         self._suspended: dict[tuple[str, int], float] = {}  # until when, by node and device
@@ -109,12 +118,15 @@ class SchedulerIndex:
             self._followers.get(dependency.job, set()).discard(job.id)
         for dependency in _dependencies_of(after):
             self._followers.setdefault(dependency.job, set()).add(job.id)
+        self._lend_priority(before, after)
         self._sort_running(job, runs)
         self._expiries_s.pop(job.id, None)
         if after is not None and (expiry_s := expires_s(after)) < inf:
             self._expiries_s[job.id] = expiry_s
         if after is None or after.status.ended or has_other_limit:
             self.options.forget(job.id)
+        if after is None:
+            self._lent.pop(job.id, None)
         if not runs:
             self._forget_end(job.id)
         if after is not None and after.asks and (before is None or not before.asks):
@@ -142,16 +154,37 @@ class SchedulerIndex:
             ):
                 self._occupy(after, attempt)
 
+    def _lend_priority(self, before: Job | None, after: Job | None) -> None:
+        """Let the jobs that a job waits for be as urgent as it is, and those that they wait for."""
+        changed = {dependency.job for dependency in _dependencies_of(before)}
+        changed |= {dependency.job for dependency in _dependencies_of(after)}
+        while changed:  # ends: a job waits only for earlier ones
+            parent_id = changed.pop()
+            urgent = [-inf]
+            for job_id in self._followers.get(parent_id, ()):
+                job = after if after and job_id == after.id else self.state.jobs.get(job_id)
+                if job is not None and not job.held_by:
+                    urgent.append(self.priority_of(job))
+            if max(urgent) == self._lent.get(parent_id, -inf):
+                continue
+            self._lent[parent_id] = max(urgent)
+            parent = self.state.jobs.get(parent_id)
+            changed |= {dependency.job for dependency in _dependencies_of(parent)}
+            if parent is not None and parent_id in self.waiting:
+                self._leave(parent_id)
+                self.arrived = [entry for entry in self.arrived if entry.job.id != parent_id]
+                self._enter(parent, is_new=True)
+
     def _sort_running(self, job: Job, runs: bool) -> None:
         """Put a job into those tables of running jobs to which it belongs, and drop it from the others."""
         if job.array is not None:
             self.running_of_array[job.array] += runs - (job.id in self.running)
-        could_move = runs and is_elastic(job)
         for index, belongs in (
             (self.running, runs),
-            (self.elastic, could_move),
-            (self.growing, could_move and may_grow(job)),
+            (self.stoppable, runs and can_be_stopped(job)),
+            (self.growing, runs and is_elastic(job) and may_grow(job)),
             (self._claiming, runs and bool(held_placement_of(job))),
+            (self._windowed, runs and leaves_at_close(job.spec)),
         ):
             if belongs:
                 index[job.id] = job
@@ -190,7 +223,6 @@ class SchedulerIndex:
 
     def close(self, state: State) -> None:
         """Close and open nodes and devices as in this state."""
-        self.maintained = nodes_in_maintenance(state)
         self._next_change_s = next_change_s(state)
         self._suspend(suspended_devices(state))
         closed = closures(state)
@@ -204,10 +236,18 @@ class SchedulerIndex:
         """Read new observations, and recompute the expected ends of running jobs of their families."""
         self.state, self.all_wait = state, False
         families = self.options.observe(state.observations)
-        for job in self.running.values():
-            if job.spec.family_name in families:
-                for attempt in _attempts_of(job).values():
-                    self._occupy(job, attempt)
+        self._expect_anew(lambda job: job.spec.family_name in families)
+
+    def learn(self, state: State) -> None:
+        """Read new lengths, and recompute the expected ends of running jobs that follow from them."""
+        self.state, self.all_wait = state, False
+        self.options.learn(state.runs)
+        self._expect_anew(lambda job: needs_lengths(job.spec))
+
+    def _expect_anew(self, concerns: Callable[[Job], bool]) -> None:
+        for job in filter(concerns, self.running.values()):
+            for attempt in _attempts_of(job).values():
+                self._occupy(job, attempt)
 
     def expect(self, attempt: Attempt, end_s: float) -> None:
         """Set the expected end of an attempt, until which it occupies its devices."""
@@ -303,7 +343,7 @@ class SchedulerIndex:
 
     @property
     def users(self) -> set[str]:
-        """Users whose jobs wait for devices; empty on a cluster without teams."""
+        """Users whose jobs wait for devices."""
         return {user for _, user in self.lines}
 
     def promised_first(self) -> list[Waiting]:
@@ -323,10 +363,19 @@ class SchedulerIndex:
             time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting
         ]
         times_s += [*(time_s for time_s, _ in self._asking[:1]), *self._expiries_s.values()]
+        times_s += [time_s for time_s, _, _ in self.leaving()]
         return min(
             [time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf],
             default=None,
         )
+
+    def leaving(self) -> Iterator[tuple[float, str, StopCause]]:
+        """Yield (when, job id, cause) of running jobs that must leave for a maintenance or when their hours end."""
+        for job_id, time_s in leave_times(self.state, self.running.values()).items():
+            yield time_s, job_id, StopCause.MAINTENANCE
+        for job in self._windowed.values():
+            if can_move(job):
+                yield closing_s(job.spec, job.attempts[-1].launched_at_s), job.id, StopCause.WINDOW
 
     def unanswered(self, at_s: float) -> Iterator[str]:
         """Yield the ids of jobs whose questions went unanswered until `at_s`, each once."""
@@ -341,9 +390,9 @@ class SchedulerIndex:
             if time_s <= at_s
         ]
 
-    def last_elastic(self) -> Iterator[str]:
-        """Yield the ids of running jobs that can be moved, latest expected end first."""
-        return (job_id for _, job_id in reversed(self._ends) if job_id in self.elastic)
+    def last_stoppable(self) -> Iterator[str]:
+        """Yield the ids of running jobs that can be stopped, latest expected end first."""
+        return (job_id for _, job_id in reversed(self._ends) if job_id in self.stoppable)
 
     def followers_of(self, job_id: str) -> list[str]:
         """Return the ids of the jobs that wait for the end of this one."""
@@ -359,7 +408,12 @@ class SchedulerIndex:
     def queue_entry(self, job: Job) -> Waiting:
         """Return the job's queue entry, even if it does not wait. It ranks first where devices are reserved for it."""
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
-        return Waiting(job, rank, self.options.size_of(job).device_s, self.policy.presses_s(job))
+        size, priority = self.options.size_of(job), self.priority_of(job)
+        return Waiting(job, rank, size.device_s, priority, self.policy.presses_s(job))
+
+    def priority_of(self, job: Job) -> int:
+        """Return the highest priority of the job and of those that wait for its end, directly or not."""
+        return int(max(job.spec.priority, self._lent.get(job.id, -inf)))
 
     def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
         """Return the device pool of an attempt; None where one of its nodes is gone."""
@@ -368,15 +422,25 @@ class SchedulerIndex:
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
         """Return the expected end of a running attempt; infinity if nodes are gone or only an operator can end it."""
-        pool = self.pool_of(attempt)
-        if pool is None or job.unreadable:
+        length = self.length_of(job, attempt)
+        if length is None:
             return inf
-        calibrated = self.options.calibrated(job, attempt.device)
-        length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
+        length_s = length.seconds
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
-        length_s = min(length_s, self.limit_end_s(job, attempt) - attempt.launched_at_s)
+        ends_s = min(self.limit_end_s(job, attempt), closing_s(job.spec, attempt.launched_at_s))
+        length_s = min(length_s, ends_s - attempt.launched_at_s)
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
+
+    def length_of(self, job: Job, attempt: Attempt) -> Length | None:
+        """Return the length of an attempt; None if nodes are gone or only an operator can end it."""
+        pool = self.pool_of(attempt)
+        if pool is None or job.unreadable:
+            return None
+        calibrated = self.options.calibrated(job, attempt.device)
+        return attempt_length(
+            job, attempt, pool.group, calibrated, pool.launch_cost_s, self.options.lengths
+        )
 
     def limit_end_s(self, job: Job, attempt: Attempt) -> float:
         """Return when the job's time limit ends a running attempt; infinity without a limit or if nodes are gone."""
@@ -447,7 +511,7 @@ class SchedulerIndex:
             heappush(self._openings, (opening_s(job.spec, after_s), job.id))
 
     def _line_up(self, waiting: Waiting) -> None:
-        self.lines.setdefault(self._line_of(waiting.job), WaitQueue()).add(waiting)
+        self.lines.setdefault(self._line_of(waiting), WaitQueue()).add(waiting)
         if waiting.job.spec.guarantee is not None and self.policy.promises_speed:
             self.guaranteed[waiting.job.id] = waiting
         self.arrived.append(waiting)
@@ -456,25 +520,25 @@ class SchedulerIndex:
         waiting = self.waiting.pop(job_id)
         self.guaranteed.pop(job_id, None)
         if self._is_in_line(waiting):
-            key = self._line_of(waiting.job)
+            key = self._line_of(waiting)
             self.lines[key].remove(waiting)
             if not self.lines[key]:
                 del self.lines[key]
 
     def _is_in_line(self, waiting: Waiting) -> bool:
-        line = self.lines.get(self._line_of(waiting.job))
+        line = self.lines.get(self._line_of(waiting))
         return line is not None and waiting in line
 
     def lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
         """Return the queues of these (priority, user) keys that still have jobs."""
         return [self.lines[key] for key in keys if key in self.lines]
 
-    def _line_of(self, job: Job) -> tuple[int, str]:
-        return job.spec.priority, job.user if self._policy_spec.is_shared else ""
+    def _line_of(self, waiting: Waiting) -> tuple[int, str]:
+        return waiting.priority, waiting.job.user
 
     def places(self) -> Callable[[str], Place]:
         """Return a function that maps a user to a place in the fair-share order."""
-        if not self._policy_spec.is_shared:
+        if not self._policy_spec.is_shared and len(self.users) < 2:
             return equal_place
         now = (
             self.state.at_s,

@@ -11,11 +11,13 @@ from orchestrator.memory.calibration.calibrate import (
     Calibration,
     calibration,
     overhead_of,
+    step_factor,
 )
 from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.time_limits import left_s
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
@@ -23,14 +25,17 @@ from orchestrator.scheduling.options.job_options import (
     SizeOption,
     has_no_seconds,
     job_options,
+    step_factors,
     steps_left,
-    unknown_length_s,
 )
+from orchestrator.scheduling.options.lengths import UNKNOWN_LENGTH_S, Lengths
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.state import RunLength
 
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs
 
@@ -48,9 +53,14 @@ class OptionCache:
     """Cached options (plan and devices) of all jobs of one state, per pool of devices."""
 
     def __init__(
-        self, pools: Sequence[AvailabilityProfile], observations: Sequence[Observation]
+        self,
+        pools: Sequence[AvailabilityProfile],
+        observations: Sequence[Observation],
+        runs: Sequence[RunLength],
     ) -> None:
         self._pools, self._observations = pools, observations
+        self.lengths = Lengths(runs)
+        self._lengths_version = 0
         self._devices = sum(pool.group.devices for pool in pools)
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # of what is known, by family
@@ -60,9 +70,8 @@ class OptionCache:
         self._entries: dict[
             str, tuple[int, int, Sequence[SizeOption]]
         ] = {}  # of running jobs: attempts, version, entries
-        self._sizes: dict[
-            str, tuple[int | None, Size]
-        ] = {}  # of each job, with the steps that it had left
+        # of each job, with the steps that it had left and its attempts
+        self._sizes: dict[str, tuple[tuple[int | None, int], Size]] = {}
 
     def observe(self, observations: Sequence[Observation]) -> set[str]:
         """Read new observations, and return the families whose cached options are stale."""
@@ -83,13 +92,19 @@ class OptionCache:
             self._calibrated.clear()
         return families
 
+    def learn(self, runs: Sequence[RunLength]) -> None:
+        """Read new lengths; the options of jobs that need them (`needs_lengths`) are stale."""
+        self.lengths = Lengths(runs)
+        self._lengths_version += 1
+
     def _measured_overheads(self) -> dict[str, Overhead]:
         devices = {pool.group.hardware.device.name for pool in self._pools}
         return {device: overhead_of(self._observations, device) for device in devices}
 
     def _version(self, job: Job) -> int:
         """Return a number that changes as soon as more is known of the job's family or of the devices."""
-        return self._versions.get(job.spec.family_name, 0) + self._overheads_version
+        learned = self._lengths_version if needs_lengths(job.spec) else 0
+        return self._versions.get(job.spec.family_name, 0) + self._overheads_version + learned
 
     def forget(self, job_id: str) -> None:
         """Drop the cache of a job that has ended or changed."""
@@ -129,10 +144,10 @@ class OptionCache:
 
     def size_of(self, job: Job) -> Size:
         """Return the remaining work of the job, by its prediction before any measurement."""
-        left = steps_left(job)
+        key = (steps_left(job), len(job.attempts))
         entry = self._sizes.get(job.id)
-        if entry is None or entry[0] != left:
-            entry = self._sizes[job.id] = (left, self._size(job, left))
+        if entry is None or entry[0] != key:
+            entry = self._sizes[job.id] = (key, self._size(job, key[0]))
         return entry[1]
 
     def _menus_at(self, job: Job, version: int) -> OptionsByProfile:
@@ -163,6 +178,7 @@ class OptionCache:
             pool.group,
             self.calibrated(job, pool.group.hardware.device.name),
             pool.launch_cost_s,
+            self.lengths,
         )
 
     def _size(self, job: Job, left: int | None) -> Size:
@@ -174,15 +190,27 @@ class OptionCache:
             )
             for pool in self._pools
             for candidate in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + _length_s(job, candidate, left)]
+            for seconds in [pool.launch_cost_s + _length_s(job, pool.group, candidate, left)]
         ]
         return Size(*min(sizes, default=(0.0, 0.0, 0.0)))
 
 
-def _length_s(job: Job, candidate: Candidate, left: int | None) -> float:
-    if left is None or has_no_seconds(job, candidate.estimate.source):
-        return unknown_length_s(job)
-    return left * candidate.step_s
+def needs_lengths(spec: JobSpec) -> bool:
+    """Return whether the length of the job may follow from those of other jobs."""
+    return spec.is_script and (spec.steps is None or not spec.speeds)
+
+
+def _length_s(job: Job, group: Group, candidate: Candidate, left: int | None) -> float:
+    """Return the seconds by what was told or the job measured itself: a place in the queue stays."""
+    source = candidate.estimate.source
+    if left is None:
+        return min(UNKNOWN_LENGTH_S, left_s(job))
+    if not has_no_seconds(job, source):
+        return left * candidate.step_s
+    factors = step_factors(job, group.hardware.device.name)
+    if not factors:
+        return min(UNKNOWN_LENGTH_S, left_s(job))
+    return left * candidate.step_s * step_factor(candidate.plan, factors)
 
 
 def _candidates(job: Job, group: Group) -> Sequence[Candidate]:

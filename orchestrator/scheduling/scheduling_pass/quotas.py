@@ -71,7 +71,7 @@ class QuotaPass:
         submission costs the same behind any queue.
         """
         index = self._index
-        is_plain = not (self._left or index.guaranteed or index.elastic or index.closed)
+        is_plain = not (self._left or index.guaranteed or index.stoppable or index.closed)
         if (
             is_plain
             and index.all_wait
@@ -85,7 +85,7 @@ class QuotaPass:
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
             is_looked_at = of_others < 0 or (
-                of_others < LOOKED_AT_MAX and bool(self._index.elastic)
+                of_others < LOOKED_AT_MAX and bool(self._index.stoppable)
             )
             if not is_looked_at and not idle:
                 return

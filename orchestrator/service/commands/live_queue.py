@@ -10,13 +10,13 @@ from pathlib import Path
 from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
-from orchestrator.scheduling.base.migration import is_elastic, request_migration
+from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
 from orchestrator.service.server.sweeps.trials import trials_of
-from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
@@ -41,7 +41,7 @@ def play_queue(
     Running jobs keep their progress; usage, age, drains, maintenance and promises are those of the state. With
     `is_live` the nodes are those of the state, and `cluster` gives only the policy. Else running jobs on devices that
     the cluster lacks end, and resume from their saved step. `to_come` are trials that live sweeps have yet to submit. A
-    job of unknown length is assumed to take a day. Raises SpecError where no job is live.
+    job whose end follows from a length that nobody knows has no end. Raises SpecError where no job is live.
     """
     live = [
         job
@@ -64,7 +64,15 @@ def play_queue(
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
     outcomes = tuple(
-        _outcome(job, stints[job.id], now_s, devices, cluster.launch_cost) for job in jobs
+        _outcome(
+            job,
+            stints[job.id],
+            now_s,
+            devices,
+            cluster.launch_cost,
+            knows_end=play.knows_end(job.id),
+        )
+        for job in jobs
     )
     # a job that somebody holds starts in no play: it is no unfinished one
     pairs = zip(jobs, outcomes, strict=True)
@@ -94,10 +102,11 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
             continue
         end_s = index.end_of(job, attempt)
         saved[job.id] = (
-            saved_step(index, job, attempt, end_s, state.at_s) if is_elastic(job) else None
+            saved_step(index, job, attempt, end_s, state.at_s) if can_be_stopped(job) else None
         )
         if attempt.status is not AttemptStatus.STOPPING:
-            job, _ = request_migration(job, "moved to the other cluster", state.at_s)
+            why = "moved to the other cluster"
+            job, _ = request_migration(job, StopCause.MAINTENANCE, why, state.at_s)
             state = with_job(state, job)
     policy = cluster.policy
     return replace(
@@ -193,7 +202,13 @@ class FutureSubmissions:
 
 
 def _outcome(
-    job: Job, stints: Sequence[Stint], now_s: float, devices: int, launch_cost_s: float
+    job: Job,
+    stints: Sequence[Stint],
+    now_s: float,
+    devices: int,
+    launch_cost_s: float,
+    *,
+    knows_end: bool,
 ) -> Outcome:
     """Return what became of a job, counted from `now_s` on."""
     attempts = tuple(
@@ -210,7 +225,7 @@ def _outcome(
         )
         for stint in stints
     )
-    done = next((stint for stint in reversed(stints) if stint.is_done), None)
+    done = next((stint for stint in reversed(stints) if stint.is_done and knows_end), None)
     arrival = Arrival(at_s=0.0, spec=job.spec)
     return Outcome(
         name=job.spec.name,

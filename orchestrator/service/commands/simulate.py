@@ -19,6 +19,7 @@ from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
@@ -145,6 +146,7 @@ class TraceNature:
     """True durations by a trace: measured step times, and launches as long as the cluster declares."""
 
     stop_share: Span = (0.0, 0.0)
+    save_s = SAVE_S
     release_s: Span = (0.0, 0.0)
 
     def __init__(self, arrivals: Sequence[Arrival], launch_cost_s: float) -> None:

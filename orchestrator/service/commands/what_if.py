@@ -33,7 +33,7 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Both simulations, in seconds from now, and the jobs of unknown length, which are assumed to take a day."""
+    """Both simulations, in seconds from now, and the jobs whose end nothing tells."""
 
     now: Report
     then: Report
@@ -99,7 +99,11 @@ def what_if(
                 zip(befores, then.outcomes, strict=True)
             )
         ),
-        unknown=tuple(job.id for job in live if job.spec.optimizer_steps is None),
+        unknown=tuple(
+            job.id
+            for job, outcome in zip(live, now.outcomes, strict=False)
+            if outcome.ended_at_s is None and not job.held_by
+        ),
     )
 
 

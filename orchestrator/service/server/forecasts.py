@@ -104,15 +104,20 @@ def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[Ex
 
 
 def _expected_job(job: Job, expected: Expected | None, waits: Waits) -> ExpectedJob:
-    return ExpectedJob(
+    row = ExpectedJob(
         id=job.id,
         status=job.status.value,
         devices=expected.devices if expected else None,
-        start_s=expected.start_s if expected else None,
-        end_s=expected.end_s if expected else None,
-        start_range_s=expected.start_range_s if expected else None,
-        end_range_s=expected.end_range_s if expected else None,
+        start_s=None,
+        end_s=None,
+        start_range_s=None,
+        end_range_s=None,
         deadline_s=job.deadline_s,
         says_length=steps_left(job) is not None,
         why=waits.why(job) if expected and job.status is JobStatus.QUEUED else shown_reason(job),
     )
+    if expected and expected.knows_start:
+        row["start_s"], row["start_range_s"] = expected.start_s, expected.start_range_s
+    if expected and expected.knows_end:
+        row["end_s"], row["end_range_s"] = expected.end_s, expected.end_range_s
+    return row

@@ -63,7 +63,7 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
     table.add_column("WHY", overflow="fold", ratio=1)
     for job in expected:
         end_s, deadline_s = job["end_s"], job["deadline_s"]
-        is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
+        is_late = deadline_s is not None and end_s is not None and end_s > deadline_s
         due = (
             ""
             if deadline_s is None
@@ -76,11 +76,7 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
             local_minute(job["start_s"], job["start_range_s"])
             if is_waiting
             else coloured(job["status"]),
-            local_minute(end_s, job["end_range_s"])
-            if job["says_length"]
-            else f"{local_minute(end_s, None)} ?",
+            local_minute(end_s, job["end_range_s"]),
             Text("; ".join(filter(None, (due, job["why"]))), style="red" if is_late else ""),
         )
-    if not all(job["says_length"] for job in expected):
-        table.caption, table.caption_justify = "? does not say `steps`: a day is taken", "left"
     return table

@@ -223,22 +223,27 @@ def _live_runs(
                 "the live queue is played as it is expected", path=option, allowed="a trace"
             )
     state, to_come = read_queue(journal_url(home), home)
-    unknown = [
-        job.id
-        for job in state.jobs.values()
-        if not job.status.ended and job.spec.optimizer_steps is None
-    ]
-    if unknown:
-        console_on(sys.stderr).print(
-            f"Taken as a day long, since their length is unknown: {', '.join(unknown)}"
-        )
     held_ids = [job.id for job in state.jobs.values() if not job.status.ended and job.held_by]
     if held_ids:
         console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
-    return {
+    runs = {
         name: play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
         for name, cluster in clusters.items()
     }
+    for name, run in runs.items():
+        _print_endless(name, run, held_ids)
+    return runs
+
+
+def _print_endless(name: str, run: Simulated, held_ids: Sequence[str]) -> None:
+    """Print which jobs of a play have no end, but for those that somebody holds."""
+    unfinished = (outcome.job_id for outcome in run.outcomes if outcome.ended_at_s is None)
+    endless = [job_id for job_id in unfinished if job_id not in held_ids]
+    if endless:
+        console_on(sys.stderr).print(
+            f"{name}: not known when these end, as nothing tells how long they or those before"
+            f" them take: {', '.join(endless)}"
+        )
 
 
 def _base_cluster(

@@ -11,11 +11,13 @@ class ExpectedJob(TypedDict):
     id: str
     status: str
     devices: int | None
-    start_s: float | None  # None: no expectation yet
+    start_s: float | None  # None: not known
     end_s: float | None
     # it starts within this range with a probability of 80 %; None: unknown
     start_range_s: tuple[float, float] | None
     end_range_s: tuple[float, float] | None
     deadline_s: float | None
-    says_length: bool  # False: a day was assumed
+    says_length: (
+        bool  # whether it says its steps; else its end is learned from others, or not known
+    )
     why: str

@@ -71,6 +71,7 @@ class ReportView(TypedDict):
     misses: list[MissView]
     cost: CostView
     to_do: list[str]
+    stops: dict[str, int]  # of jobs that go on, by cause
     nodes: dict[str, int]  # devices of each
     spans: list[SpanView]
 

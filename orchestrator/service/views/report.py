@@ -100,6 +100,9 @@ def cost_words(view: ReportView) -> str:
     uses = ", ".join(f"{_device_time(part)} {word}" for word, part in parts.items() if part)
     text = f"{_device_time(held_s)} of devices held{f': {uses}' if uses else ''}; {_device_time(cost['idle_s'])} idle"
     text += "" if cost["money"] is None else f"; cost {cost['money']:.4g}"
+    if view["stops"]:
+        causes = ", ".join(f"{count} {cause}" for cause, count in view["stops"].items())
+        text += f"; jobs stopped that go on: {causes}"
     if not cost["saved_s"]:
         return text
     saved_text, jobs = _device_time(cost["saved_s"]), len(view["recovered"])

@@ -92,6 +92,11 @@ class JobSpec(SpecModel):
         description="Hours and weekdays within which the job starts; without a zone, that of the submitting machine.",
         examples=["22:00-08:00 Europe/Berlin mon-fri"],
     )
+    stays: bool = Field(
+        default=False,
+        description="Whether an attempt that saves on SIGTERM goes on when its `start_window` closes.",
+        examples=[True],
+    )
     gpus: Gpus = Field(
         default=GpuRange(),
         description="Number of devices: exactly this many, or a range.",

@@ -390,7 +390,7 @@ class Resume(SpecModel):
     )
     on_sigterm: bool = Field(
         default=False,
-        description="Whether the script saves a checkpoint on SIGTERM; only then can the job be moved while it runs.",
+        description="Whether the script saves a checkpoint on SIGTERM; only then does a stop lose nothing.",
         examples=[True],
     )
     holds: Globs = Field(

@@ -15,7 +15,7 @@ from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason, options_on
 from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
-from orchestrator.specs.attempt import Attempt, AttemptStatus
+from orchestrator.specs.attempt import Attempt, AttemptStatus, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
@@ -62,6 +62,7 @@ class TiresiasPolicy(RigidPolicy):
                 Move(
                     job=stop.moving.job,
                     from_s=stop.moving.from_s,
+                    cause=StopCause.GAIN,
                     why=f"stopped to make way for {stop.ahead.job.id}: it has attained less service",
                 )
                 for stop in ready
@@ -93,7 +94,7 @@ class TiresiasPolicy(RigidPolicy):
         """Return the waiting jobs to start and the running jobs to stop: greedily by rank, counting open devices."""
         index, at_s = self._index, self._index.state.at_s
         left = {id(pool): self._open_devices(pool) for pool in index.pools}
-        able = {moving.job.id: moving for moving in movable(index, index.elastic, at_s, REST)}
+        able = {moving.job.id: moving for moving in movable(index, index.stoppable, at_s, REST)}
         for job in index.running.values():
             pool = index.pool_of(job.attempts[-1])
             if job.id not in able and pool is not None and job.attempts[-1].status in HOLDING:

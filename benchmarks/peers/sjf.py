@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.scheduling.policies.easy import EasyPolicy
+from benchmarks.peers.easy import EasyPolicy
 from orchestrator.specs.job_record import Job
 
 

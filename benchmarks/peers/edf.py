@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from orchestrator.scheduling.policies.easy import EasyPolicy
+from benchmarks.peers.easy import EasyPolicy
 from orchestrator.specs.job_record import Job
 
 

@@ -1,0 +1,120 @@
+"""Lengths that nobody told, predicted from how long attempts took that ended here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log, sqrt
+from statistics import NormalDist, median
+from typing import NamedTuple
+
+from orchestrator.scheduling.base.time_limits import left_s, spent_s
+from orchestrator.specs.attempt import Attempt, Failure, FailureKind
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.profile import WITHOUT_SECONDS
+from orchestrator.specs.state import RunLength
+
+# What is planned for a job of which nothing is known: a day on its slowest plan, so that it stands
+# behind what is known to be shorter, and its devices are promised to nobody too soon. No surface
+# tells it.
+UNKNOWN_LENGTH_S = 86_400.0
+# With nothing learned, a job starts before a maintenance that is further away.
+UNKNOWN_OPEN_S = 7200.0
+# What a probe takes, until one has ended here: imports, data and two steps. An assumption.
+PROBE_S = 300.0
+# Deviation of the logarithm of lengths, and of step times of other scripts, and how many outcomes
+# that is worth. An assumption: two thirds of all lie within a factor of 4.5, wide at first.
+SUPPOSED_SPREAD = 1.5
+SUPPOSED_OUTCOMES = 4
+LATE_SHARE = 0.9  # of all, that have ended by then
+LATE_DEVIATIONS = NormalDist().inv_cdf(LATE_SHARE)
+RUNS_MAX = 200  # newest, that are kept
+
+
+class Length(NamedTuple):
+    """How long a job is expected to take, in seconds, and how long its nodes must stay open for it."""
+
+    seconds: float
+    open_s: float
+    is_known: bool = True  # told, measured, or learned from what ended here
+    spread: float = 0.0  # deviation of its logarithm, where it is learned from other jobs
+
+
+class Lengths:
+    """What the ends of attempts teach about the lengths of other jobs."""
+
+    def __init__(self, runs: Sequence[RunLength] = ()) -> None:
+        self._probes_s = [run.seconds for run in runs if run.probe and run.seconds is not None]
+        self._jobs_s = [run.seconds for run in runs if not run.probe and run.seconds is not None]
+        # the newest of each script on each kind of device
+        self._ratios = {
+            (run.family, run.device): run.step_ratio for run in runs if run.step_ratio is not None
+        }
+
+    def probe_s(self) -> float:
+        """Return how long a probe takes here, launch included."""
+        return median(self._probes_s) if self._probes_s else PROBE_S
+
+    def predict(self, job: Job, device: str, share: float, predicted_s: float | None) -> Length:
+        """Return the length of a job of which no measurement of its own tells the seconds.
+
+        `predicted_s` are its steps by a clock of unknown speed; None: it does not say how many. `share` is that of
+        its plan's step among those of its slowest plan. The seconds are, in this order: by the speed of this script's
+        last run, by the speeds of all scripts, by the lengths of all jobs.
+        """
+        limit_s = left_s(job)
+        ratio = self._ratios.get((job.spec.family_name, device))
+        if predicted_s is not None and ratio is not None:
+            seconds = min(limit_s, predicted_s * ratio)
+            return Length(seconds, seconds)
+        if predicted_s is not None and self._ratios:
+            spread, values = predicted_s, [*self._ratios.values()]
+        else:
+            spread, values = share, self._jobs_s
+        if not values:
+            seconds = min(UNKNOWN_LENGTH_S, limit_s)
+            return Length(seconds * share, min(UNKNOWN_OPEN_S, limit_s), is_known=False)
+        centre_s, deviation = _lognormal(values)
+        late_s = centre_s * exp(LATE_DEVIATIONS * deviation)
+        return Length(
+            min(limit_s, centre_s * spread),
+            min(limit_s, late_s * (1.0 if predicted_s is None else spread)),
+            spread=deviation,
+        )
+
+
+def _lognormal(values: Sequence[float]) -> tuple[float, float]:
+    """Return median and deviation of the logarithm, beginning with SUPPOSED_OUTCOMES of SUPPOSED_SPREAD.
+
+    Gelman et al. 2013, Bayesian Data Analysis, section 2.6.
+    """
+    centre = log(median(values))
+    squares = sum((log(value) - centre) ** 2 for value in values)
+    prior = SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2
+    return exp(centre), sqrt((prior + squares) / (SUPPOSED_OUTCOMES + len(values)))
+
+
+def learn_length(
+    runs: tuple[RunLength, ...], job: Job, attempt: Attempt, failure: Failure | None
+) -> tuple[RunLength, ...]:
+    """Return the kept lengths with that of an ended attempt; unchanged where it teaches nothing.
+
+    A probe counts from its launch. A training counts once it has succeeded, with all its attempts.
+    """
+    assert attempt.ended_at_s is not None, attempt.name
+    seconds, step_s = None, attempt.measured_step_s
+    if attempt.probe and failure is not None and failure.kind is FailureKind.PROBED:
+        seconds = attempt.ended_at_s - attempt.launched_at_s
+    elif failure is None:
+        seconds = spent_s(job, attempt.ended_at_s)
+    is_ratio = step_s and attempt.step_s > 0 and attempt.estimate.source in WITHOUT_SECONDS
+    ratio = step_s / attempt.step_s if step_s and is_ratio else None
+    if not seconds and ratio is None:
+        return runs
+    run = RunLength(
+        family=job.spec.family_name,
+        device=attempt.device,
+        probe=attempt.probe,
+        seconds=seconds or None,
+        step_ratio=ratio,
+    )
+    return (*runs, run)[-RUNS_MAX:]

@@ -1,0 +1,88 @@
+"""Reclaim: a team below its own share takes devices back from jobs of teams above theirs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+
+from orchestrator.scheduling.queue.policy import Move
+from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.scheduling.scheduling_pass.preemption import (
+    SETS_MAX,
+    Moving,
+    entries_of,
+    find_victims,
+    movable,
+    stop_all,
+)
+from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.specs.attempt import AttemptStatus, StopCause
+from orchestrator.specs.state import Reservation
+
+PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
+
+
+def reclaim(
+    index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
+) -> Sequence[Move]:
+    """Return the jobs to stop for a team that holds less than its own; () for none.
+
+    No team is brought below its own, so that two of them never take turns. Without quotas it must have used less for
+    its share than the other. While jobs leave for an owner, no others do.
+    """
+    policy = index.state.policy
+    if not waits or not policy.is_shared or policy.reclaim == "never" or _is_under_way(index):
+        return ()
+    used = held_by_teams(policy, index.running.values())
+    owned = _own_devices(index)
+    turn = index.places()
+    tried = 0
+    claimed = Counter(used)  # with what is reserved for jobs before
+    for waiting, promised in waits:
+        team = policy.team_of(waiting.job.user).name
+        devices = sum(len(part.devices) for part in promised.placement)
+        claimed[team] += devices
+        if claimed[team] > owned.get(team, 0) or promised.start_s - at_s <= PATIENCE_S:
+            continue
+        tried += 1
+        if tried > SETS_MAX:
+            break
+        above = {name: count - owned.get(name, 0) for name, count in used.items()}
+        able: list[Moving] = []
+        for moving in movable(index, index.last_stoppable(), at_s):
+            borrower = policy.team_of(moving.job.user).name
+            may_leave = moving.priority <= waiting.priority and moving.slack_s == inf
+            if not policy.has_quotas:  # whose turn it is counts, so that shares stay as they are
+                may_leave = may_leave and turn(waiting.job.user)[0] < turn(moving.job.user)[0]
+            if may_leave and above[borrower] >= moving.devices:
+                above[borrower] -= moving.devices
+                able.append(moving)
+        for pool, entry in entries_of(index, waiting):
+            here = [moving for moving in able if moving.pool is pool]
+            stopped = find_victims(pool, here, entry, at_s) if entry.devices == devices else ()
+            if stopped:
+                why = (
+                    f"stopped to make way for {waiting.job.id}: team {team} holds less than its own"
+                )
+                return stop_all(stopped, StopCause.OWNER, why)
+    return ()
+
+
+def _own_devices(index: SchedulerIndex) -> dict[str, int]:
+    """Return the devices that are each team's own: its quota, or without quotas its share among those with jobs."""
+    policy = index.state.policy
+    if policy.has_quotas:
+        return {team.name: team.quota for team in policy.teams}
+    users = index.users | {job.user for job in index.running.values()}
+    shares = {team.name: team.shares for team in map(policy.team_of, users)}
+    return {name: index.devices * share // sum(shares.values()) for name, share in shares.items()}
+
+
+def _is_under_way(index: SchedulerIndex) -> bool:
+    for job in index.running.values():
+        attempt = job.attempts[-1]
+        if attempt.stop_cause is StopCause.OWNER and attempt.status is AttemptStatus.STOPPING:
+            return True
+    return False
