@@ -224,6 +224,7 @@ class SchedulerIndex:
     def close(self, state: State) -> None:
         """Close and open nodes and devices as in this state."""
         self._next_change_s = next_change_s(state)
+        self._has_maintenance = any(node.maintenance for node in state.nodes)
         self._suspend(suspended_devices(state))
         closed = closures(state)
         if closed != self.closed:
@@ -371,7 +372,8 @@ class SchedulerIndex:
 
     def leaving(self) -> Iterator[tuple[float, str, StopCause]]:
         """Yield (when, job id, cause) of running jobs that must leave for a maintenance or when their hours end."""
-        for job_id, time_s in leave_times(self.state, self.running.values()).items():
+        running = self.running.values() if self._has_maintenance else ()
+        for job_id, time_s in leave_times(self.state, running).items() if running else ():
             yield time_s, job_id, StopCause.MAINTENANCE
         for job in self._windowed.values():
             if can_move(job):

@@ -407,7 +407,7 @@ def _ahead_of(
         moving.devices + moving.pool.idle,
         _place(moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s),
     )
-    worth = index.tuning.worth
+    worth, holds_twice = index.tuning.worth, None
     shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
     ahead = []
     for waiting, promised in waits:
@@ -418,7 +418,9 @@ def _ahead_of(
         slowdown = (promised.end_s - waiting.job.submitted_at_s) / seconds
         is_shorter = seconds < shorter_s and worth * moving.slowdown(seconds) < slowdown
         if is_shorter and waiting.job.user != moving.job.user:
-            is_shorter = _holds_twice_its_share(index, moving.job.user)
+            if holds_twice is None:
+                holds_twice = _holds_twice_its_share(index, moving.job.user)
+            is_shorter = holds_twice
         if priority > moving.priority or is_shorter:
             wide = sum(len(part.devices) for part in promised.placement)
             entry = _entry(index, waiting, moving.pool, wide) if wide <= room else None
