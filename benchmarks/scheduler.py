@@ -23,7 +23,8 @@ from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, shake
+from orchestrator.backends.simulated.nature import stream
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, trace_of
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
@@ -144,6 +145,22 @@ def theirs(order: str, cluster: ClusterSpec) -> Play:
         )
 
     return play
+
+
+def shake(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
+    """Return the trace with arrivals moved by up to `arrival_s`, and lengths by up to a share of `length`.
+
+    Deadlines move with their jobs (Tsafrir, Ouaknine and Feitelson, IPDPS 2007: one trace alone proves nothing).
+    """
+    draw = stream(seed, "shaken")
+    moved = []
+    for arrival in trace.arrivals:
+        by_s = max(draw.uniform(-arrival_s, arrival_s), -arrival.at_s)
+        steps = max(1, round((arrival.spec.steps or 1) * draw.uniform(1 - length, 1 + length)))
+        spec = arrival.spec.model_copy(update={"steps": steps})
+        deadline_s = None if arrival.deadline_s is None else arrival.deadline_s + by_s
+        moved.append(replace(arrival, at_s=arrival.at_s + by_s, spec=spec, deadline_s=deadline_s))
+    return trace_of(trace.name, moved)
 
 
 def shakes(trace: Trace, count: int) -> list[Trace]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Never
 
 import typer
@@ -131,59 +131,62 @@ def _refuse(error: OrchestratorError, *, as_json: bool) -> Never:
     sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 
 
-# the service
-app.command()(home.up)
-app.command()(home.down)
-app.command()(home.doctor)
-app.command()(home.backup)
-app.command()(home.restore)
+COMMANDS: tuple[Callable[..., object], ...] = (
+    # the service
+    home.up,
+    home.down,
+    home.doctor,
+    home.backup,
+    home.restore,
+    # the jobs
+    jobs.submit,
+    jobs.run,
+    jobs.rehearse,
+    verbs.queue,
+    machines.teams,
+    jobs.show,
+    jobs.explain,
+    jobs.logs,
+    jobs.get,
+    verbs.cancel,
+    verbs.hold,
+    verbs.release,
+    verbs.suspend,
+    verbs.resume,
+    verbs.update,
+    verbs.retry,
+    machines.drain,
+    # looking ahead
+    demo,
+    planning.plan,
+    planning.estimate,
+    planning.fit,
+    comparing.compare,
+    simulation.simulate,
+    forecast.forecast,
+    simulation.replay,
+    report.report,
+    diagnosis.diagnose,
+    watch.watch,
+    planning.calibrate,
+    files.schema,
+    purge.purge,
+    machines.join,
+    machines.leave,
+    access.login,
+    access.logout,
+    access.whoami,
+    access.audit,
+)
 
-# the jobs
-app.command()(jobs.submit)
-app.command()(jobs.run)
-app.command()(jobs.rehearse)
-app.command()(verbs.queue)
-app.command()(machines.teams)
-app.command()(jobs.show)
-app.command()(jobs.explain)
-app.command()(jobs.logs)
-app.command()(jobs.get)
-app.command()(verbs.cancel)
-app.command()(verbs.hold)
-app.command()(verbs.release)
-app.command()(verbs.suspend)
-app.command()(verbs.resume)
-app.command()(verbs.update)
-app.command()(verbs.retry)
-app.command()(machines.drain)
-
-# looking ahead
-app.command()(demo)
+for command in COMMANDS:
+    app.command()(command)
 app.command("open")(browse.open_pages)
-app.command()(planning.plan)
-app.command()(planning.estimate)
-app.command()(planning.fit)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     files.init
 )
-app.command()(comparing.compare)
-app.command()(simulation.simulate)
-app.command()(forecast.forecast)
-app.command()(simulation.replay)
-app.command()(report.report)
-app.command()(diagnosis.diagnose)
-app.command()(watch.watch)
-app.command()(planning.calibrate)
-app.command()(files.schema)
-app.command()(purge.purge)
-app.command()(machines.join)
-app.command()(machines.leave)
 app.add_typer(machines.clusters, name="cluster")
 access.tokens.command("join")(machines.join_token)
-app.command()(access.login)
-app.command()(access.logout)
-app.command()(access.whoami)
-app.command()(access.audit)
 app.add_typer(access.users, name="user")
 app.add_typer(access.tokens, name="token")
 app.add_typer(notify.notify, name="notify")

@@ -11,12 +11,10 @@ import pytest
 
 from orchestrator.backends.simulated.traces import (
     SCALING,
-    Arrival,
     Trace,
     _read_speeds,
     misjudge,
     read_trace,
-    shake,
 )
 from orchestrator.specs.errors import SpecError
 
@@ -161,28 +159,6 @@ def test_a_misjudged_trace_is_told_wrongly_and_stays_as_long(tmp_path: Path) -> 
     assert pstdev(map(log, factors)) == pytest.approx(0.5, rel=0.05)
     assert misjudge(true, 0.5, seed=3) == misjudged != misjudge(true, 0.5, seed=4)
     assert misjudge(true, 0.0, seed=3) == true
-
-
-def test_a_shaken_trace_is_another_day_of_the_same_kind(tmp_path: Path) -> None:
-    (job,) = read(tmp_path / "cluster01.csv", DEADLINES).arrivals
-    day = Trace(name="day", arrivals=tuple(_at(job, at_s) for at_s in range(0, 100_000, 500)))
-    other = shake(day, 1, arrival_s=60.0, length=0.05)
-    assert (
-        other
-        == shake(day, 1, arrival_s=60.0, length=0.05)
-        != shake(day, 2, arrival_s=60.0, length=0.05)
-    )
-    assert [arrival.at_s for arrival in other.arrivals] == sorted(
-        arrival.at_s for arrival in other.arrivals
-    )
-    for before, after in zip(day.arrivals, other.arrivals, strict=True):
-        assert abs(after.at_s - before.at_s) <= 120.0
-        assert 95 <= (after.spec.steps or 0) <= 105
-        assert after.deadline_s == pytest.approx(after.at_s + 1879), "a deadline moves with its job"
-
-
-def _at(job: Arrival, at_s: float) -> Arrival:
-    return Arrival(at_s=at_s, spec=job.spec, deadline_s=at_s + 1879)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published traces are not on this machine")

@@ -148,3 +148,19 @@ def test_decisions_are_timed_while_the_queue_stays_as_deep(monkeypatch: pytest.M
     }
     assert by_figure["2,048 GPUs, 10 pending: decision p50"]["value"] > 0
     assert "growth of the mean decision from 10 to 20 pending" in by_figure
+
+
+def test_a_shaken_trace_is_another_day_of_the_same_kind() -> None:
+    jobs = (arrival(at_s, 100, {4: 2.0}, deadline_s=at_s + 1879) for at_s in range(0, 100_000, 500))
+    day = Trace(name="day", arrivals=tuple(jobs))
+    other = scheduler.shake(day, 1, arrival_s=60.0, length=0.05)
+    assert (
+        other
+        == scheduler.shake(day, 1, arrival_s=60.0, length=0.05)
+        != scheduler.shake(day, 2, arrival_s=60.0, length=0.05)
+    )
+    assert [job.at_s for job in other.arrivals] == sorted(job.at_s for job in other.arrivals)
+    for before, after in zip(day.arrivals, other.arrivals, strict=True):
+        assert abs(after.at_s - before.at_s) <= 120.0
+        assert 95 <= (after.spec.steps or 0) <= 105
+        assert after.deadline_s == pytest.approx(after.at_s + 1879), "a deadline moves with its job"

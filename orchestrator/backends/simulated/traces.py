@@ -112,22 +112,6 @@ def _misjudge_arrival(arrival: Arrival, factor: float) -> Arrival:
     return replace(arrival, spec=spec, step_factor=arrival.step_factor / factor)
 
 
-def shake(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
-    """Return the trace with arrivals moved by up to `arrival_s`, and lengths by up to a share of `length`.
-
-    Deadlines move with their jobs (Tsafrir, Ouaknine and Feitelson, IPDPS 2007: one trace alone proves nothing).
-    """
-    draw = stream(seed, "shaken")
-    moved = []
-    for arrival in trace.arrivals:
-        by_s = max(draw.uniform(-arrival_s, arrival_s), -arrival.at_s)
-        steps = max(1, round((arrival.spec.steps or 1) * draw.uniform(1 - length, 1 + length)))
-        spec = arrival.spec.model_copy(update={"steps": steps})
-        deadline_s = None if arrival.deadline_s is None else arrival.deadline_s + by_s
-        moved.append(replace(arrival, at_s=arrival.at_s + by_s, spec=spec, deadline_s=deadline_s))
-    return trace_of(trace.name, moved)
-
-
 # ------------------------------------------------------------------------------------------------------------ formats
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from markupsafe import Markup, escape
 
 from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
+from orchestrator.service.pages.frame import load_macros
 from orchestrator.specs.units import format_bytes, format_seconds
 
 WIDTH, HEIGHT = 640, 274
@@ -26,7 +27,18 @@ DOTS = {  # class and radius; what ran out of memory is a cross
     Mark.PREDICTED: ("fits", 4),
     Mark.MEASURED: ("measured", 5),
 }
-LABEL_WIDTH = 132
+LABEL_WIDTH, CAUSE_WIDTH = 132, 176  # of the names beside a Gantt chart and a waterfall
+_SHAPES = load_macros(
+    "charts",
+    WIDTH=WIDTH,
+    HEIGHT=HEIGHT,
+    LEFT=LEFT,
+    RIGHT=RIGHT,
+    TOP=TOP,
+    AXIS_BOTTOM=AXIS_BOTTOM,
+    LANE=LANE,
+    GAP=GAP,
+)
 
 
 class Line(NamedTuple):
@@ -98,8 +110,12 @@ def lines(
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
     up = _Scale(low if zero else low - room, high + room, HEIGHT - AXIS_BOTTOM, TOP)
     step_ticks = _ticks(across.low, across.high, is_whole=True)
-    drawn = [_grid(across, up, step_ticks, _ticks(up.low, up.high), unit, "optimizer step")]
-    drawn += [] if limit is None else [_limit_line(up.at(limit), f"device ends: {limit:.4g}{unit}")]
+    drawn = [_SHAPES.grid(across, up, step_ticks, _ticks(up.low, up.high), unit, "optimizer step")]
+    drawn += (
+        []
+        if limit is None
+        else [_SHAPES.limit_line(up.at(limit), f"device ends: {limit:.4g}{unit}")]
+    )
     for curve in curves:
         path = " ".join(
             f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points
@@ -121,19 +137,6 @@ def lines(
     return _svg(title, description, WIDTH, HEIGHT, drawn)
 
 
-def _limit_line(height: float, text: str) -> Markup:
-    right = WIDTH - RIGHT
-    line = Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-        LEFT, right, height, height
-    )
-    return line + _note(text, height - 6)
-
-
-def _note(text: str, height: float) -> Markup:
-    label = Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>')
-    return label.format(WIDTH - RIGHT, height, text)
-
-
 def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
     """Return a chart of step time against needed bytes, both logarithmic, with the memory limit as a line.
 
@@ -142,13 +145,13 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
     up = _Scale(*picture.span_bytes, HEIGHT - AXIS_BOTTOM, TOP, is_log=True)
     seconds = second_ticks(*picture.span_s, 8)
-    drawn = [_grid(across, up, seconds, byte_ticks(*picture.span_bytes, 6), "", "step time")]
+    drawn = [_SHAPES.grid(across, up, seconds, byte_ticks(*picture.span_bytes, 6), "", "step time")]
     limit_text = f"memory ends: {format_bytes(picture.capacity_bytes)}"
     if picture.has_limit:
-        drawn.append(_limit_line(up.at(picture.capacity_bytes), limit_text))
+        drawn.append(_SHAPES.limit_line(up.at(picture.capacity_bytes), limit_text))
     else:
         limit_text = f"memory ends above, at {format_bytes(picture.capacity_bytes)}"
-        drawn.append(_note(limit_text, TOP + 6))
+        drawn.append(_SHAPES.note(limit_text, TOP + 6))
     order = list(Mark)
     for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
         x, y = across.at(point.step_s), up.at(point.needed_bytes)
@@ -208,48 +211,12 @@ def waterfall(
     rows.append(("predicted peak", 0, predicted_bytes, "predicted"))
     if measured_bytes is not None:
         rows.append(("measured peak", 0, measured_bytes, "measured"))
-    label = 176
     height = TOP + len(rows) * (LANE + GAP) + BOTTOM
     most = max([end for _, _, end, _ in rows] + ([capacity_bytes] if capacity_bytes else []))
-    across = _Scale(0, most * 1.14, label, WIDTH - RIGHT)
-    drawn = []
-    for row, (name, start, end, tone) in enumerate(rows):
-        y = TOP + row * (LANE + GAP)
-        drawn.append(
-            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(
-                label - 8, y + 13, name
-            )
-        )
-        drawn.append(
-            Markup('<rect class="bar {}" x="{}" y="{}" width="{}" height="{}" rx="2"/>').format(
-                tone,
-                across.at(start),
-                y,
-                max(1.5, round(across.at(end) - across.at(start), 1)),
-                LANE,
-            )
-        )
-        size = format_bytes(end - start)
-        drawn.append(
-            Markup('<text class="value" x="{}" y="{}">{}</text>').format(
-                across.at(end) + 6, y + 13, size
-            )
-        )
-    if capacity_bytes:
-        x, bottom = across.at(capacity_bytes), height - BOTTOM + 4
-        drawn.append(
-            Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-                x, x, TOP - 6, bottom
-            )
-        )
-        limit_text = f"memory ends: {format_bytes(capacity_bytes)}"
-        drawn.append(
-            Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(
-                x, bottom + 16, limit_text
-            )
-        )
+    across = _Scale(0, most * 1.14, CAUSE_WIDTH, WIDTH - RIGHT)
+    drawn = _SHAPES.waterfall(rows, across, height - BOTTOM + 4, capacity_bytes)
     description = "; ".join(f"{name} {format_bytes(end - start)}" for name, start, end, _ in rows)
-    return _svg("Bytes by cause", description, WIDTH, height, drawn)
+    return _svg("Bytes by cause", description, WIDTH, height, [drawn])
 
 
 def gantt(
@@ -264,47 +231,15 @@ def gantt(
     """Return a chart of time spans in lanes, with a line for the present."""
     height, width = TOP + len(lanes) * (LANE + GAP) + BOTTOM, 960
     across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
-    bottom = height - BOTTOM
-    drawn = []
-    for at_s, text in ticks:
-        x = across.at(at_s)
-        drawn.append(
-            Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-                x, x, TOP - 6, bottom
-            )
-        )
-        drawn.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(
-                x, bottom + 18, text
-            )
-        )
-    for lane, name in enumerate(lanes):
-        y = TOP + lane * (LANE + GAP)
-        drawn.append(
-            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(
-                LABEL_WIDTH - 8, y + 13, name
-            )
-        )
-        drawn.append(
-            Markup('<rect class="lane" x="{}" y="{}" width="{}" height="{}"/>').format(
-                LABEL_WIDTH, y, width - RIGHT - LABEL_WIDTH, LANE
-            )
-        )
-    for bar in bars:
-        drawn.append(_bar(bar, across, from_s, until_s))
-    if from_s <= now_s <= until_s:
-        x = across.at(now_s)
-        drawn.append(
-            Markup('<line class="now" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-                x, x, TOP - 8, bottom + 4
-            )
-        )
+    spans = Markup("").join(_bar(bar, across, from_s, until_s) for bar in bars)
+    now_x = across.at(now_s) if from_s <= now_s <= until_s else None
+    drawn = _SHAPES.gantt(lanes, spans, ticks, now_x, across, height - BOTTOM)
     return _svg(
         title,
         f"{len(bars)} spans in {len(lanes)} lanes; the table below has each.",
         width,
         height,
-        drawn,
+        [drawn],
     )
 
 
@@ -353,37 +288,6 @@ def meter(title: str, share: float, tone: str, limit: float | None = None) -> Ma
         '<svg class="meter" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label="{}">'
         '<rect class="lane" width="100" height="6" rx="1"/><rect class="bar {}" width="{}" height="6" rx="1"/>{}</svg>'
     ).format(title, tone, filled, end)
-
-
-def _grid(
-    across: _Scale,
-    up: _Scale,
-    under: Sequence[tuple[float, str]],
-    beside: Sequence[tuple[float, str]],
-    unit: str,
-    name: str,
-) -> Markup:
-    drawn = [Markup("")]
-    for value, text in beside:
-        y = up.at(value)
-        drawn.append(
-            Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(
-                LEFT, WIDTH - RIGHT, y, y
-            )
-        )
-        drawn.append(
-            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}{}</text>').format(
-                LEFT - 8, y + 4, text, unit
-            )
-        )
-    for value, text in under:
-        x = across.at(value)
-        anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"
-        tick = Markup('<text class="tick" x="{}" y="{}" text-anchor="{}">{}</text>')
-        drawn.append(tick.format(x, HEIGHT - AXIS_BOTTOM + 18, anchor, text))
-    axis = Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>')
-    drawn.append(axis.format(WIDTH - RIGHT, HEIGHT - 10, name))
-    return Markup("").join(drawn)
 
 
 def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[float, str]]:

@@ -61,8 +61,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of the first argument. Raises SpecError with a suggestion where there is one."""
-        answer = instead_of(args)
-        if answer is not None and self.get_command(ctx, args[0]) is None:
+        if self.get_command(ctx, args[0]) is None and (answer := instead_of(args)):
             phrase, command, tool = answer
             hint = f"`orc {command}` does here what {phrase} does in {tool}"
             raise SpecError("no command of orc", source="the command line", got=args[0], hint=hint)

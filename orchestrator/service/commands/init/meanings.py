@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.choices import Precision
 
 Way = Literal["flag", "switch", "override", "key", "env", "constant"]
@@ -27,188 +28,15 @@ PRECISIONS = {
     Precision.BF16: ("bf16", "bfloat16", "bf16-mixed", "bf16-true"),
     Precision.FP16: ("fp16", "float16", "half", "16-mixed", "16"),
 }
-# Words of a name, all of which have to be here, with one of BATCH or beginning with `accum`.
-BATCH = {
-    "batch",
-    "batchsize",
-    "bs",
-    "bsz",
-    "mbs",
-    "gbs",
-    "microbatch",
-    "minibatch",
-    "samples",
-    "imgs",
-    "images",
-    "ims",
-}
-PER_RANK = {
-    "micro",
-    "device",
-    "gpu",
-    "rank",
-    "process",
-    "replica",
-    "core",
-    "local",
-    "mbs",
-    "microbatch",
-    "card",
-}
-IN_ALL = {"global", "total", "effective", "overall", "gbs"}
-BATCH_WORDS = (
-    BATCH | PER_RANK | IN_ALL | {"size", "per", "train", "training", "mini", "n", "data", "sz"}
-)
-ACCUMULATION_WORDS = {
-    *(
-        "grad",
-        "grads",
-        "gradient",
-        "gradients",
-        "steps",
-        "step",
-        "iter",
-        "iters",
-        "batches",
-        "batch",
-        "freq",
-        "num",
-    ),
-    *("n", "factor", "every", "count", "micro", "size"),
-}
-EVALUATION = {
-    *(
-        "eval",
-        "val",
-        "valid",
-        "validation",
-        "test",
-        "testing",
-        "dev",
-        "inference",
-        "predict",
-        "evaluation",
-        "generate",
-    ),
-    *("generation", "sample", "sampling"),
-}
-# Setting -> its names in common scripts, the surest first.
-SPELLINGS = {
-    "gradient_accumulation_steps": ("update_freq", "gas", "ga_steps"),
-    "activation_checkpointing": (
-        *(
-            "gradient_checkpointing",
-            "activation_checkpointing",
-            "grad_checkpointing",
-            "use_checkpoint",
-        ),
-        *(
-            "use_gradient_checkpointing",
-            "checkpoint_activations",
-            "grad_checkpoint",
-            "checkpointing",
-        ),
-        *("enable_activation_checkpointing", "disable_gradient_checkpointing"),
-    ),
-    "precision": (
-        *(
-            "mixed_precision",
-            "precision",
-            "dtype",
-            "bf16",
-            "fp16",
-            "amp",
-            "half",
-            "use_amp",
-            "use_bf16",
-            "use_fp16",
-        ),
-        *("train_dtype", "enable_amp", "autocast"),
-    ),
-    "deepspeed_config": ("deepspeed_config", "ds_config", "deepspeed"),
-    "output_dir": (
-        *(
-            "output_dir",
-            "output",
-            "out_dir",
-            "out",
-            "outdir",
-            "save_dir",
-            "output_path",
-            "save_path",
-            "ckpt_dir",
-        ),
-        *(
-            "checkpoint_dir",
-            "results_dir",
-            "run_dir",
-            "exp_dir",
-            "experiment_dir",
-            "work_dir",
-            "workdir",
-        ),
-        *("logdir", "log_dir", "model_dir", "save_folder", "expdir"),
-    ),
-    "resume_from": (
-        *(
-            "resume_from_checkpoint",
-            "resume_from",
-            "resume",
-            "resume_path",
-            "ckpt_path",
-            "load_checkpoint",
-        ),
-    ),
-    "ranks": (
-        *(
-            "nproc_per_node",
-            "num_processes",
-            "num_gpus",
-            "n_gpus",
-            "ngpus",
-            "gpus",
-            "devices",
-            "num_devices",
-            "ngpu",
-        ),
-        *("n_gpu", "gpus_per_node", "nproc", "n_proc", "num_procs"),
-    ),
-    "device_numbers": ("device", "gpu_ids", "device_ids", "gpu", "gpu_id"),
-    "nodes": ("num_nodes", "nnodes", "num_machines"),
-    "model": (
-        "model_name_or_path",
-        "pretrained_model_name_or_path",
-        "model_name",
-        "base_model",
-        "model_id",
-        "pretrain",
-    ),
-    "sequence_length": (
-        *(
-            "max_seq_length",
-            "max_length",
-            "model_max_length",
-            "sequence_length",
-            "seq_length",
-            "seq_len",
-            "cutoff_len",
-        ),
-        *("max_seq_len", "sequence_len", "block_size", "max_len"),
-    ),
-}
-# Of these the last have other meanings, too: they count where the script saves into them.
-FOLDERS_OF_ANYTHING = (
-    *(
-        "exp_dir",
-        "experiment_dir",
-        "expdir",
-        "work_dir",
-        "workdir",
-        "logdir",
-        "log_dir",
-        "model_dir",
-    ),
-)
+# Words of the name of a batch size: all of them have to be here, with one of BATCH.
+_BATCH_SIZE = VOCABULARY["batch_size"]
+BATCH = set(_BATCH_SIZE["batch"])
+PER_RANK = set(_BATCH_SIZE["per_rank"])
+IN_ALL = set(_BATCH_SIZE["in_all"])
+BATCH_WORDS = BATCH | PER_RANK | IN_ALL | set(_BATCH_SIZE["other"])
+ACCUMULATION_WORDS = set(VOCABULARY["accumulation"])
+EVALUATION = set(VOCABULARY["evaluation"])
+FOLDERS_OF_ANYTHING = set(VOCABULARY["folders_of_anything"])
 # Names of the number of optimizer steps: a unit, after words that count or train. Any further word,
 # as in save_steps,
 # steps_per_epoch or inference_steps, is another setting; so is n_step, an episode's in
@@ -219,19 +47,11 @@ STEPS = re.compile(
     rf"((({_COUNTS}|{_TRAINS})_?)*)(steps|iters|iterations|updates)"
     rf"|(({_TRAINS})_)*(max|maximum|num|total)_?(({_TRAINS})_)*(step|iter|iteration|update)|n_?iter"
 )
-STEPS_SECTIONS = {
-    *_TRAINS.split("|"),
-    "args",
-    "config",
-    "cfg",
-    "hparams",
-    "params",
-    "run",
-    "fit",
-    "schedule",
-}
-_MEANINGS = {
-    spelling: meaning for meaning, spellings in SPELLINGS.items() for spelling in spellings
+STEPS_SECTIONS = {*_TRAINS.split("|"), *VOCABULARY["sections_of_steps"]}
+_MEANINGS: dict[str, str] = {
+    spelling: meaning
+    for meaning, spellings in VOCABULARY["spellings"].items()
+    for spelling in spellings
 }
 
 

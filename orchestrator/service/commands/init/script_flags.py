@@ -14,6 +14,7 @@ from orchestrator.service.commands.init.code_settings import Divisor, divided_by
 from orchestrator.service.commands.init.meanings import Count, Setting
 from orchestrator.service.commands.init.named_files import number_of
 from orchestrator.service.commands.init.saved_files import SavedFile, saved_files
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.errors import SpecError
 
 MODULES_MAX = 96  # of the script's folder and its packages that are read with it
@@ -46,45 +47,7 @@ ABSL = re.compile(r"DEFINE_(integer|float|string|bool|boolean|enum)")
 EVERY_RANK = re.compile(
     r"\b(?:total|all|across|overall|global|effective)\b.*\b(?:gpu|device|rank|process|node)", re.I
 )
-# Packages without a parser of somebody's training; any other that a starter imports is followed.
-LIBRARIES = frozenset(sys.stdlib_module_names) | {
-    *(
-        "torch",
-        "torchvision",
-        "torchaudio",
-        "numpy",
-        "scipy",
-        "pandas",
-        "transformers",
-        "datasets",
-        "tokenizers",
-    ),
-    *(
-        "accelerate",
-        "deepspeed",
-        "lightning",
-        "pytorch_lightning",
-        "peft",
-        "diffusers",
-        "safetensors",
-        "tqdm",
-        "wandb",
-    ),
-    *(
-        "yaml",
-        "hydra",
-        "omegaconf",
-        "click",
-        "typer",
-        "tyro",
-        "fire",
-        "jsonargparse",
-        "absl",
-        "draccus",
-        "tap",
-        "PIL",
-    ),
-}
+LIBRARIES = {*sys.stdlib_module_names, *VOCABULARY["libraries"]}
 _NOT_LITERAL = object()
 
 

@@ -6,27 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.synonyms import instead_of
 
-# Short -> long, of sbatch(1) and srun(1).
-SHORT = {
-    "-G": "--gpus",
-    "-N": "--nodes",
-    "-n": "--ntasks",
-    "-J": "--job-name",
-    "-D": "--chdir",
-    "-t": "--time",
-    "-a": "--array",
-    "-d": "--dependency",
-    "-b": "--begin",
-    "-p": "--partition",
-    "-A": "--account",
-    "-q": "--qos",
-    "-o": "--output",
-    "-e": "--error",
-    "-c": "--cpus-per-task",
-}
 # What the proposal says by its name and its devices.
 IN_JOB = (
     "--job-name",
@@ -53,7 +36,7 @@ def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
             name, value, equals = word[:2], word[2:], "="
         if not equals and index < len(argv) and not argv[index].startswith("-"):
             value, index = argv[index], index + 1
-        yield SHORT.get(name, name), value
+        yield VOCABULARY["slurm"].get(name, name), value
 
 
 def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:

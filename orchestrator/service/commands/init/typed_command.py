@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.launch_request import FLAGS_WITH_A_WORD
 from orchestrator.backends.attempts.program import interpreter_of
 from orchestrator.service.commands.init.named_files import read_settings
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, take_flag
@@ -20,46 +21,7 @@ from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
 from orchestrator.specs.published import project_job
 from orchestrator.specs.replace import replace
 
-# Options of launchers without a value: torch/distributed/run.py, accelerate/commands/launch.py,
-# deepspeed/launcher/runner.py. Any other takes a value, with a space or `=`.
-SWITCHES = {
-    *(
-        "--standalone",
-        "--no-python",
-        "--run-path",
-        "-m",
-        "--module",
-        "--multi-gpu",
-        "--cpu",
-        "--mps",
-        "--tpu",
-    ),
-    *(
-        "--use-deepspeed",
-        "--use-fsdp",
-        "--use-megatron-lm",
-        "--debug",
-        "--quiet",
-        "-q",
-        "--dynamo-use-dynamic",
-    ),
-    *(
-        "--dynamo-use-fullgraph",
-        "--enable-cpu-affinity",
-        "--use-xpu",
-        "--use-parallelism-config",
-        "--force-multi",
-    ),
-    *(
-        "--no-local-rank",
-        "--save-pid",
-        "--no-ssh",
-        "--no-ssh-check",
-        "--enable-each-rank-log",
-        "--bind-cores-to-rank",
-    ),
-    *("--use-env", "--same-network", "--elastic-training", "--force"),
-}
+SWITCHES = set(VOCABULARY["launchers"]["switches"])
 RANKS = (
     "--nproc-per-node",
     "--nproc_per_node",
@@ -68,46 +30,7 @@ RANKS = (
     "--num-gpus",
     "--num_gpus",
 )
-# Options that each plan sets: where ranks run, how many, how they meet. A launcher with any other
-# stays as typed.
-PLANNED = {
-    *(
-        "--nproc-per-node",
-        "--num-processes",
-        "--num-gpus",
-        "--nnodes",
-        "--num-nodes",
-        "--num-machines",
-        "-m",
-    ),
-    *(
-        "--module",
-        "--standalone",
-        "--node-rank",
-        "--machine-rank",
-        "--master-addr",
-        "--master-port",
-        "--rdzv-id",
-    ),
-    *(
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-        "--rdzv-conf",
-        "--main-process-ip",
-        "--main-process-port",
-        "--multi-gpu",
-    ),
-    *(
-        "--same-network",
-        "--mixed-precision",
-        "--hostfile",
-        "--include",
-        "--exclude",
-        "--gpu-ids",
-        "--no-ssh",
-    ),
-    *("--num-cpu-threads-per-process", "--use-env", "--local-addr", "--num-processes-per-node"),
-}
+PLANNED = set(VOCABULARY["launchers"]["planned"])
 MODULE_OF: dict[LaunchStyle, str] = {
     "torchrun": "torch.distributed.run",
     "accelerate": "accelerate.commands.launch",
@@ -117,7 +40,7 @@ LAUNCHERS: dict[str, LaunchStyle] = {str(launch): launch for launch in MODULE_OF
 LAUNCHER_MODULES = {module: launch for launch, module in MODULE_OF.items()} | {
     "torch.distributed.launch": "torchrun"
 }
-# Console script -> its framework; framework -> its subcommands that train.
+# Console script -> its framework.
 TOOLS: dict[str, Framework] = {
     "trl": "trl",
     "llamafactory-cli": "llamafactory",
@@ -126,22 +49,7 @@ TOOLS: dict[str, Framework] = {
     "litgpt": "litgpt",
     "tune": "torchtune",
 }
-TRAINS = {
-    "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation"),
-    "llamafactory": ("train",),
-    "axolotl": ("train",),
-    "litgpt": (
-        *(
-            "finetune",
-            "finetune_full",
-            "finetune_lora",
-            "finetune_adapter",
-            "finetune_adapter_v2",
-            "pretrain",
-        ),
-    ),
-    "torchtune": ("run",),
-}
+TRAINS = VOCABULARY["trains"]
 # Modules that the console script starts by a launcher. A job names them, and may then use several
 # devices and nodes.
 MODULES = {

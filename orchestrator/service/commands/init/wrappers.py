@@ -27,45 +27,14 @@ from orchestrator.service.commands.init.slurm import (
     slurm_notes,
     slurm_options,
 )
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.job.trainer import program_name
 
 DEPTH_MAX = 16  # wrappers in each other
 SECRET = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)$")
 # Variables that each plan sets for its ranks (backends/attempts/launch_request.py).
 PLANNED = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-# Wrapper -> its options with a value, and its words before the command. Any other option is a
-# switch.
-WRAPPERS: dict[str, tuple[str, int]] = {
-    **dict.fromkeys(
-        ("nohup", "exec", "command", "setsid", "unbuffer", "pipenv run", "rye run"), ("", 0)
-    ),
-    **dict.fromkeys(("chrt", "taskset"), ("", 1)),
-    **dict.fromkeys(
-        ("conda run", "mamba run", "micromamba run"), ("-n --name -p --prefix --cwd", 0)
-    ),
-    "env": ("-u -C -S --unset --chdir", 0),
-    "time": ("-o -f --output --format", 0),
-    "sudo": ("-u -g", 0),
-    "nice": ("-n --adjustment", 0),
-    "ionice": ("-c -n", 0),
-    "stdbuf": ("-i -o -e", 0),
-    "timeout": ("-k -s --kill-after --signal", 1),
-    "numactl": ("-N -m -C -i -p", 0),
-    "xvfb-run": ("-s -n --server-args", 0),
-    "caffeinate": ("-t -w", 0),
-    "uv run": (
-        "--with --python -p --extra --group --project --env-file --package --directory --index --with-requirements",
-        0,
-    ),
-    "poetry run": ("-C -P --directory --project", 0),
-    "pdm run": ("-p --project", 0),
-    "hatch run": ("-e --env", 0),
-    "pixi run": ("-e --environment --manifest-path", 0),
-    "srun": (
-        "-A -c -D -e -G -i -J -m -n -N -o -p -q -t -w -x --account --partition --job-name --output --error --chdir",
-        0,
-    ),
-}
+WRAPPERS: dict[str, list[str]] = VOCABULARY["wrappers"]
 ENVIRONMENTS = (
     "uv",
     "poetry",
@@ -187,7 +156,6 @@ def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
 
 def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return a wrapper with its options, and the command after it."""
-    value_options, count = WRAPPERS[key]
     index = len(key.split())
     while index < len(argv) and argv[index].startswith("-"):
         option = argv[index]
@@ -198,11 +166,9 @@ def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str,
         # start a command.
         following = argv[index] if index < len(argv) else "-"
         is_value = key == "srun" and option.startswith("--") and not _is_command(following)
-        if "=" not in option and (
-            option in value_options.split() or (is_value and _start(argv[index:]))
-        ):
+        if "=" not in option and (option in WRAPPERS[key] or (is_value and _start(argv[index:]))):
             index += 1
-    index += count
+    index += VOCABULARY["words_before_command"].get(key, 0)
     return argv[:index], argv[index:]
 
 
