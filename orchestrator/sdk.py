@@ -25,7 +25,7 @@ from orchestrator.service.client.logins import Login, login_of
 from orchestrator.service.client.sending import read_jobs_for
 from orchestrator.service.intake.intake import JobSource, with_zone
 from orchestrator.service.terminal.follow import ENDS, log_lines
-from orchestrator.service.views.records import JobView
+from orchestrator.service.views.records import JobView, failure_excerpt
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import Override
@@ -41,15 +41,9 @@ class JobFailed(OrchestratorError):
 
     def __init__(self, job: JobView) -> None:
         self.job = job
-        excerpt = next(
-            (
-                attempt["failure"]["excerpt"]
-                for attempt in reversed(job["attempts"])
-                if attempt["failure"]
-            ),
-            "",
+        super().__init__(
+            f"{job['id']} {job['status']}: {job['reason']}\n{failure_excerpt(job)}".rstrip()
         )
-        super().__init__(f"{job['id']} {job['status']}: {job['reason']}\n{excerpt}".rstrip())
 
 
 class Client:

@@ -62,7 +62,7 @@ def profile_of(
     trained. A partly frozen model is traced, except where ranks split it: its parts need no more.
     """
     if spec.profile is not None:
-        own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
+        own_length = spec.data.sequence_length if spec.model is not None else script_length(spec)
         stretch = sequence_length / own_length if sequence_length and own_length else 1.0
         lower = spec.precision is Precision.FP32 and precision is not Precision.FP32
         share = LOW_SHARE if lower else 1.0
@@ -205,7 +205,8 @@ def _find_traced(
     return best.profile if best else None
 
 
-def _script_length(spec: JobSpec) -> int | None:
+def script_length(spec: JobSpec) -> int | None:
+    """Return the tokens in a sample of a script, which its knob's default says; None where that is not known."""
     knob = spec.knobs.sequence_length
     return int(knob.default) if knob is not None and knob.default is not None else None
 

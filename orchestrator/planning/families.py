@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from orchestrator.memory.estimate import CHECKPOINTING
-from orchestrator.memory.profiles import autocasts, freezes
+from orchestrator.memory.profiles import autocasts, freezes, script_length
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.ends import ends_of
 from orchestrator.planning.layouts import layers_to_cut, layouts
@@ -93,7 +93,7 @@ def requested_settings(spec: JobSpec) -> dict[str, Any]:
         for setting in SETTINGS
         if setting.degradation is not Degradation.EXACT
     }
-    length = spec.data.sequence_length if spec.model is not None else default_length(spec)
+    length = spec.data.sequence_length if spec.model is not None else script_length(spec)
     return values | {
         "precision": spec.precision,
         "optimizer": spec.training.optimizer,
@@ -132,11 +132,6 @@ def _alternatives(
 def _is_frozen_in_part(spec: JobSpec) -> bool:
     """Return whether only a few of the job's weights are trained, so that their master weights are small."""
     return freezes(spec) or (spec.model is not None and spec.model.lora is not None)
-
-
-def default_length(spec: JobSpec) -> int | None:
-    knob = spec.knobs.sequence_length
-    return int(knob.default) if knob is not None and knob.default is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import gcd
 
 from orchestrator.memory.models.experts import UNEVEN
-from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
+from orchestrator.memory.profiles import autocasts, profile_of, script_length, with_held_boundaries
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.families import default_length
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.spec import JobSpec
@@ -108,7 +107,7 @@ def own_settings(spec: JobSpec) -> OwnSettings:
         micro_batch_size=int(micro)
         if micro is not None
         else -(-spec.global_batch_size // _fewest_shares(spec)),
-        sequence_length=default_length(spec),
+        sequence_length=script_length(spec),
         precision=spec.precision,
     )
 

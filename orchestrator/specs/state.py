@@ -8,6 +8,7 @@ from pydantic import InstanceOf
 
 from orchestrator.specs.attempt import Placement
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
@@ -102,3 +103,8 @@ class State:
     def __post_init__(self) -> None:
         if not isinstance(self.jobs, Jobs):  # any mapping is welcome
             object.__setattr__(self, "jobs", Jobs(self.jobs.values()))
+
+    @property
+    def live_jobs(self) -> list[Job]:
+        """Jobs that have not ended, in the order of submission."""
+        return [job for job in self.jobs.values() if not job.status.ended]

@@ -43,11 +43,7 @@ def play_queue(
     the cluster lacks end, and resume from their saved step. `to_come` are trials that live sweeps have yet to submit. A
     job whose end follows from a length that nobody knows has no end. Raises SpecError where no job is live.
     """
-    live = [
-        job
-        for job in sorted(state.jobs.values(), key=lambda job: job.order)
-        if not job.status.ended
-    ]
+    live = sorted(state.live_jobs, key=lambda job: job.order)
     if not live and not more:
         raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
     now_s, saved = state.at_s, dict[str, int | None]()
@@ -157,11 +153,7 @@ class FutureSubmissions:
         """Yield the submissions due in this state."""
         begins, self._begins = self._begins, []
         yield from begins
-        live = Counter(
-            job.array
-            for job in state.jobs.values()
-            if job.spec.trial is not None and not job.status.ended
-        )
+        live = Counter(job.array for job in state.live_jobs if job.spec.trial is not None)
         order = state.submitted + len(begins)
         for sweep, rest in self._trials.items() if not begins else ():
             while (

@@ -303,9 +303,7 @@ def _next_trials(
     submit: Callable[[Sequence[Arrival]], None],
 ) -> None:
     """Submit the trials for which their sweeps have room, as a service does; a sweep ends where it may submit none."""
-    trials = [
-        job for job in state.jobs.values() if job.spec.trial is not None and not job.status.ended
-    ]
+    trials = [job for job in state.live_jobs if job.spec.trial is not None]
     live, waits_for = (
         Counter(job.array for job in trials),
         {job.array: job.waits_for for job in trials},

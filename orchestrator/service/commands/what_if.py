@@ -56,11 +56,7 @@ def what_if(
     Where the other cluster has the nodes of the present one, both simulations have the state's nodes, with their
     drains. Raises SpecError without a job to simulate, and beyond JOBS_MAX and DEVICES_MAX.
     """
-    live = [
-        job
-        for job in sorted(state.jobs.values(), key=lambda job: job.order)
-        if not job.status.ended
-    ]
+    live = sorted(state.live_jobs, key=lambda job: job.order)
     sweeps = sum(spec.trial.sweep.trials - 1 for spec in more if spec.trial is not None)
     count = len(live) + len(more) + sweeps + sum(map(len, to_come.values()))
     if count > JOBS_MAX:

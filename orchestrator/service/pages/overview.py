@@ -28,7 +28,7 @@ def overview_data(
     A failure that was retried has no row.
     """
     jobs = {job.id: job for job in (*archived, *state.jobs.values())}
-    live = in_order(job for job in state.jobs.values() if not job.status.ended)
+    live = in_order(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     bad = [
         job for job in jobs.values() if job.status in BAD and ended_at_s(job) >= now_s - FAILURES_S

@@ -62,7 +62,7 @@ def queue_data(
     number: int,
 ) -> Mapping[str, Any]:
     """Return the data of page `number`: ROWS live rows, and on the last page the most recently ended jobs."""
-    live = in_order(job for job in state.jobs.values() if not job.status.ended)
+    live = in_order(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
     archived_ids = {job.id for job in archived}
     just_ended = [

@@ -78,28 +78,6 @@ from orchestrator.specs.parse import parse_cluster, parse_jobs
 from orchestrator.specs.yaml_text import read_document
 
 START = f"{PAGES}/overview"
-PAGE_ROLES = {
-    ("GET", PAGES): Role.VIEWER,
-    ("POST", f"{PAGES}/logout"): Role.VIEWER,
-    ("GET", f"{PAGES}/events"): Role.VIEWER,
-    ("GET", START): Role.VIEWER,
-    ("GET", f"{PAGES}/queue"): Role.VIEWER,
-    ("GET", f"{PAGES}/jobs/{{job_id}}"): Role.VIEWER,
-    ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): Role.VIEWER,
-    ("GET", f"{PAGES}/jobs/{{job_id}}/log"): Role.VIEWER,
-    ("GET", f"{PAGES}/cluster"): Role.VIEWER,
-    ("GET", f"{PAGES}/night"): Role.VIEWER,
-    ("GET", f"{PAGES}/compare"): Role.VIEWER,
-    ("GET", f"{PAGES}/compare/{{job_id}}"): Role.VIEWER,
-    ("GET", f"{PAGES}/sweeps"): Role.VIEWER,
-    ("GET", f"{PAGES}/sweeps/{{sweep_id}}"): Role.VIEWER,
-    ("GET", f"{PAGES}/teams"): Role.VIEWER,
-    ("GET", f"{PAGES}/what-if"): Role.MEMBER,
-    ("POST", f"{PAGES}/what-if"): Role.MEMBER,
-    ("GET", f"{PAGES}/submit"): Role.MEMBER,
-    ("POST", f"{PAGES}/submit"): Role.MEMBER,
-    ("GET", f"{PAGES}/audit"): Role.ADMIN,
-}
 FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
 AUDIT_ROWS = 100
 EMPTY_FORM = {"order": "", "cluster": "", "job": ""}  # of what-if
@@ -110,46 +88,6 @@ global_batch_size: 64
 command: python train.py
 workdir: /path/on/the/service
 """
-
-
-def _add(app: FastAPI, service: Service, gate: Gate) -> None:
-    """Add every page to the application, which has the routes of the API already: pages show what these answer."""
-    pages = _Pages(app, service, gate)
-    compile_all()
-    routes: dict[tuple[str, str], Callable[..., Any]] = {
-        ("GET", "/"): lambda _: RedirectResponse(START),
-        ("GET", PAGES): lambda _: RedirectResponse(START),
-        ("GET", f"{STATIC}{{name}}"): _file,
-        ("GET", SIGN_IN): pages.sign_in,
-        ("POST", SIGN_IN): pages.signed_in,
-        ("GET", f"{LINK}{{code}}"): pages.signed_in_by_link,
-        ("POST", f"{PAGES}/logout"): pages.sign_out,
-        ("GET", f"{PAGES}/events"): pages.events,
-        ("GET", START): pages.overview,
-        ("GET", f"{PAGES}/queue"): pages.queue,
-        ("GET", f"{PAGES}/jobs/{{job_id}}"): pages.job,
-        ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): pages.plan,
-        ("GET", f"{PAGES}/jobs/{{job_id}}/log"): pages.log,
-        ("GET", f"{PAGES}/cluster"): pages.cluster,
-        ("GET", f"{PAGES}/night"): pages.night,
-        ("GET", f"{PAGES}/compare"): pages.comparisons,
-        ("GET", f"{PAGES}/compare/{{job_id}}"): pages.comparison,
-        ("GET", f"{PAGES}/sweeps"): pages.sweeps,
-        ("GET", f"{PAGES}/sweeps/{{sweep_id}}"): pages.sweep,
-        ("GET", f"{PAGES}/teams"): pages.teams,
-        ("GET", f"{PAGES}/what-if"): pages.what_if,
-        ("POST", f"{PAGES}/what-if"): pages.play,
-        ("GET", f"{PAGES}/submit"): pages.submit,
-        ("POST", f"{PAGES}/submit"): pages.dry_run,
-        ("GET", f"{PAGES}/audit"): pages.audit,
-    }
-    if pages.oidc is not None:
-        routes |= {("GET", OIDC): pages.to_provider, ("GET", OIDC_BACK): pages.oidc.end}
-    for (method, path), handler in routes.items():
-        app.router.routes.append(Route(path, handler, methods=[method], include_in_schema=False))
-
-
-PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=refused, add=_add)
 
 
 class _Pages:
@@ -523,6 +461,54 @@ class _Pages:
         """Memory of each kind of device."""
         state = self._controller.state
         return {node.device.name: node.device.memory for node in (*state.declared, *state.nodes)}
+
+
+# Each page by its method and its path below PAGES: who may see it, and its handler.
+_HANDLERS: Mapping[tuple[str, str], tuple[Role, Callable[[_Pages, Request], Any]]] = {
+    ("GET", ""): (Role.VIEWER, lambda *_: RedirectResponse(START)),
+    ("POST", "/logout"): (Role.VIEWER, _Pages.sign_out),
+    ("GET", "/events"): (Role.VIEWER, _Pages.events),
+    ("GET", "/overview"): (Role.VIEWER, _Pages.overview),
+    ("GET", "/queue"): (Role.VIEWER, _Pages.queue),
+    ("GET", "/jobs/{job_id}"): (Role.VIEWER, _Pages.job),
+    ("GET", "/jobs/{job_id}/plan"): (Role.VIEWER, _Pages.plan),
+    ("GET", "/jobs/{job_id}/log"): (Role.VIEWER, _Pages.log),
+    ("GET", "/cluster"): (Role.VIEWER, _Pages.cluster),
+    ("GET", "/night"): (Role.VIEWER, _Pages.night),
+    ("GET", "/compare"): (Role.VIEWER, _Pages.comparisons),
+    ("GET", "/compare/{job_id}"): (Role.VIEWER, _Pages.comparison),
+    ("GET", "/sweeps"): (Role.VIEWER, _Pages.sweeps),
+    ("GET", "/sweeps/{sweep_id}"): (Role.VIEWER, _Pages.sweep),
+    ("GET", "/teams"): (Role.VIEWER, _Pages.teams),
+    ("GET", "/what-if"): (Role.MEMBER, _Pages.what_if),
+    ("POST", "/what-if"): (Role.MEMBER, _Pages.play),
+    ("GET", "/submit"): (Role.MEMBER, _Pages.submit),
+    ("POST", "/submit"): (Role.MEMBER, _Pages.dry_run),
+    ("GET", "/audit"): (Role.ADMIN, _Pages.audit),
+}
+PAGE_ROLES = {(method, PAGES + path): role for (method, path), (role, _) in _HANDLERS.items()}
+
+
+def _add(app: FastAPI, service: Service, gate: Gate) -> None:
+    """Add every page to the application, which has the routes of the API already: pages show what these answer."""
+    pages = _Pages(app, service, gate)
+    compile_all()
+    routes: dict[tuple[str, str], Callable[..., Any]] = {
+        ("GET", "/"): lambda _: RedirectResponse(START),
+        ("GET", f"{STATIC}{{name}}"): _file,
+        ("GET", SIGN_IN): pages.sign_in,
+        ("POST", SIGN_IN): pages.signed_in,
+        ("GET", f"{LINK}{{code}}"): pages.signed_in_by_link,
+    }
+    for (method, path), (_, handler) in _HANDLERS.items():
+        routes[method, PAGES + path] = partial(handler, pages)
+    if pages.oidc is not None:
+        routes |= {("GET", OIDC): pages.to_provider, ("GET", OIDC_BACK): pages.oidc.end}
+    for (method, path), endpoint in routes.items():
+        app.router.routes.append(Route(path, endpoint, methods=[method], include_in_schema=False))
+
+
+PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=refused, add=_add)
 
 
 def _number(query: QueryParams, name: str, default: int) -> int:

@@ -120,15 +120,10 @@ def lines(
         path = " ".join(
             f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points
         )
-        drawn.append(Markup('<polyline class="line {}" points="{}"/>').format(curve.tone, path))
         step, value = curve.points[-1]
-        drawn.append(
-            Markup(
-                '<circle class="dot {}" cx="{}" cy="{}" r="3"><title>{}: {:.4g}{} at step {:.0f}</title></circle>'
-            ).format(
-                curve.tone, across.at(step), max(TOP, up.at(value)), curve.name, value, unit, step
-            )
-        )
+        tooltip = f"{curve.name}: {value:.4g}{unit} at step {step:.0f}"
+        x, y = across.at(step), max(TOP, up.at(value))
+        drawn.append(_SHAPES.curve(curve.tone, path, x, y, tooltip))
     description = "; ".join(
         f"{curve.name}: {curve.points[0][1]:.4g}{unit} at step {curve.points[0][0]:.0f} to "
         f"{curve.points[-1][1]:.4g}{unit} at step {curve.points[-1][0]:.0f}"
@@ -157,20 +152,9 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
         x, y = across.at(point.step_s), up.at(point.needed_bytes)
         name = f"{point.name}, {point.mark}" if point.name else point.mark
         tooltip = f"{name}: {format_seconds(point.step_s)} a step, needs {format_bytes(point.needed_bytes)}"
-        if point.within_s is not None:
-            low, high = map(across.at, point.within_s)
-            drawn.append(
-                Markup('<path class="band" d="M{} {}v8M{} {}H{}M{} {}v8"/>').format(
-                    low, y - 4, low, y, high, high, y - 4
-                )
-            )
-        drawn.append(_mark(point.mark, x, y, tooltip))
-        if point.label:
-            drawn.append(
-                Markup('<text class="label" x="{}" y="{}">{}{}</text>').format(
-                    x + 10, y + 4, label_prefix, point.label
-                )
-            )
+        ends = [across.at(end_s) for end_s in point.within_s or ()]
+        dot = DOTS.get(point.mark)
+        drawn.append(_SHAPES.point(x, y, ends, dot, tooltip, label_prefix, point.label))
     counts = ", ".join(
         f"{count} {mark}"
         for mark in Mark
@@ -183,17 +167,6 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
         HEIGHT,
         drawn,
     )
-
-
-def _mark(mark: Mark, x: float, y: float, tooltip: str) -> Markup:
-    if mark is Mark.REFUTED:
-        shape = Markup(
-            '<path class="mark refuted" d="M{} {}l8 8m0 -8l-8 8"><title>{}</title></path>'
-        )
-        return shape.format(x - 4, y - 4, tooltip)
-    tone, radius = DOTS[mark]
-    shape = Markup('<circle class="mark {}" cx="{}" cy="{}" r="{}"><title>{}</title></circle>')
-    return shape.format(tone, x, y, radius, tooltip)
 
 
 def waterfall(

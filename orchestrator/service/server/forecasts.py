@@ -97,9 +97,8 @@ def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[Ex
     expectations = (forecast if ranged else quick_forecast)(
         replace(state, at_s=max(state.at_s, now_s))
     )
-    jobs = [job for job in state.jobs.values() if not job.status.ended]
     waits = Waits(state)
-    rows = [_expected_job(job, expectations.get(job.id), waits) for job in jobs]
+    rows = [_expected_job(job, expectations.get(job.id), waits) for job in state.live_jobs]
     return sorted(rows, key=lambda row: inf if row["start_s"] is None else row["start_s"])
 
 

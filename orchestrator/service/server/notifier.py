@@ -95,11 +95,7 @@ class Notifier:
 
     def _late(self, now_s: float) -> list[Notice]:
         state = self._controller.state
-        due = [
-            job.id
-            for job in state.jobs.values()
-            if job.deadline_s is not None and not job.status.ended
-        ]
+        due = [job.id for job in state.live_jobs if job.deadline_s is not None]
         ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
         sent_ids = self._notices.find_told([*ids.values()]) if ids else set()
         reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])

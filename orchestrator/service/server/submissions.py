@@ -158,7 +158,7 @@ def new_jobs(
 
 def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -> None:
     """Raise SpecError where a live job, or one of these submissions, retries the job already."""
-    live_ids = {job.retry_of: job.id for job in state.jobs.values() if not job.status.ended}
+    live_ids = {job.retry_of: job.id for job in state.live_jobs}
     live_ids |= {event.retry_of: event.job_id for event in events}
     if (live_id := live_ids.get(job_id)) is not None:
         hint = f"`orc show {live_id}` tells how it stands, `orc cancel {live_id}` ends it"

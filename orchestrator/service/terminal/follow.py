@@ -17,7 +17,7 @@ from orchestrator.service.client.lifecycle import start
 from orchestrator.service.client.logins import Login
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.service.terminal.tables import attempts_table, progress_line, time_left
-from orchestrator.service.views.records import AttemptView, JobView
+from orchestrator.service.views.records import AttemptView, JobView, failure_excerpt
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
@@ -43,14 +43,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
         print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
     tell(dict(job), as_json, attempts_table([job], console_on(sys.stdout).width))
-    excerpt = next(
-        (
-            attempt["failure"]["excerpt"]
-            for attempt in reversed(job["attempts"])
-            if attempt["failure"]
-        ),
-        "",
-    )
+    excerpt = failure_excerpt(job)
     if job["status"] == "failed" and excerpt and not as_json:
         print(excerpt.rstrip(), file=sys.stderr)
     return 0 if job["status"] == "succeeded" else 1

@@ -6,14 +6,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import (
     AsJson,
     Home,
+    JobFile,
+    JobId,
     Pinned,
     Settings,
     client_of,
@@ -25,13 +26,8 @@ from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import format_bytes
 
-JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
-JobId = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids
-    ),
-]
+if TYPE_CHECKING:
+    from orchestrator.specs.job.spec import JobSpec
 
 
 def submit(
@@ -69,17 +65,22 @@ def submit(
     raise typer.Exit(bool(refused) or any(promise["refused"] for promise in promises.values()))
 
 
+def _read_job(file: Path, settings: Settings, home: Path) -> JobSpec:
+    from orchestrator.service.client.sending import read_jobs_for
+    from orchestrator.service.intake.intake import read_overrides
+
+    overrides = read_overrides(settings or [])
+    (spec,) = read_jobs_for(service_of(home), [file], overrides, home, only_one=True)
+    return spec
+
+
 def run(
     file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False
 ) -> None:
     """Submit a job, show its progress to the end, and exit with its result. Starts a service that is down."""
-    from orchestrator.service.client.sending import read_jobs_for
-    from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
-    (spec,) = read_jobs_for(
-        service_of(home), [file], read_overrides(settings or []), home, only_one=True
-    )
+    spec = _read_job(file, settings, home)
     raise typer.Exit(run_to_end(spec, None, service_of(home), as_json))
 
 
@@ -102,13 +103,9 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Inject a failure into the first attempt of a job, and follow its recovery."""
-    from orchestrator.service.client.sending import read_jobs_for
-    from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
-    (spec,) = read_jobs_for(
-        service_of(home), [file], read_overrides(settings or []), home, only_one=True
-    )
+    spec = _read_job(file, settings, home)
     if rank >= spec.gpus.max:
         allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
         raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.service.terminal.completion import job_ids
+
 if TYPE_CHECKING:
     from orchestrator.service.client.client import Client
     from orchestrator.service.client.logins import Login
@@ -28,6 +30,13 @@ Cluster = Annotated[
     typer.Option(
         "--cluster",
         help="Cluster file (YAML); without it, the hardware of the service or of this machine.",
+    ),
+]
+JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
+JobId = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids
     ),
 ]
 Settings = Annotated[

@@ -17,6 +17,7 @@ from orchestrator.service.terminal.options import (
     AsJson,
     Cluster,
     Home,
+    JobFile,
     Pinned,
     Settings,
     client_of,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from orchestrator.service.intake.profiling import TraceScope
     from orchestrator.specs.job.spec import JobSpec
 
-JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
 Cards = Annotated[
     str | None,
     typer.Option(

@@ -223,7 +223,7 @@ def _live_runs(
                 "the live queue is played as it is expected", path=option, allowed="a trace"
             )
     state, to_come = read_queue(journal_url(home), home)
-    held_ids = [job.id for job in state.jobs.values() if not job.status.ended and job.held_by]
+    held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:
         console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
     runs = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestrator.service.terminal.completion import job_ids
-from orchestrator.service.terminal.options import AsJson, Home, Settings, client_of
+from orchestrator.service.terminal.options import AsJson, Home, JobId, Settings, client_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
@@ -18,12 +18,6 @@ from orchestrator.specs.run import DEFAULT_HOME
 if TYPE_CHECKING:
     from orchestrator.service.views.records import JobView
 
-JobId = Annotated[
-    str,
-    typer.Argument(
-        metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids
-    ),
-]
 JobIds = Annotated[
     list[str],
     typer.Argument(

@@ -429,6 +429,12 @@ def node_from_view(view: NodeView) -> Node:
     )
 
 
+def failure_excerpt(job: JobView) -> str:
+    """Return the log lines of the job's last failure; "" without one."""
+    failures = [attempt["failure"] for attempt in job["attempts"] if attempt["failure"]]
+    return failures[-1]["excerpt"] if failures else ""
+
+
 def in_order(jobs: Iterable[Job]) -> list[Job]:
     """Return jobs in display order: ended, then running, then waiting by priority, newest last."""
     return sorted(jobs, key=place_of)

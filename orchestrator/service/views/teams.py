@@ -43,7 +43,7 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     policy = state.policy
     if not policy.is_shared:
         return []
-    jobs = [job for job in state.jobs.values() if not job.status.ended]
+    jobs = state.live_jobs
     tree = fair_tree(
         policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values())
     )

@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_map
 
 from orchestrator.specs.choices import Offload, OffloadTarget, Precision, ZeroStage
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint.fragment import Fragment
@@ -51,6 +50,7 @@ from orchestrator.training.engines.optimizers import (
     clip_factor,
     gradient_norm,
     scale_gradients,
+    state_device,
     state_names,
 )
 from orchestrator.training.engines.randomness import Randomness
@@ -86,7 +86,7 @@ class DeepSpeedEngine:
         if resume_from:  # before DeepSpeed copies the weights into its masters
             self._load(resume_from, self._computed_with())
         self._updates = Updates(
-            self._module.named_parameters(), training, _optimizer_device(plan, device), step
+            self._module.named_parameters(), training, state_device(plan, device), step
         )
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
@@ -372,7 +372,3 @@ def _join_deepspeed(device: torch.device) -> None:
         # AVX512-FP16.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
-
-
-def _optimizer_device(plan: Plan, device: torch.device) -> torch.device:
-    return device if plan.offload is Offload.NONE else torch.device("cpu")

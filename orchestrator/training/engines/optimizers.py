@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from orchestrator.specs.choices import Optimizer
+from orchestrator.specs.choices import Offload, Optimizer
 from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.plan import Plan
 from orchestrator.training.checkpoint.fragment import Chunks
 from orchestrator.training.engines import eight_bit
 from orchestrator.training.engines.freezing import thaw_step, thaw_steps
@@ -194,6 +195,11 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 def clip_factor(norm: float, clip_norm: float | None) -> float:
     """Return the factor that limits gradients of this norm to `clip_norm` (torch's formula); 1 where that is None."""
     return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+
+
+def state_device(plan: Plan, device: torch.device) -> torch.device:
+    """Return where the optimizer's states stand: in host memory under offload."""
+    return device if plan.offload is Offload.NONE else torch.device("cpu")
 
 
 def _optimizer(

@@ -139,10 +139,15 @@ def column_product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> T
     `x` is kept if it is not the gathered tensor itself, since a hook or the model replaced it.
     """
     if not hasattr(x_BTD, "gathered"):
-        return functional.linear(
-            x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype)
-        )
+        return _product(x_BTD, weight_FD, bias_F)
     return _ColumnProduct.apply(x_BTD, x_BTD.own, weight_FD, bias_F, x_BTD.gathered)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    dtype = x_BTD.dtype
+    return functional.linear(
+        x_BTD, weight_FD.to(dtype), None if bias_F is None else bias_F.to(dtype)
+    )
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -159,9 +164,7 @@ class _ColumnProduct(torch.autograd.Function):
         ctx.gathered = gathered
         if ctx.needs_input_grad[2]:
             gathered.read()
-        return functional.linear(
-            x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype)
-        )
+        return _product(x_BTD, weight_FD, bias_F)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -57,7 +57,12 @@ from orchestrator.training.contract.recipe import Batch, Recipe, materialise
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines.expert_parallel import ExpertParallel
 from orchestrator.training.engines.freezing import freeze_for
-from orchestrator.training.engines.optimizers import Updates, clip_factor, scale_gradients
+from orchestrator.training.engines.optimizers import (
+    Updates,
+    clip_factor,
+    scale_gradients,
+    state_device,
+)
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.tensor_parallel import (
     TensorParallel,
@@ -103,7 +108,7 @@ class TorchEngine:
             (lambda name: self._randomness.begin_update(self._step, name)) if is_rounded else None
         )
         self._updates = Updates(
-            self._named.items(), training, _state_device(plan, device), step, seed
+            self._named.items(), training, state_device(plan, device), step, seed
         )
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
@@ -348,10 +353,6 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _state_device(plan: Plan, device: torch.device) -> torch.device:
-    return device if plan.offload is Offload.NONE else torch.device("cpu")
 
 
 def _named_parameters(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:

@@ -131,6 +131,11 @@ def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
 def _name(node: ast.AST) -> str:
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         return str(node.slice.value)
+    return last_name(node)
+
+
+def last_name(node: ast.AST) -> str:
+    """Return the last part of a name in code: `run` of `typer.run`; "" for what is no name."""
     return (
         node.attr
         if isinstance(node, ast.Attribute)

@@ -147,17 +147,17 @@ class PathReader:
                 return text[slice(*ends)]
             except (ValueError, TypeError):
                 return None
-        value = (
-            self.calls.value_of(node.value, frame)
-            if isinstance(node.value, ast.Name | ast.Attribute)
-            else None
-        )
+        value = self._value_of(node.value, frame)
         if value is None or not isinstance(value[0], ast.Dict):
             return None
         for key, item in zip(value[0].keys, value[0].values, strict=True):
             if key is not None and ast.unparse(key) == ast.unparse(node.slice):
                 return self._read(item, value[1], depth)
         return None
+
+    def _value_of(self, node: ast.expr, frame: Frame) -> tuple[ast.expr, Frame, bool] | None:
+        is_name = isinstance(node, ast.Name | ast.Attribute)
+        return self.calls.value_of(node, frame) if is_name else None
 
     def _join(self, parts: Sequence[ast.expr], between: str, frame: Frame, depth: int) -> str:
         texts = [self._read(part, frame, depth - 1) for part in parts]
@@ -178,11 +178,7 @@ class PathReader:
 
     def _is_open_file(self, node: ast.Attribute, frame: Frame) -> bool:
         """Return whether `.name` is that of an open file, so its path."""
-        value = (
-            self.calls.value_of(node.value, frame)
-            if isinstance(node.value, ast.Name | ast.Attribute)
-            else None
-        )
+        value = self._value_of(node.value, frame)
         call = node.value if value is None else value[0]
         name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         return name in (*OPENS, *TEMPORARIES)

@@ -10,7 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.service.commands.init.code_settings import Divisor, divided_by_ranks, settings_in
+from orchestrator.service.commands.init.code_settings import (
+    Divisor,
+    divided_by_ranks,
+    last_name,
+    settings_in,
+)
 from orchestrator.service.commands.init.meanings import Count, Setting
 from orchestrator.service.commands.init.named_files import number_of
 from orchestrator.service.commands.init.saved_files import SavedFile, saved_files
@@ -136,7 +141,9 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         (name, "wrap") for function in functions.values() for name in _wrapped_classes(function)
     ]
     parser_pairs += [
-        (name, "add_arguments") for name, node in classes.items() if TAP in map(_last, node.bases)
+        (name, "add_arguments")
+        for name, node in classes.items()
+        if TAP in map(last_name, node.bases)
     ]
     flat = "simple_parsing" in imports
     candidates = [
@@ -162,7 +169,7 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
     return Script(
         flags=tuple(flags.values()),
         imports=imports,
-        calls=frozenset(_last(call.func) for call in calls),
+        calls=frozenset(last_name(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         training_arguments=next(
             (base for name, _ in parser_pairs if (base := _arguments_base(name, classes))), None
@@ -175,7 +182,7 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
         saves=tuple(saved_files([(file.name, tree) for file, tree in beside.items()])),
         hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
         only_equals=any(
-            "configurator" in ast.unparse(call) for call in calls if _last(call.func) == "exec"
+            "configurator" in ast.unparse(call) for call in calls if last_name(call.func) == "exec"
         ),
     )
 
@@ -250,16 +257,6 @@ def _scalar(node: ast.expr | None, constants: dict[str, Any]) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _last(node: ast.expr) -> str:
-    return (
-        node.attr
-        if isinstance(node, ast.Attribute)
-        else node.id
-        if isinstance(node, ast.Name)
-        else ""
-    )
-
-
 def _keywords(call: ast.Call) -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
@@ -275,7 +272,7 @@ def _names(call: ast.Call) -> list[str]:
 def _choices(node: ast.expr | None, constants: dict[str, Any]) -> tuple[str, ...]:
     if isinstance(node, ast.Call):  # click.Choice([...])
         node = node.args[0] if node.args else None
-    if isinstance(node, ast.Subscript) and _last(node.value) == "Literal":
+    if isinstance(node, ast.Subscript) and last_name(node.value) == "Literal":
         node = node.slice
     choices = _literal(node, constants)
     return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
@@ -285,16 +282,16 @@ def _choices(node: ast.expr | None, constants: dict[str, Any]) -> tuple[str, ...
 
 
 def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
-    if _last(call.func) == "add_config_arguments":  # deepspeed/__init__.py
+    if last_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
     names = _names(call)
-    if absl := ABSL.fullmatch(_last(call.func)):
+    if absl := ABSL.fullmatch(last_name(call.func)):
         default = _scalar(call.args[1], constants) if len(call.args) > 1 else None
         kind: Literal["value", "boolean"] = "boolean" if absl[1].startswith("bool") else "value"
         if names:
             yield Flag(name=f"--{names[0]}", kind=kind, default=default)
-    if _last(call.func) != "add_argument" or not names:
+    if last_name(call.func) != "add_argument" or not names:
         return
     keywords = _keywords(call)
     default = _scalar(keywords.get("default"), constants)
@@ -307,10 +304,10 @@ def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]
     action = keywords.get("action")
     word = _literal(action, constants) if action is not None else None
     switch = word in ("store_true", "store_false") or (
-        action is not None and _last(action) == "BooleanOptionalAction"
+        action is not None and last_name(action) == "BooleanOptionalAction"
     )
     is_bool = "const" in keywords or "bool" in (
-        _last(keywords["type"]).lower() if "type" in keywords else ""
+        last_name(keywords["type"]).lower() if "type" in keywords else ""
     )
     yield Flag(
         name=_longest(names),
@@ -345,7 +342,7 @@ def _list_constants(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.ex
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
             yield from (
-                (_last(target), node.value.elts) for target in node.targets if _last(target)
+                (last_name(target), node.value.elts) for target in node.targets if last_name(target)
             )
 
 
@@ -353,7 +350,7 @@ def _parser_calls(
     call: ast.Call, lists: Mapping[str, list[ast.expr]], functions: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
     """Yield (class or function, parser) of a call that makes flags of its fields or parameters."""
-    parser = _last(call.func)
+    parser = last_name(call.func)
     if parser not in PARSERS:
         return
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
@@ -363,19 +360,20 @@ def _parser_calls(
         several = (
             argument.elts
             if isinstance(argument, ast.Tuple | ast.List)
-            else lists.get(_last(argument), [argument])
+            else lists.get(last_name(argument), [argument])
         )
-        yield from ((_last(expression), parser) for expression in several)
+        yield from ((last_name(expression), parser) for expression in several)
 
 
 def _wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
     """Yield the classes of a function's parameters under a decorator that makes flags of them."""
     decorators = (
-        _last(node.func if isinstance(node, ast.Call) else node) for node in function.decorator_list
+        last_name(node.func if isinstance(node, ast.Call) else node)
+        for node in function.decorator_list
     )
     if any(name in WRAPS for name in decorators):
         yield from (
-            _last(argument.annotation)
+            last_name(argument.annotation)
             for argument in function.args.args
             if argument.annotation is not None
         )
@@ -427,7 +425,7 @@ def _stand_in(name: str, base: str) -> ast.ClassDef:
 def _bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[str]:
     """Names of the bases of a class; `transformers.TrainingArguments` is never a class of the script's own."""
     for base in node.bases:
-        name = _last(base)
+        name = last_name(base)
         yield (
             f".{name}"
             if isinstance(base, ast.Attribute) or (name == node.name and name in classes)
@@ -453,10 +451,10 @@ def _class_flags(
         keywords = _keywords(value) if isinstance(value, ast.Call) else {}
         default = keywords.get("default") if is_call else value
         kind = ast.unparse(node.annotation)
-        if _last(node.annotation) in classes:
+        if last_name(node.annotation) in classes:
             nested = prefix if flat else f"{prefix}{node.target.id}."
             yield from _class_flags(
-                _last(node.annotation), classes, constants, flat, joint, nested, depth - 1
+                last_name(node.annotation), classes, constants, flat, joint, nested, depth - 1
             )
             continue
         yield Flag(
@@ -477,13 +475,13 @@ def _click_flags(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterat
     for call in function.decorator_list:
         if (
             not isinstance(call, ast.Call)
-            or _last(call.func) not in ("option", "argument")
+            or last_name(call.func) not in ("option", "argument")
             or not _names(call)
         ):
             continue
         keywords, names = _keywords(call), _names(call)
         default = _scalar(keywords.get("default"), constants)
-        if _last(call.func) == "argument":
+        if last_name(call.func) == "argument":
             needed = default is None and _literal(keywords.get("required"), constants) is not False
             yield Flag(name=names[0], kind="positional", default=default, required=needed)
             continue
@@ -496,7 +494,7 @@ def _click_flags(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterat
             kind="switch"
             if switch
             else "boolean"
-            if _last(keywords.get("type", call.func)) == "bool"
+            if last_name(keywords.get("type", call.func)) == "bool"
             else "value",
             default=default if default is not None or not switch else False,
             required=_literal(keywords.get("required"), constants) is True,
@@ -513,12 +511,14 @@ def _typer_commands(nodes: Iterable[ast.AST], imports: frozenset[str]) -> Iterat
         return
     nodes = list(nodes)
     run = {
-        _last(node.args[0]) for node in nodes if isinstance(node, ast.Call) and _is_typer_run(node)
+        last_name(node.args[0])
+        for node in nodes
+        if isinstance(node, ast.Call) and _is_typer_run(node)
     }
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
             decorators = [
-                _last(decorator.func if isinstance(decorator, ast.Call) else decorator)
+                last_name(decorator.func if isinstance(decorator, ast.Call) else decorator)
                 for decorator in node.decorator_list
             ]
             if node.name in run or "command" in decorators:
@@ -548,7 +548,7 @@ def _parameter_flags(
             value = info.args[0] if info.args else _keywords(info).get("default")
         required = value is None or _literal(value, constants) is ...
         default = None if required else _scalar(value, constants)
-        option = _last(info.func) == "Option" if info is not None else not required
+        option = last_name(info.func) == "Option" if info is not None else not required
         names = [name.partition("/")[0] for name in _names(info)] if info is not None else []
         flags = [name for name in names if name.startswith("-")]
         switch = "bool" in kind or isinstance(default, bool)
@@ -569,7 +569,7 @@ def _typer_info(node: ast.expr | None) -> ast.Call | None:
         (
             call
             for call in calls
-            if isinstance(call, ast.Call) and _last(call.func) in ("Option", "Argument")
+            if isinstance(call, ast.Call) and last_name(call.func) in ("Option", "Argument")
         ),
         None,
     )

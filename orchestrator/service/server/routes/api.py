@@ -235,8 +235,8 @@ def create_app(service: Service) -> FastAPI:
 
 def _used_uploads(service: Service) -> set[str]:
     """Return the digests of the uploads that live jobs name."""
-    live = (job.spec for job in service.controller.state.jobs.values() if not job.status.ended)
-    uploads = (find_upload(service.home, path) for spec in live for _, path in paths_of(spec))
+    live = service.controller.state.live_jobs
+    uploads = (find_upload(service.home, path) for job in live for _, path in paths_of(job.spec))
     return {upload.parent.name for upload, _ in filter(None, uploads)}
 
 
