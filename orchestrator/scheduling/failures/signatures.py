@@ -235,8 +235,8 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
             r"PBS: job killed: walltime",
             r"^KeyboardInterrupt\b",
             # a script's own handler
-            r"(?:aught|eceived|[Gg]ot|andling)[^\n]{0,20}\bSIG(?:TERM|INT|USR\d)\b",
-            r"(?:aught|eceived|[Gg]ot|andling)[^\n]{0,20}\bsignal (?:2|10|12|15)\b",
+            r"(?:aught|eceived|[Gg]ot|Handling|handling)[^\n]{0,20}\bSIG(?:TERM|INT|USR\d)\b",
+            r"(?:aught|eceived|[Gg]ot|Handling|handling)[^\n]{0,20}\bsignal (?:2|10|12|15)\b",
             r"imminent node shutdown",  # kubelet
         ),
     ),
@@ -271,7 +271,7 @@ TELLING = (
     "times out", "timeout", "monitoredBarrier", " signal", "CANCELLED", "this job is", "Got completion", "was aborted",
     "Executor: W", "Horovod has", " process ", "W Exception", "VRAM", "显存", "内存", "finished reduction",
     "Duplicate GPU", "paging file", "shutdown", "Client E", "NoSuch", "AccessDenied", "InvalidAcc", "NVML",
-    "terminated", "TCPStore", "signal ", "aught", "eceived", "Got ", "got ", "andling",
+    "terminated", "TCPStore", "signal ",
 )  # fmt: skip
 
 
