@@ -297,7 +297,7 @@ class Launcher:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=dies_with_parent(),
+                    preexec_fn=_begins_afresh(),
                 )
             except OSError as error:
                 if error.errno not in EXEC_ERRORS:
@@ -390,6 +390,18 @@ def _with_guard(env: dict[str, str]) -> dict[str, str]:
         **env,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(INHERITED), env.get("PYTHONPATH")])),
     }
+
+
+def _begins_afresh() -> Callable[[], None]:
+    """Return `dies_with_parent` for a rank, which also gets SIGINT as a fresh process does: workers of Ray block it."""
+    tie_to_parent = dies_with_parent()
+
+    def hook() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        tie_to_parent()
+
+    return hook
 
 
 def dies_with_parent() -> Callable[[], None]:
