@@ -163,7 +163,7 @@ class Extent(StrEnum):
 
 
 class About(StrEnum):
-    """What an exception or an exit code names as wrong: whoever mends it looks there."""
+    """The thing that an exception or an exit code names as wrong, by which advice is chosen."""
 
     MODULE = "module"  # a library that is missing, or of another version
     DATA = "data"  # a sample, a file or a checkpoint that is broken

@@ -246,7 +246,8 @@ class LogScan:
         if self._calm > CALM_LINES:
             self._forget_all()
         self._calm = 0
-        rank = next((int(number) for number in prefix.groups() if number), None) if prefix else None
+        numbers = prefix.groups() if prefix else ()
+        rank = next((int(number) for number in numbers if number), None)
         self._note(stack, self._finding(cause, text, rank, offset, stack), role)
         stack.frames.clear()
         stack.lines.clear()

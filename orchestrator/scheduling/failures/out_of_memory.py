@@ -33,13 +33,15 @@ def loaded_bytes(job: Job, device: str) -> int | None:
 
     An attempt shows it that ran out of memory there at micro-batch 1: no batch lowers weights and states.
     """
-    needed = [
-        oom_needed_bytes(report)
-        for attempt in job.attempts
-        if attempt.evidence is not None and attempt.device == device and job.spec.is_script
-        for report in attempt.evidence.ooms
-        if report.phase == "startup" and attempt.plan.micro_batch_size == 1
-    ]
+    needed = list[int]()
+    for attempt in job.attempts if job.spec.is_script else ():
+        if attempt.evidence is None or attempt.device != device:
+            continue
+        if attempt.plan.micro_batch_size > 1:
+            continue
+        for report in attempt.evidence.ooms:
+            if report.phase == "startup":
+                needed.append(oom_needed_bytes(report))
     return max(needed, default=None)
 
 

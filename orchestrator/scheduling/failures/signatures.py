@@ -1,7 +1,7 @@
 """The catalogue of lines that name a cause of failure, and the words by which unknown lines name memory.
 
-Texts come from the sources named beside each group; `tests/scheduling/failures/` has an example of each. What no rule
-knows is an exception without a cause: `endings.py` says whom it blames.
+Texts come from the sources named beside each group; `tests/scheduling/failures/` has an example of each. An exception
+that no rule matches has no cause here: `endings.py` decides whether the program is to blame.
 """
 
 from __future__ import annotations
