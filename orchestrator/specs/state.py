@@ -56,9 +56,10 @@ class RunLength:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopCredit:
-    """Device-seconds that stops for a gain may cost, as of a time. See scheduling/base/stop_credit.py."""
+class Credit:
+    """Device-seconds that may be spent, as of a time; below zero in debt. See scheduling/base/credit.py."""
 
+    fund: str  # name of a Fund
     device_s: float
     at_s: float
 
@@ -92,7 +93,7 @@ class State:
     drained: tuple[str, ...] = ()  # names of drained nodes, sorted
     policy: PolicySpec = UNSHARED
     usage: tuple[Usage, ...] = ()  # by user, sorted
-    stop_credit: StopCredit | None = None  # None: full
+    credits: tuple[Credit, ...] = ()  # by fund; one that is not there is full
     ends: tuple[UnexplainedEnd, ...] = ()  # unexplained ends of the last day, oldest first
     suspensions: tuple[Suspension, ...] = ()  # including past ones, until an attempt trains there
     unreadable: tuple[

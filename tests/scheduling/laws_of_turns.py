@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from itertools import combinations
 from zoneinfo import ZoneInfo
 
+from orchestrator.scheduling.base.credit import AGED, PRESSING, credit_device_s
 from orchestrator.scheduling.base.migration import held_placement_of
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
@@ -179,7 +180,8 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
 def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str]:
     """A job past its aging limit has devices promised before a job starts that came later and ranks no higher.
 
-    No job delays what is promised. Its hours, its array, drained nodes and memory that others hold bind it.
+    It holds as long as the credit of such jobs covers those before it. No job delays what is promised. Its hours, its
+    array, drained nodes and memory that others hold bind it.
     """
     launches = list(of(Launch, t.actions))
     if not launches or (t.after.policy.has_quotas):
@@ -214,6 +216,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
             or job.id in promised
             or waiting.rank > t.after.at_s
             or not _could_be_held(idle, idle.waiting[job.id])
+            or not _is_covered(t, idle, waiting)
         ):
             continue
         for launch in launches:
@@ -225,6 +228,30 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
                 and not (held_placement_of(launch.job) or launch.job.id in ahead)
             ):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
+
+
+def _is_covered(t: Transition, index: SchedulerIndex, waiting: Waiting) -> bool:
+    """Return whether the credit covers all jobs past their limits but those of the same user that came later."""
+    at_s, job = t.after.at_s, waiting.job
+    before = replace(t.before, at_s=at_s)
+    left = credit_device_s(before, AGED, index.devices)
+    for other in index.waiting.values():
+        is_later = other.job.user == job.user and other.job.order >= job.order
+        if other.rank <= at_s and not is_later:
+            left -= other.device_s
+    return left >= 0
+
+
+def _nothing_is_spent_while_in_debt(t: Transition) -> Iterator[str]:
+    """Neither age nor a deadline puts a job first while what went first before is not earned again."""
+    devices_before = sum(node.devices for node in t.before.nodes)
+    if devices_before != sum(node.devices for node in t.after.nodes):
+        return
+    for fund in (AGED, PRESSING):
+        before = credit_device_s(replace(t.before, at_s=t.after.at_s), fund, devices_before)
+        after = credit_device_s(t.after, fund, devices_before)
+        if before < 0 and after < before - 1e-6:
+            yield f"{fund.name} spends {before - after} device-seconds in debt"
 
 
 def _could_be_held(index: SchedulerIndex, waiting: Waiting) -> bool:
@@ -342,4 +369,5 @@ ADAPTIVE_LAWS: tuple[Law, ...] = (  # priority, teams and aging count for no oth
     _order,
     _nobody_borrows_what_its_owner_waits_for,
     _the_due_are_delayed_by_nobody_who_came_later,
+    _nothing_is_spent_while_in_debt,
 )

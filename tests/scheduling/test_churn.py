@@ -8,9 +8,8 @@ from itertools import pairwise
 import pytest
 
 from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.scheduling.base import stop_credit
+from orchestrator.scheduling.base.credit import STOPS, credit_from_s
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
-from orchestrator.scheduling.base.stop_credit import CREDIT_S, CREDIT_SHARE, credit_from_s
 from orchestrator.scheduling.reports.morning import morning_report
 from orchestrator.scheduling.scheduling_pass import preemption
 from orchestrator.service.commands.simulate import Outcome, simulate
@@ -19,7 +18,7 @@ from orchestrator.service.views.report import cost_words
 from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.replace import replace
-from orchestrator.specs.state import State, StopCredit
+from orchestrator.specs.state import Credit, State
 from tests.scheduling.factories import node
 from tests.scheduling.test_elastic import elastic, moving
 from tests.scheduling.test_queue import played, script, seen, submitted
@@ -61,7 +60,7 @@ def test_an_elastic_job_beside_bursts_is_moved_at_most_six_times_an_hour() -> No
     moves = len(long.attempts) - 1
     assert moves <= 6 * hours
     lost_s = sum(len(process.devices) * (30.0 + SAVE_S) for process in long.attempts[:-1])
-    assert lost_s <= CREDIT_SHARE * 8 * (CREDIT_S + hours * HOUR_S)
+    assert lost_s <= STOPS.share * 8 * (STOPS.span_s + hours * HOUR_S)
 
 
 def test_between_two_stops_of_a_job_for_a_gain_are_ten_minutes() -> None:
@@ -71,11 +70,13 @@ def test_between_two_stops_of_a_job_for_a_gain_are_ten_minutes() -> None:
 
 
 def test_a_credit_fills_at_a_share_of_the_devices_and_covers_no_more_than_it_holds() -> None:
-    state = replace(State(), at_s=1000.0, stop_credit=StopCredit(device_s=0.0, at_s=1000.0))
-    assert credit_from_s(state, 100, 20.0) == 1000.0 + 20.0 / (CREDIT_SHARE * 100)
-    assert credit_from_s(replace(state, at_s=1010.0), 100, 20.0) == 1010.0
-    assert credit_from_s(State(), 100, CREDIT_SHARE * 100 * CREDIT_S) == 0.0
-    assert credit_from_s(State(), 100, CREDIT_SHARE * 100 * CREDIT_S + 1.0) == float("inf")
+    empty = Credit(fund=STOPS.name, device_s=0.0, at_s=1000.0)
+    state = replace(State(), at_s=1000.0, credits=(empty,))
+    assert credit_from_s(state, STOPS, 100, 20.0) == 1000.0 + 20.0 / (STOPS.share * 100)
+    assert credit_from_s(replace(state, at_s=1010.0), STOPS, 100, 20.0) == 1010.0
+    full_device_s = STOPS.full_device_s(100)
+    assert credit_from_s(State(), STOPS, 100, full_device_s) == 0.0
+    assert credit_from_s(State(), STOPS, 100, full_device_s + 1.0) == float("inf")
 
 
 def test_a_stop_for_a_gain_is_paid_and_one_for_a_priority_is_not() -> None:
@@ -88,7 +89,7 @@ def test_a_stop_for_a_gain_is_paid_and_one_for_a_priority_is_not() -> None:
         assert moving(state)
         attempt = state.jobs["job-1"].attempts[-1]
         assert attempt.stop_cause is (StopCause.GAIN if is_paid else StopCause.PRIORITY)
-        assert (state.stop_credit is not None) is is_paid
+        assert any(credit.fund == STOPS.name for credit in state.credits) is is_paid
 
 
 def test_the_report_counts_each_stop_by_its_cause() -> None:
@@ -104,7 +105,7 @@ def test_the_report_counts_each_stop_by_its_cause() -> None:
 
 
 def test_an_empty_credit_stops_nobody_for_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_credit, "CREDIT_S", 100.0)
+    monkeypatch.setattr(preemption, "STOPS", replace(STOPS, span_s=100.0))
     state, _ = played(
         seen(node(devices=1)),
         submitted(1, elastic({1: 10_000.0})),
@@ -125,6 +126,6 @@ def test_the_simulator_takes_the_time_of_a_save() -> None:
 def test_moves_without_a_rest_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "GAIN_REST_S", 0.0)
     monkeypatch.setattr(preemption, "GAIN_RESTS", 0.0)
-    monkeypatch.setattr(stop_credit, "CREDIT_SHARE", 1.0)
+    monkeypatch.setattr(preemption, "STOPS", replace(STOPS, share=1.0))
     with pytest.raises(AssertionError):
         test_between_two_stops_of_a_job_for_a_gain_are_ten_minutes()

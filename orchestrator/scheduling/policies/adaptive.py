@@ -5,10 +5,11 @@ Numbers and their sources are in base/tuning.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from math import inf
 
+from orchestrator.scheduling.base.credit import AGED, PRESSING, Fund, credit_device_s
 from orchestrator.scheduling.base.migration import is_elastic
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
@@ -64,26 +65,79 @@ class AdaptivePolicy:
         """Yield (job, time to end by) in order: guarantees, priority, fair share, then age, deadline and length.
 
         Of equal jobs those past their aging limits come first, in the order of submission. Then come jobs with urgent
-        deadlines that can still be met, earliest first. Then come the others by their aging limits, but the largest of
+        deadlines that can still be met, earliest first. Both are paid from credits (base/credit.py), so that neither
+        takes more than a share of the device-seconds. Then come the others by their aging limits, but the largest of
         the largest first. A job that can meet its deadline comes with that first, and again without it.
         """
         index = self._index
         yield from ((waiting, inf) for waiting in index.promised_first())
-        at_s = index.state.at_s
         place = index.places()
+        credits = {
+            fund: credit_device_s(index.state, fund, index.devices) for fund in (AGED, PRESSING)
+        }
         turns = sorted((-priority, place(user), user) for priority, user in index.lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
-            keys = [(-priority, user) for _, _, user in equals]
-            for _, _, job_id in merge_lines([line.due(at_s) for line in index.lines_of(keys)]):
-                yield from self._in_time_first(job_id)
-            for by_s, _, job_id in merge_lines(
-                [line.by_deadline(at_s) for line in index.lines_of(keys)]
-            ):
-                waiting = index.waiting[job_id]
-                if waiting.presses_s <= at_s < waiting.rank and self._could_end_by(waiting, by_s):
-                    yield waiting, by_s
-            for _, _, job_id in merge_lines([self._ordered(line) for line in index.lines_of(keys)]):
-                yield from self._in_time_first(job_id)
+            lines = index.lines_of([(-priority, user) for _, _, user in equals])
+            yield from self._overdue(lines, credits)
+            urgent = set[str]()
+            for waiting, by_s in self._urgent(lines, credits):
+                urgent.add(waiting.job.id)
+                yield waiting, by_s
+            yield from self._others(lines, urgent)
+
+    def _overdue(
+        self, lines: Sequence[WaitQueue], credits: dict[Fund, float]
+    ) -> Iterator[tuple[Waiting, float]]:
+        """Yield jobs past their aging limits by submission, as long as the credit lasts; it is then in debt.
+
+        Neither a job with reserved devices nor one with a guarantee needs a credit.
+        """
+        at_s = self._index.state.at_s
+        for _, _, job_id in merge_lines([line.due(at_s) for line in lines]):
+            waiting = self._index.waiting[job_id]
+            waiting.fund = None
+            if waiting.rank > -inf and waiting.job.spec.guarantee is None:
+                if credits[AGED] < 0:
+                    return
+                credits[AGED] -= waiting.device_s
+                waiting.fund = AGED
+            yield from self._in_time_first(waiting)
+
+    def _urgent(
+        self, lines: Sequence[WaitQueue], credits: dict[Fund, float]
+    ) -> Iterator[tuple[Waiting, float]]:
+        """Yield jobs with urgent deadlines that can still be met, earliest first, where the credit covers them.
+
+        A full credit covers any. What it does not cover now is passed over, so that smaller jobs can be in time.
+        """
+        at_s = self._index.state.at_s
+        full_device_s = PRESSING.full_device_s(self._index.devices)
+        for by_s, _, job_id in merge_lines([line.by_deadline(at_s) for line in lines]):
+            waiting = self._index.waiting.get(job_id)
+            if waiting is None or not waiting.presses_s <= at_s < waiting.rank:
+                continue
+            is_covered = credits[PRESSING] >= min(waiting.device_s, full_device_s)
+            if is_covered and self._could_end_by(waiting, by_s):
+                credits[PRESSING] -= waiting.device_s
+                waiting.fund = PRESSING
+                yield waiting, by_s
+
+    def _others(
+        self, lines: Sequence[WaitQueue], urgent: Collection[str]
+    ) -> Iterator[tuple[Waiting, float]]:
+        """Yield all jobs by their aging limits; those past them as if they had come now."""
+        at_s = self._index.state.at_s
+        ordered = [self._ordered(line) for line in lines]
+        ordered += [line.due_by_length(at_s) for line in lines]
+        for _, _, job_id in merge_lines(ordered):
+            waiting = self._index.waiting.get(job_id)
+            if waiting is None:
+                continue
+            waiting.fund = None
+            if job_id in urgent:
+                yield waiting, inf
+            else:
+                yield from self._in_time_first(waiting)
 
     def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
         """Return True: reservations keep later jobs from delaying it."""
@@ -128,13 +182,12 @@ class AdaptivePolicy:
         times_s = [line.presses_at_s(self._index.state.at_s) for line in self._index.lines.values()]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
-    def _in_time_first(self, job_id: str) -> Iterator[tuple[Waiting, float]]:
-        waiting = self._index.waiting[job_id]
+    def _in_time_first(self, waiting: Waiting) -> Iterator[tuple[Waiting, float]]:
         by_s, at_s = waiting.job.deadline_s, self._index.state.at_s
-        if by_s is not None and at_s < by_s and not waiting.presses_s <= at_s < waiting.rank:
+        if by_s is not None and at_s < by_s:
             if self._could_end_by(waiting, by_s):
                 yield waiting, by_s
-            if job_id not in self._index.waiting:
+            if waiting.job.id not in self._index.waiting:
                 return
         yield waiting, inf
 

@@ -21,7 +21,7 @@ class Move:
     from_s: float  # when it has run for long enough
     cause: StopCause
     why: str
-    cost_device_s: float = 0.0  # paid from the credit (base/stop_credit.py)
+    cost_device_s: float = 0.0  # paid from the credit (base/credit.py)
     held_placement: Placement = ()
 
 

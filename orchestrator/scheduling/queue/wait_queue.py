@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from heapq import merge
 from math import inf
 
+from orchestrator.scheduling.base.credit import Fund
 from orchestrator.scheduling.base.tuning import Tuning
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
@@ -29,6 +30,7 @@ class Waiting:
     device_s: float  # predicted device-seconds, before any measurement
     priority: int  # the highest of its own and of those that wait for its end
     presses_s: float = inf  # when its deadline becomes urgent enough to put it first
+    fund: Fund | None = None  # what pays for its start, as of the last look; None: nothing
     menus: OptionsByProfile = ()
     version: int = -1  # of the knowledge of its family when `menus` were made
 
@@ -36,6 +38,11 @@ class Waiting:
     def sort_key(self) -> SortKey:
         """Sort key of the job among jobs of its priority."""
         return (self.rank, self.job.order, self.job.id)
+
+    @property
+    def length_key(self) -> tuple[float, int, str, float]:
+        """Sort key of the job by how long it takes until its aging limit; its limit stands last."""
+        return (self.rank - self.job.submitted_at_s, self.job.order, self.job.id, self.rank)
 
 
 class WaitQueue:
@@ -48,6 +55,8 @@ class WaitQueue:
         ] = []  # of those that have one: that, instead of when it is due
         self._presses: list[SortKey] = []  # of the same: from when on it presses
         self._sizes: list[tuple[float, SortKey, int]] = []  # device-seconds, itself, fewest devices
+        # time from submission to the aging limit, number, id, limit
+        self._lengths: list[tuple[float, int, str, float]] = []
         self._total_device_ms = 0  # of all: a sum of whole numbers is the same in any order
 
     def __len__(self) -> int:
@@ -62,6 +71,7 @@ class WaitQueue:
         job = waiting.job
         insort(self._standing, waiting.sort_key)
         insort(self._sizes, (waiting.device_s, waiting.sort_key, job.spec.gpus.min))
+        insort(self._lengths, waiting.length_key)
         self._total_device_ms += round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             insort(self._deadlines, (job.deadline_s, job.order, job.id))
@@ -72,6 +82,7 @@ class WaitQueue:
         job = waiting.job
         del self._standing[bisect_left(self._standing, waiting.sort_key)]
         del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.sort_key, 0))]
+        del self._lengths[bisect_left(self._lengths, waiting.length_key)]
         self._total_device_ms -= round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             del self._deadlines[bisect_left(self._deadlines, (job.deadline_s, job.order, job.id))]
@@ -99,6 +110,16 @@ class WaitQueue:
                 for aging_limit_s, order, job_id in due
             ]
         )
+
+    def due_by_length(self, at_s: float) -> Sequence[SortKey]:
+        """Return the jobs past their aging limits as if all had come now, so that the shortest is first."""
+        if not self._due(at_s):
+            return ()
+        return [
+            (at_s + length_s, order, job_id)
+            for length_s, order, job_id, aging_limit_s in self._lengths
+            if aging_limit_s <= at_s
+        ]
 
     def in_order(self, at_s: float) -> Sequence[SortKey]:
         """Return the jobs before their aging limits, earliest limit first."""

@@ -9,9 +9,9 @@ from math import inf
 from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.profiles import own_settings
+from orchestrator.scheduling.base.credit import STOPS, pay
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
-from orchestrator.scheduling.base.stop_credit import pay_stops
 from orchestrator.scheduling.base.time_limits import end_over_limit
 from orchestrator.scheduling.failures.observation import observe_running
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
@@ -247,7 +247,7 @@ def _stop_jobs(
         leaving, stop = request_migration(
             move.job, move.cause, move.why, state.at_s, move.held_placement
         )
-        state = pay_stops(state, index.devices, move.cost_device_s)
+        state = pay(state, STOPS, index.devices, move.cost_device_s)
         index.update_job(move.job, leaving)
         if move.held_placement:
             index.keep(leaving)
@@ -338,6 +338,8 @@ def _apply_decision(
     match outcome:
         case StartDecision() as chosen:
             job, attempt = _begin(state, index, job, chosen)
+            if waiting.fund is not None:
+                state = pay(state, waiting.fund, index.devices, waiting.device_s)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
             is_as_before = (wait.code, wait.facts, "") == (job.pending, job.facts, job.reason)

@@ -12,6 +12,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
+from orchestrator.scheduling.base.credit import STOPS, credit_from_s
 from orchestrator.scheduling.base.migration import (
     MOVE_GRACE_S,
     SAVE_S,
@@ -19,7 +20,6 @@ from orchestrator.scheduling.base.migration import (
     expected_loss_s,
     stopped_at_s,
 )
-from orchestrator.scheduling.base.stop_credit import credit_from_s
 from orchestrator.scheduling.base.time_limits import spent_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
@@ -94,7 +94,7 @@ class Moving:
 def gain_from_s(index: SchedulerIndex, moving: Moving) -> float:
     """Return from when on a job may be stopped for a gain, in seconds since 1970; infinity: never."""
     rested_s = moving.stopped_s + max(GAIN_REST_S, GAIN_RESTS * (SAVE_S + moving.paid_s))
-    affordable_s = credit_from_s(index.state, index.devices, moving.cost_device_s)
+    affordable_s = credit_from_s(index.state, STOPS, index.devices, moving.cost_device_s)
     return max(moving.trained_s, rested_s, affordable_s)
 
 
