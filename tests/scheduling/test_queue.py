@@ -34,6 +34,7 @@ from tests.scheduling.factories import node
 from tests.scheduling.invariants import violations
 from tests.scheduling.test_properties import UNSHRUNK, random_event
 from tests.scheduling.transition import history
+from tests.scheduling.world import MemoryJournal, backend_of, play, random_scenario
 
 SUCCESS = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
 LAUNCH_S = 30.0
@@ -90,6 +91,18 @@ def test_an_index_says_what_its_state_says(seed: int) -> None:
         actions = scheduler.step(event)
         assert (scheduler.state, actions) == anew
         assert scheduler.wake_at_s() == Scheduler(scheduler.state).wake_at_s()
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_an_index_says_what_its_state_says_in_a_whole_night(seed: int) -> None:
+    """A move to a faster plan is decided between two passes, beside what the last one reserved."""
+    scenario, journal = random_scenario(random.Random(seed)), MemoryJournal()
+    play(scenario, journal, backend_of(scenario))
+    scheduler = Scheduler(State())
+    for event in journal.events:
+        anew = step(scheduler.state, event)
+        actions = scheduler.step(event)
+        assert (scheduler.state, actions) == anew
 
 
 @pytest.mark.parametrize("seed", range(10))

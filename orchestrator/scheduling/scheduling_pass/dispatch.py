@@ -103,6 +103,9 @@ def climb(
     option = faster_option(job, pool.group, calibrated, pool.launch_cost_s)
     if option is None:
         return state, ()
+    # an index that is made anew knows of no reservation: both look at those of the state
+    index.clear_reservations()
+    index.reserve(state.reservations)
     placement = pool.place_again(
         attempt.placement, option.shape, state.at_s + option.seconds, option.least_bytes
     )
