@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 INHERITED = (  # a trailing * stands for any end; docs/security.md has the same list
     *(
         "PATH",
@@ -100,3 +104,12 @@ def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[st
     starts = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
     names = {name for name in environment if name.startswith(starts) and not is_secret(name)}
     return {name: environment[name] for name in sorted((names | {*patterns}) & environment.keys())}
+
+
+def base_env() -> dict[str, str]:
+    """Return variables that ranks inherit. PATH includes the tools of this environment, such as ninja."""
+    base = {
+        name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY
+    }
+    base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
+    return base

@@ -12,7 +12,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -33,7 +32,7 @@ from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import base_env
 from orchestrator.specs.run import AttemptFolder
 
 POLL_S = 0.05
@@ -53,7 +52,6 @@ CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
 # guards every Python process that trains
 INHERITED = Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 RUN_AS = "ORC_RUN_AS"  # uid:gid of a rank's process; it does not inherit this
-CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 
 
 RankStart = tuple[int, tuple[str, ...], dict[str, str]]  # number, argv, environment
@@ -360,15 +358,6 @@ class Launcher:
     def _touch(self) -> None:
         self._version += 1
         self._changed.notify_all()
-
-
-def base_env() -> dict[str, str]:
-    """Return variables that ranks inherit. PATH includes the tools of this environment, such as ninja."""
-    base = {
-        name: value for name, value in inherited(os.environ).items() if name not in CHOSEN_BY_RAY
-    }
-    base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
-    return base
 
 
 def run_as(identity: str | None) -> Identity:

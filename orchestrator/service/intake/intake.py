@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from orchestrator.backends.attempts.launcher import base_env
 from orchestrator.backends.attempts.program import why_not_started
-from orchestrator.backends.trackers import check_trackers
+from orchestrator.backends.environment import base_env
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.intake.git import code_source
 from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
@@ -261,6 +260,9 @@ def read_cluster(path: Path | None) -> ClusterSpec:
     if path is None:
         return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
     cluster = parse_cluster(_read_text(path), str(path))
+    # a client that submits a job needs no tracker
+    from orchestrator.backends.trackers import check_trackers
+
     check_trackers(cluster.trackers, str(path))
     return cluster
 
