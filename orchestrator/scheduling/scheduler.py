@@ -61,6 +61,8 @@ class Scheduler:
         state, immediate = apply(before, event)
         index = self._index = _update_index(self._index, before, state, event)
         state = index.state = _with_demand(before, state, index, event)
+        if isinstance(event, Submitted) and event.more:
+            return immediate
         state, expired = end_expired(state, index)
         state, stopped = empty_nodes(state, index)
         state, climbing = (

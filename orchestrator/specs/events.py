@@ -34,6 +34,9 @@ class Submitted:
     retry_of: str | None = None  # id of the ended job that is submitted again
     continues_from: str | None = None  # id of the job whose newest checkpoint it starts from
     continues_step: int = 0  # of that checkpoint
+    more: bool = (
+        False  # another submission follows in the same commit: both are decided upon with it
+    )
     unreadable: str = ""  # why its row could not be read: only the id is known, and it never starts
     type: Literal["submitted"] = "submitted"
 

@@ -328,7 +328,9 @@ def random_event(draw: random.Random, state: State, *, with_updates: bool = Fals
         order = draw.randint(1, state.submitted + 1)  # one that was told before, or the next
         spec = random_job(draw, 4).model_copy(update={"user": draw.choice(USERS)})
         spec = stranger(spec) if order % 3 == 0 and spec.is_script else spec
-        return Submitted(job_id=f"job-{order}", order=order, spec=spec, at_s=at_s)
+        return Submitted(
+            job_id=f"job-{order}", order=order, spec=spec, at_s=at_s, more=draw.random() < 0.2
+        )
     if kind is NodesSeen:
         nodes = idle_nodes(maintained(draw, draw.choice(CLUSTERS[2:])))
         nodes_seen = tuple(

@@ -42,6 +42,7 @@ from orchestrator.specs.attempt import Attempt, StopCause
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.pending import Pending
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
 
@@ -100,7 +101,10 @@ class SchedulerIndex:
         self.close(state)
         for job in state.jobs.values():
             self.update_job(None, job)
-        self.arrived.clear()
+        # those of a batch on which no pass has decided yet
+        self.arrived = [
+            entry for entry in self.arrived if entry.job.pending is Pending.CLUSTER_UNSEEN
+        ]
         self.is_stale = False
 
     # what changes

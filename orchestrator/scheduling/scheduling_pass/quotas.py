@@ -67,38 +67,40 @@ class QuotaPass:
         reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or closed
         nodes are idle: their reasons say so.
 
-        No job is examined where all had to wait in the last round and only jobs came since that must wait, too. So a
-        submission costs the same behind any queue.
+        No other job is examined where all had to wait in the last round and only jobs came since that must wait, too.
+        So a submission costs the same behind any queue.
         """
         index = self._index
-        is_plain = not (self._left or index.guaranteed or index.stoppable or index.closed)
-        if (
-            is_plain
+        has_claims = bool(self._left or index.guaranteed)
+        is_calm = (
+            not has_claims
             and index.all_wait
             and not index.is_stale
             and all(cannot_start(index, waiting) for waiting in index.arrived)
-        ):
-            return
-        index.all_wait = False
+        )
+        index.all_wait = is_calm
         ahead: list[tuple[Waiting, float, int | None]] = []
-        idle, decided = index.idle, False
+        idle, could_start = index.idle, False
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
-            is_looked_at = of_others < 0 or (
-                of_others < LOOKED_AT_MAX and bool(self._index.stoppable)
-            )
+            is_first = of_others < LOOKED_AT_MAX
+            is_looked_at = of_others < 0 or (is_first and bool(index.stoppable))
+            is_named = is_first and bool(index.closed)
+            if is_calm and not (is_looked_at or is_named):
+                break
             if not is_looked_at and not idle:
                 return
             ahead.append(turn)
-            if self._left or is_looked_at or not cannot_start(self._index, turn[0]):
+            can_start = not cannot_start(index, turn[0])
+            could_start = could_start or can_start
+            if self._left or is_looked_at or can_start:
                 for entry in ahead:
                     if entry[0].job.id not in self._decided_ids:
                         yield entry
                 ahead.clear()
-                decided = True
-                idle = self._index.idle  # without what was given to them
-        index.all_wait = is_plain and not decided
-        if self._index.closed and idle:
+                idle = index.idle  # without what was given to them
+        index.all_wait = is_calm or not (has_claims or could_start)
+        if index.closed and idle:
             yield from [
                 entry for entry in ahead[:LOOKED_AT_MAX] if entry[0].job.id not in self._decided_ids
             ]

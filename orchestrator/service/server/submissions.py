@@ -17,6 +17,7 @@ from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import SWEEP
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 GROUP = 64  # most events in one commit: submissions wait while they are decided
@@ -153,7 +154,8 @@ def new_jobs(
             submissions[request.key.name] = Submission(
                 digest=request.key.digest, ids=tuple(request.ids)
             )
-    return events
+    # one pass decides on all of a group
+    return [*(replace(event, more=True) for event in events[:-1]), *events[-1:]]
 
 
 def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -> None:
