@@ -14,8 +14,8 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.strategies import has_batch_norm
 from orchestrator.planning.work import ALL_OTHER_PLANS_MAX, OTHER_PLANS_MAX, TooManyPlans, Work
 from orchestrator.specs.choices import Degradation, Optimizer
-from orchestrator.specs.cluster import DeviceSpec
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.cluster import catalogue_device
+from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
@@ -406,7 +406,7 @@ def _larger_devices(case: Unfit) -> Iterator[WayOut]:
 
 def cards_with(least_bytes: int) -> list[str]:
     """Return the names of the smallest GPUs of the catalogue with this much memory."""
-    cards = [DeviceSpec.model_validate({"name": name, **DEVICES[name]}) for name in DEVICES]
+    cards = map(catalogue_device, load_devices())
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
 

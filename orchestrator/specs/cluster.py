@@ -18,7 +18,7 @@ from pydantic import (
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.device_kind import DeviceKind
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
@@ -144,7 +144,9 @@ class DeviceSpec(SpecModel):
 
 
 Window = tuple[float, float]  # from when to when, in seconds since 1970
-DeviceName = Annotated[str, Field(json_schema_extra={"enum": list(DEVICES)})]
+DeviceName = Annotated[
+    str, Field(json_schema_extra=lambda schema: schema.update(enum=list(load_devices())))
+]
 
 
 def _from_catalogue(device: object) -> Any:
@@ -153,17 +155,23 @@ def _from_catalogue(device: object) -> Any:
         return _from_catalogue(device["name"]) | {"price_per_hour": device["price_per_hour"]}
     if not isinstance(device, str):
         return device
-    if device not in DEVICES:
-        near = closest(device.lower(), DEVICES)
+    devices = load_devices()
+    if device not in devices:
+        near = closest(device.lower(), devices)
         raise SpecError(
             "the catalogue has no such device",
             got=device,
-            allowed=", ".join(DEVICES),
+            allowed=", ".join(devices),
             hint=f"did you mean {near!r}?"
             if near
             else "describe it: name, memory, fp32_tflops, bf16_tflops, ...",
         )
-    return {"name": device} | dict(DEVICES[device])
+    return {"name": device, **devices[device]}
+
+
+def catalogue_device(name: str) -> DeviceSpec:
+    """Return the catalogue's device of this name. Raises SpecError where there is none."""
+    return DeviceSpec.model_validate(_from_catalogue(name))
 
 
 def _check_device_id(device_id: DeviceId) -> DeviceId:
