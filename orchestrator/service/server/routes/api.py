@@ -24,8 +24,10 @@ from orchestrator.service.server.access.gate import (
     LINK,
     Gate,
     Gated,
+    by_route,
     limiter,
     refusal,
+    route_of,
 )
 from orchestrator.service.server.access.sessions import Sessions
 from orchestrator.service.server.access.sign_in_links import SignInLinks
@@ -110,51 +112,62 @@ from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.run import find_upload
 
 ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
-ROLES = {  # needed by each route; one that is missing here needs an admin
-    ("GET", "/openapi.json"): Role.VIEWER,
-    ("GET", "/whoami"): Role.VIEWER,
-    ("POST", "/sign-in-links"): Role.VIEWER,
-    ("GET", "/jobs"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/comparison"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/attempts/{number}/logs/follow"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
-    ("GET", "/sweeps"): Role.VIEWER,
-    ("GET", "/sweeps/{sweep_id}"): Role.VIEWER,
-    ("GET", "/cluster"): Role.VIEWER,
-    ("GET", "/teams"): Role.VIEWER,
-    ("GET", "/report"): Role.VIEWER,
-    ("GET", "/forecast"): Role.VIEWER,
-    ("GET", "/metrics"): Role.VIEWER,
-    ("POST", "/jobs"): Role.MEMBER,
-    ("POST", "/jobs/batch"): Role.MEMBER,
-    ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
-    ("POST", "/jobs/hold"): Role.MEMBER,  # of its own team, as those below
-    ("POST", "/jobs/release"): Role.MEMBER,
-    ("POST", "/jobs/suspend"): Role.MEMBER,
-    ("POST", "/jobs/resume"): Role.MEMBER,
-    ("POST", "/jobs/{job_id}/update"): Role.MEMBER,
-    ("POST", "/jobs/{job_id}/retry"): Role.MEMBER,
-    ("POST", "/uploads/missing"): Role.MEMBER,
-    ("PUT", "/uploads/{digest}"): Role.MEMBER,
-    ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
-    ("POST", "/observations"): Role.OPERATOR,
-    ("POST", "/notify/test"): Role.OPERATOR,
-    ("POST", "/purge"): Role.OPERATOR,
-    ("GET", "/join"): Role.OPERATOR,
-    ("POST", "/nodes"): Role.OPERATOR,
-    ("DELETE", "/nodes/{node}"): Role.OPERATOR,
-}
-JOINING = frozenset(  # for which the token of joining machines is enough
+ROLES = by_route(  # needed by each route; one that is missing here needs an admin
     {
-        ("GET", "/join"),
-        ("GET", "/cluster"),
-        ("POST", "/nodes"),
-        ("POST", "/nodes/{node}/drain"),
-        ("DELETE", "/nodes/{node}"),
+        Role.VIEWER: (
+            "GET /openapi.json",
+            "GET /whoami",
+            "POST /sign-in-links",
+            "GET /jobs",
+            "GET /jobs/{job_id}",
+            "GET /jobs/{job_id}/explanation",
+            "GET /jobs/{job_id}/comparison",
+            "GET /jobs/{job_id}/attempts/{number}/logs",
+            "GET /jobs/{job_id}/attempts/{number}/logs/follow",
+            "GET /sweeps",
+            "GET /sweeps/{sweep_id}",
+            "GET /cluster",
+            "GET /teams",
+            "GET /report",
+            "GET /forecast",
+            "GET /metrics",
+        ),
+        Role.MEMBER: (  # those of one job: of its own team
+            "GET /jobs/{job_id}/output",
+            "POST /jobs",
+            "POST /jobs/batch",
+            "POST /jobs/cancel",
+            "POST /jobs/hold",
+            "POST /jobs/release",
+            "POST /jobs/suspend",
+            "POST /jobs/resume",
+            "POST /jobs/{job_id}/update",
+            "POST /jobs/{job_id}/retry",
+            "POST /uploads/missing",
+            "PUT /uploads/{digest}",
+        ),
+        Role.OPERATOR: (
+            "POST /nodes/{node}/drain",
+            "POST /observations",
+            "POST /notify/test",
+            "POST /purge",
+            "GET /join",
+            "POST /nodes",
+            "DELETE /nodes/{node}",
+        ),
     }
+)
+JOINING = frozenset(  # for which the token of joining machines is enough
+    map(
+        route_of,
+        (
+            "GET /join",
+            "GET /cluster",
+            "POST /nodes",
+            "POST /nodes/{node}/drain",
+            "DELETE /nodes/{node}",
+        ),
+    )
 )
 EXPOSITION: dict[str, Any] = {
     "response_model": None,
