@@ -83,6 +83,7 @@ class Token:
 class AuditRow:
     """A request in the audit log: it changed something, or was refused."""
 
+    number: int  # of the row
     at_s: float
     user: str
     role: str
@@ -268,24 +269,22 @@ class Accounts:
         with self._transaction() as connection:
             connection.execute(_audit.insert().values(**row, action=action, status=status))
 
-    def audit(self, limit: int, before: int | None = None) -> Sequence[tuple[int, AuditRow]]:
-        """Return at most `limit` (row number, row) of the audit log, newest first; only rows before number `before`."""
+    def audit(self, limit: int, before: int | None = None) -> Sequence[AuditRow]:
+        """Return at most `limit` rows of the audit log, newest first; only rows before number `before`."""
         query = sa.select(_audit).order_by(_audit.c.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
         if before is not None:
             query = query.where(_audit.c.id < before)
         with self._transaction() as connection:
             rows = connection.execute(query).all()
         return [
-            (
-                row.id,
-                AuditRow(
-                    at_s=row.at,
-                    user=row.user,
-                    role=row.role,
-                    request_id=row.request_id,
-                    action=row.action,
-                    status=row.status,
-                ),
+            AuditRow(
+                number=row.id,
+                at_s=row.at,
+                user=row.user,
+                role=row.role,
+                request_id=row.request_id,
+                action=row.action,
+                status=row.status,
             )
             for row in rows
         ]

@@ -9,8 +9,8 @@ from statistics import geometric_mean, mean, median
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.planning.explain import nearest
-from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
+from orchestrator.planning.explain import best_or_nearest
+from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.sentences import reason_of
@@ -238,9 +238,7 @@ def _closest(state: State, job: Job) -> tuple[Group, Candidate, int] | None:
             )
         except SpecError:
             continue
-        candidate = next(
-            fitting(candidates, group.hardware.device.memory, calibrated), None
-        ) or nearest(candidates, calibrated)
+        candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
         if candidate is not None:
             estimate = corrected(
                 candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate)

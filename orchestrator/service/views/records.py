@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from math import isfinite
 from typing import Any, cast
@@ -12,7 +13,7 @@ from typing_extensions import TypedDict
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
-from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
@@ -340,36 +341,12 @@ def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> Explanati
 
 def picture_view(picture: Picture) -> PictureView:
     """Return the chart as JSON."""
-    points = [
-        PointView(
-            step_s=point.step_s,
-            needed_bytes=point.needed_bytes,
-            mark=point.mark.value,
-            label=point.label,
-            name=point.name,
-            within_s=point.within_s,
-        )
-        for point in picture.points
-    ]
-    return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
+    return cast(PictureView, asdict(picture))
 
 
 def picture_from_view(view: PictureView) -> Picture:
     """Return the chart from its JSON."""
-    points = tuple(
-        Point(
-            step_s=point["step_s"],
-            needed_bytes=point["needed_bytes"],
-            mark=Mark(point["mark"]),
-            label=point["label"],
-            name=point["name"],
-            within_s=None
-            if point["within_s"] is None
-            else (point["within_s"][0], point["within_s"][1]),
-        )
-        for point in view["points"]
-    )
-    return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
+    return _pictures().validate_python(view)
 
 
 def observations_view(observations: Sequence[Observation]) -> list[dict[str, Any]]:
@@ -457,6 +434,11 @@ def _placement(placement: Placement) -> str:
     return ", ".join(
         f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement
     )
+
+
+@cache
+def _pictures() -> TypeAdapter[Picture]:
+    return TypeAdapter(Picture)
 
 
 @cache

@@ -479,11 +479,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
     ) -> dict[str, Any]:
-        return {
-            "rows": [
-                {"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)
-            ]
-        }
+        return {"rows": [asdict(row) for row in accounts.audit(limit, before)]}
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
