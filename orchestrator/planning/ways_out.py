@@ -278,7 +278,7 @@ def _numeric(case: Unfit) -> Iterator[WayOut]:
             case,
             "other arithmetic",
             {"degrade.allow": "numeric"},
-            degrade=_allowing(case.spec, "numeric"),
+            degrade=_with_numeric(case.spec),
         )
 
 
@@ -330,7 +330,7 @@ def _smaller_batch(case: Unfit, **changes: object) -> Iterator[WayOut]:
 
 def _smaller_and_numeric(case: Unfit) -> Iterator[WayOut]:
     if case.spec.degrade.limit < Degradation.NUMERIC:
-        yield from _smaller_batch(case, degrade=_allowing(case.spec, "numeric"))
+        yield from _smaller_batch(case, degrade=_with_numeric(case.spec))
 
 
 def _shorter_samples(case: Unfit) -> Iterator[WayOut]:
@@ -470,5 +470,5 @@ def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
         return None
 
 
-def _allowing(spec: JobSpec, limit: str) -> Degrade:
-    return spec.degrade.model_copy(update={"allow": limit})
+def _with_numeric(spec: JobSpec) -> Degrade:
+    return spec.degrade.model_copy(update={"allow": "numeric"})

@@ -25,6 +25,7 @@ from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
+from orchestrator.specs.plain_text import join_first
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
@@ -450,8 +451,8 @@ class Node:
         return {index: error for index, error in enumerate(self.driver_errors) if error}
 
 
-def describe_unreadable(nodes: Iterable[Node], limit: int = 3) -> str:
-    """Return which devices cannot be read, each with the driver's text, `limit` of them at most; "" where all can."""
+def describe_unreadable(nodes: Iterable[Node]) -> str:
+    """Return which devices cannot be read, each with the driver's text, three of them at most; "" where all can."""
     places = []
     for node in nodes:
         errors = node.unreadable
@@ -461,8 +462,7 @@ def describe_unreadable(nodes: Iterable[Node], limit: int = 3) -> str:
             places += [
                 f"device {index} of {node.name} ({error})" for index, error in errors.items()
             ]
-    more = len(places) - limit
-    return ", ".join(places[:limit]) + (f" and {more} more" if more > 0 else "")
+    return join_first(places, 3)
 
 
 def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:

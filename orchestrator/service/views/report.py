@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from html import escape
 
 from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.timeline import BusySpan, add_ruler, busy_lines
@@ -13,7 +12,6 @@ from orchestrator.specs.units import format_seconds, parse_seconds
 
 HOUR_S = 3600.0
 SHOWN_MAX = 200  # lines of a section; the rest is counted
-STYLE = "font-family:system-ui,sans-serif;color:#1a1a1a;max-width:60rem;line-height:1.45"
 
 
 def parse_since(text: str, now_s: float) -> float:
@@ -161,26 +159,13 @@ def _code(text: str) -> str:
 
 def html(view: ReportView) -> str:
     """Return the report as one HTML file without scripts, style sheets or images, as mail programs need."""
-    parts = [
-        f"<h1>{escape(title(view))}</h1>",
-        f"<p><strong>{escape(view['summary'])}</strong></p>",
-    ]
-    parts.append(f"<p>{escape(cost_words(view))}</p>")
-    if view["to_do"]:
-        parts.append(
-            f"<h2>To do</h2><ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in view['to_do'])}</ul>"
-        )
-    if chart := gantt(view):
-        parts.append(
-            f'<h2>Devices</h2><pre style="line-height:1.1;overflow-x:auto">{escape(chart)}</pre>'
-        )
-    for heading, rows in sections(view):
-        cells = "".join(
-            f'<tr><th scope="row" style="text-align:left;vertical-align:top;padding:2px 16px 2px 0">{escape(job)}</th>'
-            f'<td style="padding:2px 0">{escape(sentence)}</td></tr>'
-            for job, sentence in limit_rows(rows)
-        )
-        parts.append(f"<h2>{escape(heading)} ({len(rows)})</h2><table>{cells}</table>")
-    head = f'<meta charset="utf-8"><title>{escape(title(view))}</title>'
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body style="{STYLE}">\n{body}\n</body></html>\n'
+    from jinja2 import Environment, PackageLoader
+
+    loader = PackageLoader("orchestrator.service.views", "")
+    template = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True
+    ).get_template("report.html")
+    shown = [(heading, len(rows), limit_rows(rows)) for heading, rows in sections(view)]
+    return template.render(
+        title=title(view), view=view, cost=cost_words(view), chart=gantt(view), sections=shown
+    )
