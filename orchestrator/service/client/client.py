@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import httpx
+from pydantic import TypeAdapter
 
 from orchestrator.service.client.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
@@ -22,9 +23,9 @@ from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
 
 if TYPE_CHECKING:  # most commands need none of what these load
+    from orchestrator.scheduling.reports.morning import MorningReport
     from orchestrator.service.views.comparison import ComparisonView
     from orchestrator.service.views.expected import ExpectedJob
-    from orchestrator.service.views.morning import ReportView
     from orchestrator.service.views.records import BatchAnswer, ExplanationView, JobView
     from orchestrator.service.views.sweeps import SweepView
     from orchestrator.service.views.teams import TeamView
@@ -315,9 +316,12 @@ class Client:
         """Return teams and users of a shared cluster, next in turn first; [] without teams."""
         return self._json("GET", "/teams")["teams"]
 
-    def report(self, since_s: float) -> ReportView:
+    def report(self, since_s: float) -> MorningReport:
         """Return the morning report since a time in seconds since 1970."""
-        return self._json("GET", f"/report?since_s={since_s!r}")
+        from orchestrator.scheduling.reports.morning import MorningReport
+
+        answer = self._json("GET", f"/report?since_s={since_s!r}")
+        return TypeAdapter(MorningReport).validate_python(answer)
 
     def forecast(self) -> list[ExpectedJob]:
         """Return the expected start and end of each live job, the earliest start first."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from orchestrator.scheduling.reports.morning import ended_at_s, morning_report, summary
+from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
@@ -60,7 +60,7 @@ def night_data(
         )[:200],
         "rows": [_ending(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
         "report": report,
-        "summary": summary(report),
+        "summary": report.summary,
         "oom": len({(span.job, span.from_s) for span in report.spans if span.outcome in MEMORY}),
     }
 

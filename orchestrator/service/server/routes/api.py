@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.client.client import user_name
 from orchestrator.service.client.join_token import secret_of
 from orchestrator.service.server.access.gate import (
@@ -88,7 +89,6 @@ from orchestrator.service.server.routes.verb_routes import add_verb_routes
 from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
-from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import (
     node_view,
     observations_from_view,
@@ -341,19 +341,19 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
         return {"jobs": [*service.forecasts.wait_for_newest().values()]}
 
     newest = Reports(
-        lambda since_s: dict(
+        lambda since_s: asdict(
             make_report(controller, since_s, time.time(), service.sweeper.reports())
         )
     )
 
-    @app.get("/report", **answers(ReportView))
+    @app.get("/report", **answers(MorningReport))
     def report(
         since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
     ) -> dict[str, Any]:
         """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
-            return dict(make_report(controller, since_s, until_s, service.sweeper.reports()))
+            return asdict(make_report(controller, since_s, until_s, service.sweeper.reports()))
         return newest.of(controller.version, since_s)
 
 
