@@ -24,10 +24,10 @@ from orchestrator.specs.errors import ServiceError, SpecError
 
 if TYPE_CHECKING:  # most commands need none of what these load
     from orchestrator.scheduling.reports.morning import MorningReport
+    from orchestrator.scheduling.reports.sweep import SweepReport
     from orchestrator.service.views.comparison import ComparisonView
     from orchestrator.service.views.expected import ExpectedJob
     from orchestrator.service.views.records import BatchAnswer, ExplanationView, JobView
-    from orchestrator.service.views.sweeps import SweepView
     from orchestrator.service.views.teams import TeamView
     from orchestrator.specs.observation import Observation
     from orchestrator.specs.parse import Override
@@ -220,13 +220,20 @@ class Client:
         """Return the strategies of a comparison side by side, by the id of one of their jobs."""
         return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
 
-    def sweeps(self) -> list[SweepView]:
+    def sweeps(self) -> list[SweepReport]:
         """Return the most recent sweeps, newest first."""
-        return self._json("GET", "/sweeps")["sweeps"]
+        from orchestrator.scheduling.reports.sweep import SweepReport
 
-    def sweep(self, sweep_id: str) -> SweepView:
+        return TypeAdapter(list[SweepReport]).validate_python(
+            self._json("GET", "/sweeps")["sweeps"]
+        )
+
+    def sweep(self, sweep_id: str) -> SweepReport:
         """Return a sweep with its trials."""
-        return self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
+        from orchestrator.scheduling.reports.sweep import SweepReport
+
+        answer = self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
+        return TypeAdapter(SweepReport).validate_python(answer)
 
     def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
         """Send a test notice to targets, or to all. Returns {name: error or None}."""

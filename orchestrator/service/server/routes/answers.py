@@ -14,10 +14,10 @@ from typing_extensions import TypedDict  # pydantic reads the standard library's
 
 from orchestrator.backends.journal.accounts import AuditRow, Token, User
 from orchestrator.backends.journal.set_aside import UnreadableRow
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.members import Machine
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.service.views.records import JobView, NodeView
-from orchestrator.service.views.sweeps import SweepView
 from orchestrator.service.views.teams import TeamView
 
 
@@ -168,7 +168,7 @@ class JoinAnswer(TypedDict):
 class SweepsAnswer(TypedDict):
     """The newest sweeps."""
 
-    sweeps: list[SweepView]
+    sweeps: list[SweepReport]
 
 
 class TeamsAnswer(TypedDict):
