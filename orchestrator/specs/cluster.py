@@ -393,13 +393,17 @@ class ClusterSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_quotas(self) -> ClusterSpec:
-        devices = sum(node.devices * node.count for node in self.nodes)
+        devices = self.device_count
         quotas = sum(team.quota for team in self.policy.teams)
         if quotas > devices:
             raise ValueError(
                 f"the quotas of all teams together are {quotas} devices: there are {devices}"
             )
         return self
+
+    @property
+    def device_count(self) -> int:
+        return sum(node.devices * node.count for node in self.nodes)
 
     def with_objective(self, objective: Objective) -> ClusterSpec:
         """Return a copy of the cluster whose queue has this objective."""

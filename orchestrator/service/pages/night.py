@@ -101,7 +101,7 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
             lane=lanes[part.node, index],
             from_s=attempt.launched_at_s,
             until_s=attempt.end_or(now_s),
-            tone=tone(_outcome(attempt)),
+            tone=tone(attempt.outcome),
             tooltip=_tooltip(attempt, now_s),
             label=job.id,
         )
@@ -192,10 +192,4 @@ def _at(at_s: float) -> str:
 
 def _tooltip(attempt: Attempt, now_s: float) -> str:
     lasted_s = attempt.end_or(now_s) - attempt.launched_at_s
-    return f"{attempt.name}: {_outcome(attempt)}, {format_seconds(lasted_s)}"
-
-
-def _outcome(attempt: Attempt) -> str:
-    if attempt.ended_at_s is None:
-        return attempt.status.value
-    return attempt.failure.kind.value if attempt.failure else "succeeded"
+    return f"{attempt.name}: {attempt.outcome}, {format_seconds(lasted_s)}"

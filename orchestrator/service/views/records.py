@@ -20,7 +20,7 @@ from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.service.views.columns import column_values
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
+from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.recorded import recorded_settings
@@ -269,7 +269,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     view = AttemptView(
         number=attempt.number,
         status=attempt.status.value,
-        outcome=_outcome(attempt),
+        outcome=attempt.outcome,
         plan=in_short(attempt.plan),
         settings=recorded_settings(spec, attempt.plan),
         placement=_placement(attempt.placement),
@@ -422,12 +422,6 @@ def place_of(job: Job) -> tuple[int, int, int]:
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)
-
-
-def _outcome(attempt: Attempt) -> str:
-    if attempt.status is not AttemptStatus.ENDED:
-        return attempt.status.value
-    return attempt.failure.kind.value if attempt.failure else "succeeded"
 
 
 def _placement(placement: Placement) -> str:
