@@ -33,8 +33,8 @@ def load_published() -> Mapping[str, PublishedModel]:
         columns = family["columns"]
         for name, (parameters, *row) in family["models"].items():
             sizes = dict(zip(columns, row[: len(columns)], strict=True))
-            own: dict[str, Any] = dict(*row[len(columns) :])
-            models[name] = PublishedModel(family["config"] | sizes | own, parameters)
+            extras: dict[str, Any] = dict(*row[len(columns) :])
+            models[name] = PublishedModel(family["config"] | sizes | extras, parameters)
     return models
 
 
