@@ -11,11 +11,11 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import httpx
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
@@ -45,6 +45,7 @@ AGAIN_S = (
     16.0,
 )  # before a submission without an answer is sent again: longer than a failover
 UPLOAD_TIMEOUT_S = PURGE_TIMEOUT_S = 600.0
+Noun = TypeVar("Noun")
 
 
 class Client:
@@ -233,7 +234,7 @@ class Client:
         from orchestrator.scheduling.reports.sweep import SweepReport
 
         answer = self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
-        return TypeAdapter(SweepReport).validate_python(answer)
+        return read_answer(SweepReport, answer)
 
     def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
         """Send a test notice to targets, or to all. Returns {name: error or None}."""
@@ -328,7 +329,7 @@ class Client:
         from orchestrator.scheduling.reports.morning import MorningReport
 
         answer = self._json("GET", f"/report?since_s={since_s!r}")
-        return TypeAdapter(MorningReport).validate_python(answer)
+        return read_answer(MorningReport, answer)
 
     def forecast(self) -> list[ExpectedJob]:
         """Return the expected start and end of each live job, the earliest start first."""
@@ -496,6 +497,18 @@ def _token(home: Path) -> str:
         return (home / "token").read_text().strip()
     except OSError as error:
         raise ServiceError(f"the token {home / 'token'} cannot be read: {error.strerror}") from None
+
+
+def read_answer(kind: type[Noun], answer: object) -> Noun:
+    """Return the noun in a service's JSON. Raises ServiceError for another form, as a much older service may have."""
+    try:
+        return TypeAdapter(kind).validate_python(answer)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ServiceError(
+            f"the service answers in a form that this version does not read: {place}: {first['msg']}"
+        ) from None
 
 
 def _error_of(answer: httpx.Response) -> str:
