@@ -13,11 +13,12 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.service.client.client import LONG_POLL_S
 from orchestrator.service.client.client import Client as Connection
@@ -33,6 +34,8 @@ from orchestrator.specs.run import DEFAULT_HOME
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job", "JobFailed"]
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 JobInput = str | Path | Mapping[str, Any]  # a job file's path, or its content
 
 
@@ -277,8 +280,31 @@ class AsyncClient:
         await self.close()
 
 
+def _in_thread(
+    method: Callable[Concatenate[Job, Arguments], Answer],
+) -> Callable[Concatenate[AsyncJob, Arguments], Coroutine[Any, Any, Answer]]:
+    """Return a method of Job as one of AsyncJob: a coroutine that runs it in a thread."""
+
+    @wraps(method)
+    async def call(job: AsyncJob, /, *args: Arguments.args, **keywords: Arguments.kwargs) -> Answer:
+        return await asyncio.to_thread(method, job._job, *args, **keywords)
+
+    return call
+
+
 class AsyncJob:
     """`Job` with coroutines."""
+
+    info = _in_thread(Job.info)
+    status = _in_thread(Job.status)
+    done = _in_thread(Job.done)
+    cancel = _in_thread(Job.cancel)
+    hold = _in_thread(Job.hold)
+    release = _in_thread(Job.release)
+    suspend = _in_thread(Job.suspend)
+    resume = _in_thread(Job.resume)
+    logs = _in_thread(Job.logs)
+    fetch = _in_thread(Job.fetch)
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -287,18 +313,6 @@ class AsyncJob:
     def id(self) -> str:
         """The job's id; see `Job.id`."""
         return self._job.id
-
-    async def info(self) -> JobView:
-        """Return the job's record, as `Job.info` does."""
-        return await asyncio.to_thread(self._job.info)
-
-    async def status(self) -> str:
-        """Return the job's status, as `Job.status` does."""
-        return await asyncio.to_thread(self._job.status)
-
-    async def done(self) -> bool:
-        """Return whether the job has ended."""
-        return await asyncio.to_thread(self._job.done)
 
     async def wait(self, timeout: float | None = None) -> JobView:
         """Wait for the end, as `Job.wait` does. A cancelled task stops waiting; the job goes on."""
@@ -315,26 +329,6 @@ class AsyncJob:
         """Wait for success, as `Job.result` does."""
         return _check_success(await self.wait(timeout))
 
-    async def cancel(self) -> None:
-        """Ask for the end, as `Job.cancel` does."""
-        await asyncio.to_thread(self._job.cancel)
-
-    async def hold(self) -> None:
-        """Keep the job from starting, as `Job.hold` does."""
-        await asyncio.to_thread(self._job.hold)
-
-    async def release(self) -> None:
-        """Let the job start, as `Job.release` does."""
-        await asyncio.to_thread(self._job.release)
-
-    async def suspend(self) -> None:
-        """Suspend the job, as `Job.suspend` does."""
-        await asyncio.to_thread(self._job.suspend)
-
-    async def resume(self) -> None:
-        """Let the job go on, as `Job.resume` does."""
-        await asyncio.to_thread(self._job.resume)
-
     async def update(self, **settings: Any) -> None:
         """Change settings, as `Job.update` does."""
         await asyncio.to_thread(self._job.update, **settings)
@@ -342,14 +336,6 @@ class AsyncJob:
     async def retry(self, **overrides: Any) -> AsyncJob:
         """Submit the job again, as `Job.retry` does."""
         return AsyncJob(await asyncio.to_thread(self._job.retry, **overrides))
-
-    async def logs(self, attempt: int | None = None, rank: int = 0) -> str:
-        """Return a log, as `Job.logs` does."""
-        return await asyncio.to_thread(self._job.logs, attempt, rank)
-
-    async def fetch(self, to: str | Path) -> Path:
-        """Fetch the output, as `Job.fetch` does."""
-        return await asyncio.to_thread(self._job.fetch, to)
 
 
 def _service(service: str | Path | None) -> Path | Login:

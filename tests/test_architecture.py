@@ -135,7 +135,7 @@ EXCEPTIONS = {  # file -> modules that it alone may import
         "zoneinfo",
     },  # calendars; what time it is it never asks
     "orchestrator/specs/yaml_text.py": {"yaml"},  # text to plain data; it reads no file
-    "orchestrator/specs/job/frameworks.py": {"importlib"},  # presets, which are data of the package
+    "orchestrator/specs/packaged.py": {"importlib"},  # tables, which are data of the package
     "orchestrator/specs/written.py": {"yaml"},  # plain data to text
     "orchestrator/scheduling/failures/exit_codes.py": {"signal"},  # names of signals
 }

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class OutboxRelay(Generic[Body]):
     """Thread that sends every outbox row to one receiver, at least once.
 
-    No method waits for the receiver but `wait_delivered` and, for one request at most, `stop`.
+    No method waits for the receiver but, for one request at most, `stop`.
     """
 
     def __init__(self, name: str, receiver: Receiver[Body], outbox: Outbox[Body]) -> None:
@@ -57,16 +57,6 @@ class OutboxRelay(Generic[Body]):
     def notify(self) -> None:
         """Wake the thread, since the outbox has new rows."""
         self._wake.set()
-
-    def wait_delivered(self, timeout_s: float) -> bool:
-        """Return True once the receiver has every row; False after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while self._outbox.pending(self._name, 1):
-            if time.monotonic() > deadline_s:
-                return False
-            self.notify()
-            time.sleep(0.05)
-        return True
 
     def _run(self) -> None:
         failures = 0

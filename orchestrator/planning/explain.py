@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
 from orchestrator.memory.calibration.correction import corrected
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, Frontier, needed_bytes, why_rejected
+from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Unfit, cards_with, missing_knobs, ways_out
@@ -38,6 +38,14 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
             worst[moment.name] = moment
     shown = set(sorted(worst, key=lambda name: _total(worst[name]), reverse=True)[:MOMENTS_SHOWN])
     return tuple(moment for name, moment in worst.items() if name in shown)
+
+
+def best_or_nearest(
+    frontier: Frontier, capacity_bytes: int, calibrated: Calibration
+) -> Candidate | None:
+    """Return the fastest candidate that fits, else the one that needs least; None without any."""
+    best = next(fitting(frontier, capacity_bytes, calibrated), None)
+    return best or nearest(frontier, calibrated)
 
 
 def nearest(

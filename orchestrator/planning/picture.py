@@ -104,12 +104,12 @@ class _Axis:
         return round(share * (self.cells - 1))
 
 
-def draw_lines(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[str]:
-    """Return the chart as lines of at most `columns` characters; both scales are logarithmic."""
+def draw_lines(picture: Picture) -> list[str]:
+    """Return the chart as lines of at most COLUMNS characters; both scales are logarithmic."""
     assert picture.points, "nothing to draw"
-    across = _Axis(*picture.span_s, columns - LABEL_COLUMNS - 1)
-    up = _Axis(*picture.span_bytes, rows)
-    grid = [[" "] * across.cells for _ in range(rows)]
+    across = _Axis(*picture.span_s, COLUMNS - LABEL_COLUMNS - 1)
+    up = _Axis(*picture.span_bytes, ROWS)
+    grid = [[" "] * across.cells for _ in range(ROWS)]
     if picture.has_limit:
         grid[up.cell(picture.capacity_bytes)] = ["╌"] * across.cells
     order = list(Mark)
@@ -118,12 +118,12 @@ def draw_lines(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> li
     ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
     if picture.has_limit:
         _write_on_line(grid[up.cell(picture.capacity_bytes)], ends)
-    ticks = byte_ticks(*picture.span_bytes, rows // ROWS_BETWEEN)
+    ticks = byte_ticks(*picture.span_bytes, ROWS // ROWS_BETWEEN)
     labels = {up.cell(value): text for value, text in ticks}
     lines = [
         f"{'needs':>{LABEL_COLUMNS - 1}}{'' if picture.has_limit else f' (above all, {ends.strip()})'}"
     ]
-    for row in range(rows - 1, -1, -1):
+    for row in range(ROWS - 1, -1, -1):
         lines.append(
             f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}"
         )

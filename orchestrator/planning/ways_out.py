@@ -14,8 +14,8 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.strategies import has_batch_norm
 from orchestrator.planning.work import ALL_OTHER_PLANS_MAX, OTHER_PLANS_MAX, TooManyPlans, Work
 from orchestrator.specs.choices import Degradation, Optimizer
-from orchestrator.specs.cluster import DeviceSpec
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.cluster import catalogue_device
+from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
@@ -278,7 +278,7 @@ def _numeric(case: Unfit) -> Iterator[WayOut]:
             case,
             "other arithmetic",
             {"degrade.allow": "numeric"},
-            degrade=_allowing(case.spec, "numeric"),
+            degrade=_with_numeric(case.spec),
         )
 
 
@@ -330,7 +330,7 @@ def _smaller_batch(case: Unfit, **changes: object) -> Iterator[WayOut]:
 
 def _smaller_and_numeric(case: Unfit) -> Iterator[WayOut]:
     if case.spec.degrade.limit < Degradation.NUMERIC:
-        yield from _smaller_batch(case, degrade=_allowing(case.spec, "numeric"))
+        yield from _smaller_batch(case, degrade=_with_numeric(case.spec))
 
 
 def _shorter_samples(case: Unfit) -> Iterator[WayOut]:
@@ -406,7 +406,7 @@ def _larger_devices(case: Unfit) -> Iterator[WayOut]:
 
 def cards_with(least_bytes: int) -> list[str]:
     """Return the names of the smallest GPUs of the catalogue with this much memory."""
-    cards = [DeviceSpec.model_validate({"name": name, **DEVICES[name]}) for name in DEVICES]
+    cards = map(catalogue_device, load_devices())
     large = sorted((card.memory, card.name) for card in cards if card.memory >= least_bytes)
     return [name for _, name in large[:CARDS_NAMED]]
 
@@ -470,5 +470,5 @@ def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
         return None
 
 
-def _allowing(spec: JobSpec, limit: str) -> Degrade:
-    return spec.degrade.model_copy(update={"allow": limit})
+def _with_numeric(spec: JobSpec) -> Degrade:
+    return spec.degrade.model_copy(update={"allow": "numeric"})

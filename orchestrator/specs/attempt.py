@@ -409,6 +409,13 @@ class Attempt:
         return attempt_name(self.job_id, self.number)
 
     @property
+    def outcome(self) -> str:
+        """How it ended, as its status while it has not: `running`, `succeeded`, or the kind of its failure."""
+        if self.status is not AttemptStatus.ENDED:
+            return self.status.value
+        return self.failure.kind.value if self.failure else "succeeded"
+
+    @property
     def peak_bytes(self) -> int | None:
         """The allocated peak of the worst rank; None where no rank reported one, or it failed before it trained."""
         if self.evidence is None or self.evidence.unwatched:

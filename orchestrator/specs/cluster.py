@@ -18,13 +18,14 @@ from pydantic import (
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.device_kind import DeviceKind
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
+from orchestrator.specs.plain_text import join_first
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
@@ -144,7 +145,9 @@ class DeviceSpec(SpecModel):
 
 
 Window = tuple[float, float]  # from when to when, in seconds since 1970
-DeviceName = Annotated[str, Field(json_schema_extra={"enum": list(DEVICES)})]
+DeviceName = Annotated[
+    str, Field(json_schema_extra=lambda schema: schema.update(enum=list(load_devices())))
+]
 
 
 def _from_catalogue(device: object) -> Any:
@@ -153,17 +156,23 @@ def _from_catalogue(device: object) -> Any:
         return _from_catalogue(device["name"]) | {"price_per_hour": device["price_per_hour"]}
     if not isinstance(device, str):
         return device
-    if device not in DEVICES:
-        near = closest(device.lower(), DEVICES)
+    devices = load_devices()
+    if device not in devices:
+        near = closest(device.lower(), devices)
         raise SpecError(
             "the catalogue has no such device",
             got=device,
-            allowed=", ".join(DEVICES),
+            allowed=", ".join(devices),
             hint=f"did you mean {near!r}?"
             if near
             else "describe it: name, memory, fp32_tflops, bf16_tflops, ...",
         )
-    return {"name": device} | dict(DEVICES[device])
+    return {"name": device, **devices[device]}
+
+
+def catalogue_device(name: str) -> DeviceSpec:
+    """Return the catalogue's device of this name. Raises SpecError where there is none."""
+    return DeviceSpec.model_validate(_from_catalogue(name))
 
 
 def _check_device_id(device_id: DeviceId) -> DeviceId:
@@ -384,13 +393,17 @@ class ClusterSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_quotas(self) -> ClusterSpec:
-        devices = sum(node.devices * node.count for node in self.nodes)
+        devices = self.device_count
         quotas = sum(team.quota for team in self.policy.teams)
         if quotas > devices:
             raise ValueError(
                 f"the quotas of all teams together are {quotas} devices: there are {devices}"
             )
         return self
+
+    @property
+    def device_count(self) -> int:
+        return sum(node.devices * node.count for node in self.nodes)
 
     def with_objective(self, objective: Objective) -> ClusterSpec:
         """Return a copy of the cluster whose queue has this objective."""
@@ -442,8 +455,8 @@ class Node:
         return {index: error for index, error in enumerate(self.driver_errors) if error}
 
 
-def describe_unreadable(nodes: Iterable[Node], limit: int = 3) -> str:
-    """Return which devices cannot be read, each with the driver's text, `limit` of them at most; "" where all can."""
+def describe_unreadable(nodes: Iterable[Node]) -> str:
+    """Return which devices cannot be read, each with the driver's text, three of them at most; "" where all can."""
     places = []
     for node in nodes:
         errors = node.unreadable
@@ -453,8 +466,7 @@ def describe_unreadable(nodes: Iterable[Node], limit: int = 3) -> str:
             places += [
                 f"device {index} of {node.name} ({error})" for index, error in errors.items()
             ]
-    more = len(places) - limit
-    return ", ".join(places[:limit]) + (f" and {more} more" if more > 0 else "")
+    return join_first(places, 3)
 
 
 def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:

@@ -58,10 +58,12 @@ Command = Annotated[
     ),
 ]
 
+# of a mapping, which is stored as pairs: they can be hashed
+AS_PAIRS = BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw)
 StringMap = Annotated[  # a mapping of words that can be hashed
     tuple[tuple[str, Word], ...],
     Field(max_length=WORDS_MAX),
-    BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw),
+    AS_PAIRS,
     PlainSerializer(dict, return_type=dict[str, str]),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]

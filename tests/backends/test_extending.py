@@ -13,6 +13,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.specs.state import State
+from tests.backends.relays import wait_delivered
 from tests.backends.test_mlflow_tracker import attempt, end_attempt, new_job, say
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "tracker.md"
@@ -39,7 +40,7 @@ def test_the_tracker_that_the_docs_show_keeps_ended_attempts(
     say(journal, new_job("a", end_attempt(attempt("a", 1))))
     relay.start()
     try:
-        assert relay.wait_delivered(20), relay.problem
+        assert wait_delivered(relay, 20), relay.problem
     finally:
         relay.stop()
     assert Path(tracker.address).read_text() == "2,a-1,succeeded,1600\n"

@@ -22,6 +22,7 @@ from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, base_of, 
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import JobFolder
+from tests.backends.relays import wait_delivered
 from tests.backends.test_mlflow_tracker import (
     attempt,
     end_attempt,
@@ -83,7 +84,7 @@ def test_a_transformers_model_is_a_logged_model_that_a_fresh_process_loads_and_a
     done = new_job("tuned-1", end_attempt(attempt("tuned-1", 1)), status=JobStatus.SUCCEEDED)
     with tracking(journal, server) as relay:
         say(journal, done)
-        assert relay.wait_delivered(60), relay.problem
+        assert wait_delivered(relay, 60), relay.problem
         assert model_tag(server, "tuned-1") == PENDING, "nobody waited for the copy"
     other = dataclasses.replace(done, submitted_at_s=1.0)
     with tracking(
@@ -221,7 +222,7 @@ def test_jobs_without_an_output_and_failed_ones_have_no_copy(
             journal,
             new_job("empty-1", end_attempt(attempt("empty-1", 1)), status=JobStatus.SUCCEEDED),
         )
-        assert relay.wait_delivered(60), relay.problem
+        assert wait_delivered(relay, 60), relay.problem
     assert [model_tag(server, job_id) for job_id in ("failed-1", "empty-1")] == ["", ""]
 
 

@@ -53,6 +53,7 @@ from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.settings import changes
 from orchestrator.specs.state import State
+from tests.backends.relays import wait_delivered
 from tests.scheduling.factories import decoder_spec, node
 from tests.scheduling.test_step import finished, oom, released, run, submitted
 
@@ -264,7 +265,7 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         say(journal, new_job("gpt-1"))
         write_curves(server.home, first, 1, 3)
         say(journal, new_job("gpt-1", dataclasses.replace(first, status=AttemptStatus.RUNNING)))
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
         live = runs(server, "gpt-1")["1"]
         assert live.info.status == "RUNNING"
     with tracking(journal, server) as tracker:  # another process, say, with nothing in its outbox
@@ -283,7 +284,7 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
                 "gpt-1", failed, end_attempt(second), status=JobStatus.SUCCEEDED, reason=reason
             ),
         )
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
 
     by_number = runs(server, "gpt-1")
     assert set(by_number) == {"0", "1", "2"}
@@ -362,7 +363,7 @@ def test_samples_of_the_nodes_are_curves_under_mlflows_names_and_sent_again_they
                 journal,
                 new_job("sampled", dataclasses.replace(sampled, status=AttemptStatus.RUNNING)),
             )
-            assert tracker.wait_delivered(60)
+            assert wait_delivered(tracker, 60)
     run_id = runs(server, "sampled")["1"].info.run_id  # type: ignore[attr-defined]
     curves = {
         name: curve(server, run_id, f"system/{name}/gpu_0_memory_usage_megabytes")
@@ -402,7 +403,7 @@ def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
 
     say(journal, job)
     with tracking(journal, server) as relay:
-        assert relay.wait_delivered(60), relay.problem
+        assert wait_delivered(relay, 60), relay.problem
     first = inputs()
     for number in ("0", "1"):
         assert [(uri, context) for uri, context, _ in first[number]] == sorted(
@@ -410,7 +411,7 @@ def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
         )
     say(journal, job)
     with tracking(journal, server) as relay:  # a new service, which knows no run yet
-        assert relay.wait_delivered(60), relay.problem
+        assert wait_delivered(relay, 60), relay.problem
     assert inputs() == first, "sent again, they were doubled"
 
 
@@ -423,7 +424,7 @@ def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
     )
     with tracking(journal, server, lambda: state) as tracker:
         say(journal, state.jobs["lm-1"])
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
     by_number = runs(server, "lm-1")
     picture = artifact_path(
         server, by_number["0"].info.run_id, "frontier.png", tmp_path
@@ -503,7 +504,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
         )  # a tracker that dies before it forgets its rows
         eventually(lambda: all("1" in runs(server, job_id) for job_id in jobs))
     with tracking(journal, server) as tracker:
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
     for job_id in jobs:
         by_number = runs(server, job_id)
         assert [by_number[number].info.status for number in ("0", "1")] == ["FINISHED", "FINISHED"]
@@ -520,13 +521,13 @@ def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
     started = attempt("twice", 1)
     with tracking(journal, server) as tracker:
         say(journal, new_job("twice", started))
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
         client = MlflowClient(server.uri)
         experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
         tags = {"orc.run": run_key(new_job("twice"), 1), "orc.job_id": "twice", "orc.attempt": "1"}
         client.create_run(experiment, tags=tags)
         say(journal, new_job("twice", end_attempt(started), status=JobStatus.SUCCEEDED))
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
     assert runs(server, "twice")["1"].info.status == "FINISHED"
 
 
@@ -584,12 +585,12 @@ def test_a_record_that_mlflow_refuses_holds_nobody_up(
     monkeypatch.setattr(outbox_relay, "RETRY_FIRST_S", 0.05)
     with tracking(journal, server) as tracker:
         say(journal, new_job("refused", attempt("refused", 1)))
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
         say(
             journal, new_job("refused", attempt("refused", 1, SMALL))
         )  # another plan under the same number
         say(journal, new_job("after"))
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
         assert set(runs(server, "after")) == {"0"}
 
 
@@ -634,7 +635,7 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         tracker.notify()
         assert time.monotonic() - began_s < 0.5
         eventually(lambda: tracker.problem is not None)
-        assert not tracker.wait_delivered(0.1)
+        assert not wait_delivered(tracker, 0.1)
         stopped_s = time.monotonic()
         tracker.stop()
         assert time.monotonic() - stopped_s < 3
@@ -744,7 +745,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
                 1, end_attempt(two, FailureKind.DEVICE_OOM), status=JobStatus.FAILED, reason=SECRET
             ),
         )
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
         client = MlflowClient(server.uri)
         experiment = client.get_experiment_by_name(EXPERIMENT)
         assert experiment is not None
@@ -757,7 +758,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         journal, server, job=newest.get
     ) as tracker:  # a new service, which was told of none of them
         say(journal, strategy(2, status=JobStatus.REFUSED, reason=f"no plan fits {SECRET}"))
-        assert tracker.wait_delivered(60)
+        assert wait_delivered(tracker, 60)
     trials = client.search_runs([experiment.experiment_id], f"tags.`orc.comparison` = '{key}'")
     assert sorted((str(run.info.run_name), run.info.status) for run in trials) == [
         ("plain on 1, repeat 1", "FINISHED"),
@@ -803,7 +804,7 @@ def test_records_of_running_jobs_are_in_time_beside_thousands_of_jobs_that_never
     state = State(nodes=(node("n0", 2),))
     with tracking(journal, server, lambda: state) as relay:
         say(journal, new_job("first", attempt("first", 1)))
-        assert relay.wait_delivered(120), "connected: what is imported for it is no record's delay"
+        assert wait_delivered(relay, 120), "connected: what is imported for it is no record's delay"
         journal.append([(TimerFired(at_s=0), [Record(job=job) for job in waiting])])
         began_s = time.monotonic()
         for number in range(RUNNING):
@@ -813,7 +814,7 @@ def test_records_of_running_jobs_are_in_time_beside_thousands_of_jobs_that_never
             relay.notify()
             eventually(lambda name=name: "1" in runs(server, name))  # type: ignore[misc]
             late_s.append(time.monotonic() - submitted_s)
-        assert relay.wait_delivered(600)
+        assert wait_delivered(relay, 600)
         took_s = time.monotonic() - began_s
     print(
         f"late: {sorted(late_s)[RUNNING // 2]:.2f} s median, {max(late_s):.2f} s at most; all after {took_s:.0f} s"

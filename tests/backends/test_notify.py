@@ -34,6 +34,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.notify import NotifySpec
 from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.replace import replace
+from tests.backends.relays import wait_delivered
 from tests.backends.test_mlflow_tracker import attempt, end_attempt
 
 SECRET = "whsec_" + "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -288,7 +289,7 @@ def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_servic
         until(lambda: relay.problem is not None)
         back = Hook(port=hook.port)
         try:
-            assert relay.wait_delivered(PATIENCE_S)
+            assert wait_delivered(relay, PATIENCE_S)
         finally:
             back.close()
     job_ids = [json.loads(body)["data"]["job"] for _, body in back.got]
@@ -303,7 +304,7 @@ def test_a_notice_that_is_sent_again_has_the_same_id_and_body(tmp_path: Path, ho
         with relay_notices(journal, hooks_of({"a": hook.url})) as (relay,):
             until(lambda: len(hook.got) >= 2)
             hook.status = 200
-            assert relay.wait_delivered(PATIENCE_S)
+            assert wait_delivered(relay, PATIENCE_S)
     assert len(set(hook.ids)) == 1
     assert len({body for _, body in hook.got}) == 1
 
@@ -318,7 +319,7 @@ def test_a_broken_target_stops_no_other(tmp_path: Path, hook: Hook, url: str) ->
         relay_notices(journal, targets) as (good, bad),
     ):
         fail(journal, "lm-1", "lm-2")
-        assert good.wait_delivered(PATIENCE_S)
+        assert wait_delivered(good, PATIENCE_S)
         until(lambda: bad.problem is not None)
         assert len(journal.notices.pending("bad", 9)) == 2
     assert len(hook.got) == 2
@@ -601,7 +602,7 @@ def test_apprise_delivers_a_mail_and_notices_that_wait_together_share_one(tmp_pa
         with open_journal(tmp_path, "mail") as journal:
             fail(journal, "lm-1", "lm-2", "lm-3")
             with relay_notices(journal, targets) as (relay,):
-                assert relay.wait_delivered(PATIENCE_S), relay.problem
+                assert wait_delivered(relay, PATIENCE_S), relay.problem
     finally:
         smtp.stop()
     (mail,) = box.mails

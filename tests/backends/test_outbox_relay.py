@@ -23,6 +23,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 from tests.backends.postgres import Server
+from tests.backends.relays import wait_delivered
 
 NOTHING = Lookups(state=State, job=lambda _: None, sweep=lambda _: None)
 
@@ -82,7 +83,7 @@ def test_a_tracker_that_was_away_gets_every_row_once_it_is_back(journal: Journal
     say(journal, "a", "bad", "b", "a")
     tracker = Flaky(*(ConnectionError("away") for _ in range(3 * REFUSALS_MAX)))
     with relay_rows(journal, "flaky", tracker) as relay:
-        assert relay.wait_delivered(30)
+        assert wait_delivered(relay, 30)
     assert {number for number, _ in tracker.kept} == {1, 2, 3, 4}
     assert len(tracker.kept) - len(set(tracker.kept)) <= 3 * REFUSALS_MAX, (
         "rows before the cursor were sent again"
@@ -93,10 +94,10 @@ def test_rows_that_a_tracker_refuses_are_dropped_and_hold_no_others_up(journal: 
     say(journal, "bad", "good")
     tracker = Flaky(*(ValueError("no") for _ in range(REFUSALS_MAX)))
     with relay_rows(journal, "flaky", tracker) as relay:
-        assert relay.wait_delivered(30)
+        assert wait_delivered(relay, 30)
         assert [job_id for _, job_id in tracker.kept] == ["good"]
         say(journal, "bad")  # the next one is taken
-        assert relay.wait_delivered(30)
+        assert wait_delivered(relay, 30)
     assert [job_id for _, job_id in tracker.kept] == ["good", "bad"]
 
 
@@ -104,7 +105,7 @@ def test_what_was_sent_before_a_failure_is_not_sent_again(journal: Journal) -> N
     say(journal, "first", "bad", "last")
     tracker = Flaky(OSError("away"))
     with relay_rows(journal, "flaky", tracker) as relay:
-        assert relay.wait_delivered(30)
+        assert wait_delivered(relay, 30)
     assert tracker.kept == [(1, "first"), (2, "bad"), (3, "last")]
 
 
@@ -130,7 +131,7 @@ def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
             assert relay.problem is not None
             assert "another service may own it" in relay.problem
             monkeypatch.setattr(ownership, "SURE", 0.5)
-            assert relay.wait_delivered(60)
+            assert wait_delivered(relay, 60)
         assert [job_id for _, job_id in tracker.kept] == ["first", "second"]
 
 
@@ -144,7 +145,7 @@ def test_a_tracker_that_is_away_holds_up_no_other_and_its_rows_wait(
         relay_rows(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as lines,
     ):
         assert away.failed.wait(30)
-        assert lines.wait_delivered(30)
+        assert wait_delivered(lines, 30)
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
     assert [record.job.id for _, record in journal.outbox.pending("flaky", 9)] == ["bad", "good"]
 
@@ -194,5 +195,5 @@ def test_records_are_on_the_disk_before_the_cursor_moves(
 
     monkeypatch.setattr(os, "fsync", record_waiting)
     with relay_rows(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as relay:
-        assert relay.wait_delivered(30)
+        assert wait_delivered(relay, 30)
     assert waiting_at_sync == [1, 1]  # the file, its folder

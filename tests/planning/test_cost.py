@@ -23,7 +23,7 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.cluster import DeviceSpec
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.devices import load_devices
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import in_short
@@ -45,7 +45,7 @@ LARGE = SMALL | {
 
 
 def device(name: str = "a100-80gb", **changes: Any) -> DeviceSpec:
-    return DeviceSpec.model_validate({"name": name, **DEVICES[name], **changes})
+    return DeviceSpec.model_validate({"name": name, **load_devices()[name], **changes})
 
 
 def machine(network: int = 200 * 10**9, nodes: int = 4, **changes: Any) -> Hardware:
@@ -168,7 +168,7 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
 
 @given(
     st.tuples(*[st.integers(1, 20000)] * 3),
-    st.sampled_from(sorted(DEVICES)),
+    st.sampled_from(sorted(load_devices())),
     st.sampled_from(Precision),
     st.booleans(),
 )

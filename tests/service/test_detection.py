@@ -18,7 +18,7 @@ import pytest
 from orchestrator.service.intake.cluster_file import cluster_text
 from orchestrator.service.intake.detection import node_name
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.devices import DEVICES, NVML_NAMES
+from orchestrator.specs.devices import load_devices, load_nvml_names
 from orchestrator.specs.parse import parse_cluster
 from tests.backends.conftest import nvml_library  # noqa: F401  a fixture
 from tests.backends.ray_jobs import until
@@ -200,7 +200,7 @@ def test_a_machine_without_a_card_has_two_virtual_devices_and_says_so(find: Find
 
 
 def test_every_name_of_nvml_is_of_the_catalogue() -> None:
-    assert set(NVML_NAMES.values()) <= set(DEVICES)
+    assert set(load_nvml_names().values()) <= set(load_devices())
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)

@@ -149,7 +149,7 @@ def broken_by(world: World, client: TestClient, seed: int, count: int) -> list[o
             broken.append((path, repr(value)[:80], answer.status_code, answer.text[:300]))
         if number % BATCHED == 0:
             audited += sum(
-                row.action.startswith("POST /jobs") for _, row in world.accounts.audit(BATCHED)
+                row.action.startswith("POST /jobs") for row in world.accounts.audit(BATCHED)
             )
     submitted = [event for event in world.journal.events() if isinstance(event, Submitted)]
     if (audited, len(submitted)) != (count - count % BATCHED, taken) or not 0 < taken < count:

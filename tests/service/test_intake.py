@@ -22,7 +22,7 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.profile import Source
-from orchestrator.specs.published import PROJECT_JOBS, PUBLISHED
+from orchestrator.specs.published import PROJECT_JOBS, load_published
 
 MODEL = """\
 name: lm
@@ -384,7 +384,7 @@ def test_the_refusal_of_a_model_names_its_projects_job_and_models_of_the_table()
     assert PROJECT_JOBS["musicgen"] in hint
     for path in PROJECT_JOBS.values():
         assert (Path(__file__).parents[2] / path).is_file()
-    assert str(len(PUBLISHED)) in hint
+    assert str(len(load_published())) in hint
     assert "meta-llama/Llama-3.2-1B" in hint_for("meta-llama/Llama-3.2-11B-Vision")
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import datetime
 from html.parser import HTMLParser
 
 import pytest
+from pydantic import TypeAdapter
 
+from orchestrator.scheduling.reports.morning import Line, MorningReport
+from orchestrator.service.client.client import read_answer
 from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, make_report
-from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.report import SHOWN_MAX, html, markdown, parse_since, sections
 from orchestrator.specs.access import Role
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.replace import replace
 from tests.service.worlds import World
 
 NOW = datetime(2026, 11, 25, 7, 30)
@@ -21,14 +25,13 @@ HOSTILE = "<script>alert(1)</script> `x`\n# heading ![pixel](https://example.org
 
 
 @pytest.fixture
-def view(world: World) -> ReportView:
+def view(world: World) -> MorningReport:
     """The report of a service in which one job succeeded."""
     world.submit()
     world.turn_until("succeeded")
     answer = world.by(Role.VIEWER).get("/report?since_s=0")
     assert answer.status_code == 200, answer.text
-    report: ReportView = answer.json()
-    return report
+    return TypeAdapter(MorningReport).validate_python(answer.json())
 
 
 @pytest.mark.parametrize(
@@ -52,16 +55,16 @@ def test_another_since_is_one_clear_error(text: str) -> None:
         parse_since(text, NOW.timestamp())
 
 
-def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: ReportView) -> None:
-    assert [line["id"] for line in view["succeeded"]] == ["lm-1"]
-    assert view["summary"] == "1 of 1 ended jobs succeeded."
-    assert view["cost"]["trained_s"] == sum(
-        len(span["devices"]) * (span["until_s"] - span["from_s"]) for span in view["spans"]
+def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: MorningReport) -> None:
+    assert [line.id for line in view.succeeded] == ["lm-1"]
+    assert view.summary == "1 of 1 ended jobs succeeded."
+    assert view.cost.trained_s == sum(
+        len(span.devices) * (span.until_s - span.from_s) for span in view.spans
     )
-    json.dumps(view)
+    json.dumps(asdict(view))
 
 
-def test_devices_were_not_idle_before_the_journal_began(world: World, view: ReportView) -> None:
+def test_devices_were_not_idle_before_the_journal_began(world: World, view: MorningReport) -> None:
     """The service of `view` runs by a clock that begins with 0."""
     began_s = next(iter(world.journal.events())).at_s
     assert [world.controller.since_s(began_s + asked_s) for asked_s in (-86400.0, 1.0)] == [
@@ -69,9 +72,9 @@ def test_devices_were_not_idle_before_the_journal_began(world: World, view: Repo
         began_s + 1.0,
     ]
     report = make_report(world.controller, began_s - 86400.0, began_s + 60.0, ())
-    lasted_s = report["until_s"] - report["since_s"]
-    assert (report["since_s"], lasted_s) == (began_s, 60.0)
-    assert 0 < report["cost"]["idle_s"] <= sum(view["nodes"].values()) * lasted_s
+    lasted_s = report.until_s - report.since_s
+    assert (report.since_s, lasted_s) == (began_s, 60.0)
+    assert 0 < report.cost.idle_s <= sum(view.nodes.values()) * lasted_s
 
 
 def test_who_asks_for_a_report_together_has_the_same_until_the_state_changes() -> None:
@@ -110,12 +113,12 @@ class Tags(HTMLParser):
         self.tags.add(tag)
 
 
-def hostile(view: ReportView) -> ReportView:
-    line = {"id": HOSTILE, "name": HOSTILE, "user": HOSTILE, "sentence": HOSTILE}
-    return {**view, "failed": [line], "to_do": [HOSTILE], "summary": HOSTILE}  # type: ignore[typeddict-item]
+def hostile(view: MorningReport) -> MorningReport:
+    line = Line(id=HOSTILE, name=HOSTILE, user=HOSTILE, sentence=HOSTILE)
+    return replace(view, failed=(line,), to_do=(HOSTILE,), summary=HOSTILE)
 
 
-def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: ReportView) -> None:
+def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: MorningReport) -> None:
     page = Tags()
     page.feed(html(hostile(view)))
     assert "script" not in page.tags
@@ -127,12 +130,21 @@ def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: ReportView) -> 
     assert not any("![" in part for part in outside)
 
 
-def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: ReportView) -> None:
+def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: MorningReport) -> None:
     many = [
-        {"id": f"job-{k}", "name": "", "user": "", "sentence": "x"} for k in range(SHOWN_MAX + 5)
+        Line(id=f"job-{number}", name="", user="", sentence="x") for number in range(SHOWN_MAX + 5)
     ]
-    long: ReportView = {**view, "waiting": many}  # type: ignore[typeddict-item]
+    long = replace(view, waiting=tuple(many))
     for heading, _ in sections(long):
         assert f"## {heading}\n" in markdown(long)
         assert f"<h2>{heading} (" in html(long)
     assert "`...`: 5 more" in markdown(long)
+
+
+def test_a_report_of_another_form_is_one_error_that_names_the_place(view: MorningReport) -> None:
+    answer = asdict(view)
+    assert read_answer(MorningReport, answer) == view
+    answer["cost"]["idle_s"] = "\x1b[2J"
+    with pytest.raises(ServiceError, match=r"does not read: cost\.idle_s: ") as refused:
+        read_answer(MorningReport, answer)
+    assert "\x1b" not in str(refused.value)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,7 +129,7 @@ class World:
 
     def sweep(self, sweep_id: str) -> Any:
         with contextlib.closing(Client(self.home)) as client:
-            return client.sweep(sweep_id)
+            return asdict(client.sweep(sweep_id))
 
     def page(self, path: str) -> str:
         answer = httpx.get(f"{self.url}/ui{path}", headers={"Authorization": f"Bearer {TOKEN}"})

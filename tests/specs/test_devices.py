@@ -7,7 +7,7 @@ import pytest
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceSpec, NodeSpec, cluster_json_schema
 from orchestrator.specs.device_kind import DeviceKind
-from orchestrator.specs.devices import DEVICES, match_devices
+from orchestrator.specs.devices import load_devices, match_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster
 
@@ -27,7 +27,7 @@ def device(name: str) -> DeviceSpec:
     ).device
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", load_devices())
 def test_every_device_is_complete_and_physically_plausible(name: str) -> None:
     card = device(name)
     assert card.name == name
@@ -65,7 +65,7 @@ def test_a_device_before_ampere_has_no_bf16_and_computes_it_in_fp32(name: str) -
     assert card.peak_flops(Precision.BF16) == card.peak_flops(Precision.FP32)
     assert all(
         device(other).has(Precision.BF16)
-        for other in DEVICES
+        for other in load_devices()
         if not other.startswith(("t4", "v100", "rtx20"))
     )
 
@@ -74,7 +74,7 @@ def test_a_cluster_file_may_name_a_device_or_describe_it() -> None:
     named = parse_cluster(CLUSTER.format(device="a100-80gb"), "lab.yaml").nodes[0].device
     description = (
         "{"
-        + ", ".join(f"{key}: {value}" for key, value in DEVICES["a100-80gb"].items())
+        + ", ".join(f"{key}: {value}" for key, value in load_devices()["a100-80gb"].items())
         + ", name: a100-80gb}"
     )
     assert parse_cluster(CLUSTER.format(device=description), "lab.yaml").nodes[0].device == named
@@ -85,12 +85,14 @@ def test_an_unknown_name_is_refused_with_all_that_are_known_and_the_nearest() ->
         parse_cluster(CLUSTER.format(device="A100-80GB"), "lab.yaml")
     assert refused.value.path == "nodes[0].device"
     assert refused.value.source == "lab.yaml:6"
-    assert refused.value.allowed == ", ".join(DEVICES)
+    assert refused.value.allowed == ", ".join(load_devices())
     assert "a100-80gb" in refused.value.hint
 
 
 def test_a_described_device_has_16_bit_arithmetic() -> None:
-    fields = {key: value for key, value in DEVICES["t4-16gb"].items() if key != "fp16_tflops"}
+    fields = {
+        key: value for key, value in load_devices()["t4-16gb"].items() if key != "fp16_tflops"
+    }
     with pytest.raises(ValueError, match="one of bf16_tflops and fp16_tflops"):
         DeviceSpec.model_validate({"name": "t4"} | fields)
 
@@ -103,7 +105,7 @@ def test_a_cluster_without_nodes_is_refused() -> None:
 def test_the_schema_takes_names_of_the_catalogue_and_descriptions() -> None:
     alternatives = cluster_json_schema()["$defs"]["NodeSpec"]["properties"]["device"]["anyOf"]
     assert [alternatives[0]["enum"], alternatives[1]] == [
-        list(DEVICES),
+        list(load_devices()),
         {"$ref": "#/$defs/DeviceSpec"},
     ]
 
@@ -128,7 +130,7 @@ def test_people_name_cards_as_they_are_sold_and_shops_and_drivers_write_them(
     assert list(match_devices(text)) == names
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("name", load_devices())
 def test_every_card_is_meant_by_its_own_name(name: str) -> None:
     assert match_devices(name) == (name,)
     assert name in match_devices(name.partition("-")[0])

@@ -13,14 +13,14 @@ import pytest
 import torch
 import transformers
 
-from orchestrator.specs.published import PUBLISHED, published_sizes, smaller_siblings
+from orchestrator.specs.published import load_published, published_sizes, smaller_siblings
 
 FIT = "from orchestrator.cli import main; import sys; main(sys.argv[1:])"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", load_published())
 def test_a_model_of_the_table_has_as_many_parameters_as_the_hub_shows(name: str) -> None:
-    config, expected = PUBLISHED[name].config, PUBLISHED[name].parameters
+    config, expected = load_published()[name].config, load_published()[name].parameters
     built = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
     with torch.device("meta"):
         model = getattr(transformers, config["architectures"][0])(built)
@@ -31,8 +31,12 @@ def test_a_model_of_the_table_has_as_many_parameters_as_the_hub_shows(name: str)
 
 
 def test_tuned_versions_have_the_sizes_of_their_base_and_other_names_have_none() -> None:
-    assert published_sizes("qwen/qwen2.5-7b-INSTRUCT") == dict(PUBLISHED["Qwen/Qwen2.5-7B"].config)
-    assert published_sizes("google/gemma-2-9b-it") == dict(PUBLISHED["google/gemma-2-9b"].config)
+    assert published_sizes("qwen/qwen2.5-7b-INSTRUCT") == dict(
+        load_published()["Qwen/Qwen2.5-7B"].config
+    )
+    assert published_sizes("google/gemma-2-9b-it") == dict(
+        load_published()["google/gemma-2-9b"].config
+    )
     assert published_sizes("somebody/Qwen2.5-7B") == {}
 
 

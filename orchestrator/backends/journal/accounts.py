@@ -13,6 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from orchestrator.backends.journal.tables import table
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError, UnknownError
 
@@ -28,36 +29,27 @@ CACHE_S, CACHE_MAX = (
 )  # principals remembered; every change of accounts forgets them at once
 AUDIT_ROWS_MAX = 1000  # in one answer
 
-_metadata = sa.MetaData()
-_users = sa.Table(
-    "users",
-    _metadata,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("role", sa.Text, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False),
-)
-_tokens = sa.Table(
+_users = table("users", name=sa.Text, role=sa.Text, created_at=sa.Float)
+_tokens = table(
     "tokens",
-    _metadata,
-    sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("user", sa.Text, sa.ForeignKey("users.name", ondelete="CASCADE"), nullable=False),
-    sa.Column("digest", sa.Text, nullable=False, unique=True),
-    sa.Column("shown", sa.Text, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False),
-    sa.Column("expires_at", sa.Float),
-    sa.Column("revoked_at", sa.Float),
-    sa.Column("used_at", sa.Float),
+    id=sa.Integer,
+    user=sa.Text,
+    digest=sa.Text,
+    shown=sa.Text,
+    created_at=sa.Float,
+    expires_at=sa.Float,
+    revoked_at=sa.Float,
+    used_at=sa.Float,
 )
-_audit = sa.Table(
+_audit = table(
     "audit",
-    _metadata,
-    sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("at", sa.Float, nullable=False),
-    sa.Column("user", sa.Text, nullable=False),
-    sa.Column("role", sa.Text, nullable=False),
-    sa.Column("request_id", sa.Text, nullable=False),
-    sa.Column("action", sa.Text, nullable=False),
-    sa.Column("status", sa.Integer, nullable=False),
+    id=sa.Integer,
+    at=sa.Float,
+    user=sa.Text,
+    role=sa.Text,
+    request_id=sa.Text,
+    action=sa.Text,
+    status=sa.Integer,
 )
 
 log = logging.getLogger(__name__)
@@ -91,6 +83,7 @@ class Token:
 class AuditRow:
     """A request in the audit log: it changed something, or was refused."""
 
+    number: int  # of the row
     at_s: float
     user: str
     role: str
@@ -276,24 +269,22 @@ class Accounts:
         with self._transaction() as connection:
             connection.execute(_audit.insert().values(**row, action=action, status=status))
 
-    def audit(self, limit: int, before: int | None = None) -> Sequence[tuple[int, AuditRow]]:
-        """Return at most `limit` (row number, row) of the audit log, newest first; only rows before number `before`."""
+    def audit(self, limit: int, before: int | None = None) -> Sequence[AuditRow]:
+        """Return at most `limit` rows of the audit log, newest first; only rows before number `before`."""
         query = sa.select(_audit).order_by(_audit.c.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
         if before is not None:
             query = query.where(_audit.c.id < before)
         with self._transaction() as connection:
             rows = connection.execute(query).all()
         return [
-            (
-                row.id,
-                AuditRow(
-                    at_s=row.at,
-                    user=row.user,
-                    role=row.role,
-                    request_id=row.request_id,
-                    action=row.action,
-                    status=row.status,
-                ),
+            AuditRow(
+                number=row.id,
+                at_s=row.at,
+                user=row.user,
+                role=row.role,
+                request_id=row.request_id,
+                action=row.action,
+                status=row.status,
             )
             for row in rows
         ]

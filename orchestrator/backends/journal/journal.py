@@ -17,6 +17,7 @@ from orchestrator.backends.journal.salvage import salvage_job, salvage_submissio
 from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.journal.submissions import Submissions
 from orchestrator.backends.journal.sweeps import Sweeps
+from orchestrator.backends.journal.tables import table
 from orchestrator.backends.notify.notice import notices_of
 from orchestrator.backends.ports import Decided, Submission, Totals, decisions
 from orchestrator.specs.actions import Archive, Record
@@ -29,29 +30,17 @@ from orchestrator.specs.state import State
 
 PAGE = 500  # rows read at a time
 
-_metadata = sa.MetaData()
-_events, _snapshots = (
-    sa.Table(
-        name,
-        _metadata,
-        sa.Column("id", sa.Integer, primary_key=True),
-        sa.Column("body", sa.Text),
-        *more,
-    )
-    for name, more in (("events", (sa.Column("decided", sa.Text),)), ("snapshots", ()))
-)
-_live = sa.Table(
-    "live", _metadata, sa.Column("id", sa.Text, primary_key=True), sa.Column("body", sa.Text)
-)
-_jobs = sa.Table(
+_events = table("events", id=sa.Integer, body=sa.Text, decided=sa.Text)
+_snapshots = table("snapshots", id=sa.Integer, body=sa.Text)
+_live = table("live", id=sa.Text, body=sa.Text)
+_jobs = table(
     "jobs",
-    _metadata,
-    sa.Column("number", sa.Integer, primary_key=True),  # in the order of their ends
-    sa.Column("id", sa.Text),
-    sa.Column("status", sa.Text),
-    sa.Column("submitted_at", sa.Float),
-    sa.Column("ended_at", sa.Float),  # when the last device was given back
-    sa.Column("body", sa.Text),
+    number=sa.Integer,  # in the order of their ends
+    id=sa.Text,
+    status=sa.Text,
+    submitted_at=sa.Float,
+    ended_at=sa.Float,  # when the last device was given back
+    body=sa.Text,
 )
 
 EVENTS = Annotated[Event, Field(discriminator="type")]

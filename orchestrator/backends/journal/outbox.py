@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.history import Unreadable, codec_of
 from orchestrator.backends.journal.set_aside import SetAside
+from orchestrator.backends.journal.tables import table
 from orchestrator.backends.notify.notice import Notice
 from orchestrator.backends.ports import Body
 
@@ -25,13 +26,7 @@ NOTICES_MAX = 10_000  # that wait; more than these are not kept
 PAGE = 500  # ids in one query
 TOLD_S = 30 * 86_400.0  # how long ids of sent notices are stored
 
-_told = sa.Table(
-    "told",
-    sa.MetaData(),
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("kind", sa.Text),
-    sa.Column("at_s", sa.Float),
-)
+_told = table("told", id=sa.Text, kind=sa.Text, at_s=sa.Float)
 
 log = logging.getLogger(__name__)
 
@@ -64,20 +59,8 @@ class Outbox(Generic[Body]):
             ran,
         )
         self._progress: dict[str, _Progress] = {}  # by receiver
-        tables = sa.MetaData()
-        self._rows = sa.Table(
-            rows,
-            tables,
-            sa.Column("id", sa.Integer, primary_key=True),
-            sa.Column("ran", sa.Boolean),
-            sa.Column("body", sa.Text),
-        )
-        self._cursors = sa.Table(
-            cursors,
-            tables,
-            sa.Column("name", sa.Text, primary_key=True),
-            sa.Column("last_row", sa.Integer),
-        )
+        self._rows = table(rows, id=sa.Integer, ran=sa.Boolean, body=sa.Text)
+        self._cursors = table(cursors, name=sa.Text, last_row=sa.Integer)
 
     def add(self, connection: sa.Connection, bodies: Sequence[Body]) -> None:
         """Append rows within a transaction of the journal."""

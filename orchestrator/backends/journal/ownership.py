@@ -14,18 +14,18 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
+from orchestrator.backends.journal.tables import table
 from orchestrator.specs.errors import ServiceError
 
 LEASE_S = 10.0  # how long a holder that fell silent keeps others out
 SURE = 0.5  # share of the lease after which a holder asks before it acts
 
-_lease = sa.Table(
+_lease = table(
     "lease",
-    sa.MetaData(),
-    sa.Column("id", sa.Integer, primary_key=True),  # there is one row
-    sa.Column("fence", sa.BigInteger),  # of the newest holder; never given twice
-    sa.Column("holder", sa.Text),
-    sa.Column("expires_at", sa.DateTime(timezone=True)),  # by the clock of the database
+    id=sa.Integer,  # there is one row
+    fence=sa.BigInteger,  # of the newest holder; never given twice
+    holder=sa.Text,
+    expires_at=sa.DateTime(timezone=True),  # by the clock of the database
 )
 _now = sa.func.clock_timestamp()
 

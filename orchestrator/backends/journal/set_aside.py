@@ -11,17 +11,12 @@ import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.history import Codec, Unreadable
+from orchestrator.backends.journal.tables import table
 
 ROWS_MAX = 1000  # that are listed; of more, the first
 
-_set_aside = sa.Table(
-    "set_aside",
-    sa.MetaData(),
-    sa.Column("table", sa.Text, primary_key=True),
-    sa.Column("row", sa.Text, primary_key=True),
-    sa.Column("body", sa.Text),
-    sa.Column("reason", sa.Text),
-    sa.Column("at", sa.Float),
+_set_aside = table(
+    "set_aside", table=sa.Text, row=sa.Text, body=sa.Text, reason=sa.Text, at=sa.Float
 )
 
 log = logging.getLogger(__name__)

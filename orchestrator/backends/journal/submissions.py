@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
+from orchestrator.backends.journal.tables import table
 from orchestrator.backends.ports import Submission
 from orchestrator.specs.events import Event, RequestKey, Submitted
 
 KEPT_S = 86_400.0  # as Stripe keeps its keys (docs.stripe.com/api/idempotent_requests)
 
-_submissions = sa.Table(
+_submissions = table(
     "submissions",
-    sa.MetaData(),
-    sa.Column("key", sa.Text, primary_key=True),
-    sa.Column("digest", sa.Text),
-    sa.Column("jobs", sa.Text),  # their ids, as JSON
-    sa.Column("at_s", sa.Float),
+    key=sa.Text,
+    digest=sa.Text,
+    jobs=sa.Text,  # their ids, as JSON
+    at_s=sa.Float,
 )
 
 

@@ -8,24 +8,11 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
+from orchestrator.backends.journal.tables import table
 from orchestrator.specs.events import Event, Submitted
 
-_metadata = sa.MetaData()
-_sweeps = sa.Table(
-    "sweeps",
-    _metadata,
-    sa.Column("number", sa.Integer, primary_key=True),
-    sa.Column("id", sa.Text),
-    sa.Column("ended", sa.Text),
-)
-_trials = sa.Table(
-    "trials",
-    _metadata,
-    sa.Column("job", sa.Text, primary_key=True),
-    sa.Column("sweep", sa.Text),
-    sa.Column("number", sa.Integer),
-    sa.Column("value", sa.Float),
-)
+_sweeps = table("sweeps", number=sa.Integer, id=sa.Text, ended=sa.Text)
+_trials = table("trials", job=sa.Text, sweep=sa.Text, number=sa.Integer, value=sa.Float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput
+    from mlflow.entities import DatasetInput, Run
 
 ADDRESS_FILE = "mlflow_url"  # in the home: of an MLflow server that is not the home's own
 INPUTS_MAX = 100  # data files of one run
@@ -363,19 +363,14 @@ def comparison_url(home: Path, address: str, key: str, jobs: int) -> str | None:
 
     It is a path on the service where the address is that of the home's own server.
     """
-    from mlflow.exceptions import MlflowException
-
-    bound_requests()
-    try:
-        contact = Contact(register_socket(home) if address == ADDRESS else address)
-        runs = compared_runs(contact.client, contact.experiment_id, key)
-    except MlflowException:  # not reached: there is no page either
-        return None
+    experiment_id, runs = _find_runs(
+        home,
+        address,
+        lambda contact: compared_runs(contact.client, contact.experiment_id, key),
+    )
     if not runs or len({run.data.tags.get("orc.job_id") for run in runs}) < jobs:
         return None
-    return compare_url(
-        address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id
-    )
+    return compare_url(address, tuple(run.info.run_id for run in reversed(runs)), experiment_id)
 
 
 def job_url(home: Path, address: str, key: str, _jobs: int) -> str | None:
@@ -383,22 +378,31 @@ def job_url(home: Path, address: str, key: str, _jobs: int) -> str | None:
 
     `key` is `Job.key`.
     """
+    experiment_id, runs = _find_runs(
+        home,
+        address,
+        lambda contact: contact.client.search_runs(
+            [contact.experiment_id],
+            f"tags.`orc.run` LIKE '{key}/%'",
+            order_by=["attributes.start_time DESC"],
+        ),
+    )
+    job_runs = [run for run in runs if run.data.tags["orc.run"] == f"{key}/0"]
+    return run_url(address, experiment_id, (job_runs or runs)[0].info.run_id) if runs else None
+
+
+def _find_runs(
+    home: Path, address: str, find: Callable[[Contact], Sequence[Run]]
+) -> tuple[str, Sequence[Run]]:
+    """Return the experiment and the runs that `find` finds; none where the server is not reached: it has no page."""
     from mlflow.exceptions import MlflowException
 
     bound_requests()
     try:
         contact = Contact(register_socket(home) if address == ADDRESS else address)
-        runs = contact.client.search_runs(
-            [contact.experiment_id],
-            f"tags.`orc.run` LIKE '{key}/%'",
-            order_by=["attributes.start_time DESC"],
-        )
-    except MlflowException:  # not reached: there is no page either
-        return None
-    job_runs = [run for run in runs if run.data.tags["orc.run"] == f"{key}/0"]
-    return (
-        run_url(address, contact.experiment_id, (job_runs or runs)[0].info.run_id) if runs else None
-    )
+        return contact.experiment_id, find(contact)
+    except MlflowException:
+        return "", ()
 
 
 def tracker_of(home: Path, lookups: Lookups) -> MlflowTracker:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from orchestrator.scheduling.base.time_limits import over_limit
 from orchestrator.scheduling.failures.device_memory import is_nearly_full, oom_failure
 from orchestrator.scheduling.failures.done_steps import describe_done, is_before_last_step
@@ -45,8 +43,6 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.units import format_seconds
 
-EXCERPT_CHARACTERS_MAX = 4000
-MESSAGE_CHARACTERS_MAX = 200  # of an exception that stands in a reason
 UNTOLD = (
     FailureKind.HOST_OOM,
     FailureKind.HUNG,
@@ -56,15 +52,6 @@ HOW_TO_BE_WATCHED = (
     "its children need PYTHONPATH and ORC_GUARD as the program found them, an interpreter of Python 3.10 or newer, "
     "and none of its flags -I, -E and -S"
 )
-LINES_OF_END = 20  # of a log, in which the line stands that tells of its end
-_ANYTHING = re.compile(r"\S")
-# what a C++ program prints before it aborts
-_TELLS_OF_ABORT = re.compile(
-    r"(?i)\b(?:error|fatal|abort\w*|assert\w*|exception|check failed)\b|what\(\):|Hang\b"
-)
-_WANTS_CUDA = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
-# a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
-NEARLY_FULL = 0.9
 
 
 def classify(

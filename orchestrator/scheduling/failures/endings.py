@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
-from orchestrator.scheduling.failures.log_scan import type_of
+from orchestrator.scheduling.failures.log_scan import FRAME, HEAD, PREFIX, type_of
 from orchestrator.scheduling.failures.phases import GUARD_PHASES, Frame, phase_of_frames
 from orchestrator.scheduling.failures.program_faults import is_device_error, is_programs, may_pass
 from orchestrator.specs.attempt import Attempt, Ending, ErrorReport, Evidence, Finding, RankEnd
@@ -19,16 +19,11 @@ from orchestrator.specs.attempt import Attempt, Ending, ErrorReport, Evidence, F
 _INSTALLED = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib(?:64)?[/\\]python3|^<(?:frozen|string|stdin)|\.zip[/\\]"
 )
-_PREFIX = re.compile(
-    r"\[(?:rank|default)\d+\]: ?|\((?:\w+ )?(?:rank=\d+ )?pid=\d+[^)]*\) |\d{1,4}: (?=Traceback|\s)"
-)
-_FRAME = re.compile(r'\s+File "([^"]*)", line \d+(?:, in (\S+))?')
 _RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::|\s*$)")
 _BARE = re.compile(
     r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|Timeout)\b)(?::|\s*$)(.*)"
 )
 _FOLDERS = re.compile(r".*[/\\]")
-_HEAD = "Traceback (most recent call last)"
 _OWN_CODES = (
     0,
     2,
@@ -58,10 +53,10 @@ def read_exceptions(text: str) -> tuple[Raised, ...]:
     raised: list[Raised] = []
     frames: list[Frame] | None = None
     for raw in text.splitlines():
-        line = raw[prefix.end() :] if (prefix := _PREFIX.match(raw)) else raw
-        if _HEAD in line:
+        line = raw[prefix.end() :] if (prefix := PREFIX.match(raw)) else raw
+        if HEAD in line:
             frames = []
-        elif frame := _FRAME.match(line):
+        elif frame := FRAME.match(line):
             frames = [] if frames is None else frames
             frames.append(Frame(frame[1], frame[2] or ""))
         elif frames is None:

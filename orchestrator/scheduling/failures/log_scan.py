@@ -39,13 +39,13 @@ RANKS_MAX = 256  # of one log that are told apart
 REMARKS_MAX = 512  # findings that are no exceptions, between two calms
 
 # Before what a rank says, where several write into one log: torchrun, `torchrun --tee`, Ray, `srun --label`.
-_PREFIX = re.compile(
+PREFIX = re.compile(
     r"(?:\[(?:rank|default)(\d+)\]: ?|\((?:\w+ )?(?:rank=(\d+) )?pid=\d+[^)]*\) "
     r"|(\d{1,4}): (?=Traceback|\s|[\w.]+(?:Error|Exception)\b))"
 )
 _EXCEPTION = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|\s*$|\s+Traceback)")
 _NAMED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::|\s*$)")  # the line below a traceback
-_HEAD = "Traceback (most recent call last)"
+HEAD = "Traceback (most recent call last)"
 _NESTED_HEAD = "Original Traceback (most recent call last)"  # torch's DataLoader, below its own
 _LINKS = {
     "The above exception was the direct cause": "cause",
@@ -68,7 +68,7 @@ _NO_PROGRESS = re.compile(r"retr|attempt|load|fetch|shard|file", re.IGNORECASE)
 _LAUNCHERS = re.compile(
     r"[\w.]*(?:ChildFailedError|CalledProcessError|ProcessRaisedException|ProcessExitedException)\b"
 )
-_FRAME = re.compile(r'\s+File "([^"]*)", line \d+(?:, in (\S+))?')
+FRAME = re.compile(r'\s+File "([^"]*)", line \d+(?:, in (\S+))?')
 _INDENTED = re.compile(r" {4}")
 _RICH_FRAME = re.compile(
     r"│ (\S.*?):\d+ in (\S+)\s+│"
@@ -229,7 +229,7 @@ class LogScan:
 
     def _read_telling(self, line: str, offset: int) -> None:
         """Read a line that may name a cause, or belong to an exception."""
-        prefix = _PREFIX.match(line)
+        prefix = PREFIX.match(line)
         text = line[prefix.end() :] if prefix else line
         stack = self._stack(prefix[0].strip() if prefix else "")
         if self._in_traceback(stack, text):
@@ -329,7 +329,7 @@ class LogScan:
         is_known = bool(stack.chain) or stack.root is not None
         if text.startswith(_IGNORED) or (text.startswith(_OF_A_THREAD) and is_known):
             stack.is_ignored, stack.message_lines = True, 0
-        if _HEAD in text:
+        if HEAD in text:
             stack.is_raising, stack.message_lines = True, 0
             if _NESTED_HEAD in text and stack.chain:
                 stack.link = "nested"
@@ -364,7 +364,7 @@ class LogScan:
         match = _PROGRESS.search(line)
         if match is None or _NO_PROGRESS.search(line):
             return
-        prefix = _PREFIX.match(line)
+        prefix = PREFIX.match(line)
         stack = self._stack(prefix[0].strip() if prefix else "")
         count = float(next(number for number in match.groups() if number))
         if stack.progress is not None and count > stack.progress:
@@ -428,12 +428,12 @@ class LogScan:
                 stack.frames.append(Frame(boxed[1], boxed[2]))
             stack.lines.append(text)
             return True
-        frame = _FRAME.match(text)
+        frame = FRAME.match(text)
         if frame is None and stack.quoting:
             stack.quoting = False
             self._quoting -= 1
         if frame is None:
-            if _HEAD in text:
+            if HEAD in text:
                 stack.frames.clear()
                 stack.lines.clear()
             return False
@@ -488,7 +488,7 @@ def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
 
 def last_traceback(text: str) -> str:
     """Return the last Python traceback of a log, or its last 20 lines without one."""
-    start = text.rfind(_HEAD)
+    start = text.rfind(HEAD)
     return text[start:].strip() if start >= 0 else "\n".join(text.splitlines()[-20:])
 
 

@@ -15,6 +15,7 @@ from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomRepor
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import UNTIMED
+from orchestrator.specs.replace import replace
 
 
 def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
@@ -28,22 +29,12 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))
     ):
         return None
-    estimate, taken_s = attempt.estimate, attempt.measured_step_s
+    taken_s = attempt.measured_step_s
     burst = _worst_report(attempt)
-    is_timed = taken_s is not None and attempt.step_s > 0 and estimate.source not in UNTIMED
-    return Observation(
-        job=job.key,
-        number=attempt.number,
-        device=attempt.device,
-        family=job.spec.family_name,
+    return replace(
+        _observation(job, attempt, measured, taken_s, attempt.ended_at_s),
         torch_version=attempt.torch_version,
-        plan=attempt.plan,
-        moments=worst_moments(estimate.moments),
-        predicted_bytes=estimate.allocated_bytes,
-        measured_bytes=measured,
         ran_out=ran_out(attempt) or _outgrew(job, attempt),
-        step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
-        at_s=attempt.ended_at_s,
         probe=attempt.probe,
         phase="" if burst is None else burst.phase,
         pass_done=None if burst is None else burst.pass_done,
@@ -51,15 +42,22 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         steps_left=None if burst is None else _steps_left(job, burst),
         finished=_ran_through(job, attempt),
         overhead_bytes=_overhead_bytes(attempt),
-        relative_to=attempt.relative_to,
     )
 
 
 def observe_running(job: Job, attempt: Attempt) -> Observation | None:
     """Return the observation of a running attempt so far; None where it has not yet reported its peak."""
-    pace, estimate = attempt.pace, attempt.estimate
+    pace = attempt.pace
     if pace is None or not pace.peak_bytes:
         return None
+    return _observation(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
+
+
+def _observation(
+    job: Job, attempt: Attempt, measured: int, step_s: float | None, at_s: float
+) -> Observation:
+    """Return the prediction beside what was measured."""
+    estimate = attempt.estimate
     is_timed = attempt.step_s > 0 and estimate.source not in UNTIMED
     return Observation(
         job=job.key,
@@ -70,10 +68,10 @@ def observe_running(job: Job, attempt: Attempt) -> Observation | None:
         plan=attempt.plan,
         moments=worst_moments(estimate.moments),
         predicted_bytes=estimate.allocated_bytes,
-        measured_bytes=pace.peak_bytes,
+        measured_bytes=measured,
         ran_out=False,
-        step_ratio=pace.step_s / attempt.step_s if is_timed else None,
-        at_s=pace.at_s,
+        step_ratio=step_s / attempt.step_s if step_s is not None and is_timed else None,
+        at_s=at_s,
         relative_to=attempt.relative_to,
     )
 

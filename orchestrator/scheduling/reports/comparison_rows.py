@@ -9,8 +9,8 @@ from statistics import geometric_mean, mean, median
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.planning.explain import nearest
-from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
+from orchestrator.planning.explain import best_or_nearest
+from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.sentences import reason_of
@@ -25,7 +25,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
+from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short, settings
 from orchestrator.specs.state import State
@@ -64,27 +64,27 @@ class Row:
     plan: str  # as one line, or the pinned settings where no plan has them
     outcome: Outcome
     reason: str
-    devices: int | None
-    device: str | None
-    capacity_bytes: int | None  # of one device
-    predicted_peak_bytes: int | None  # allocated
-    predicted_reserved_bytes: int | None
-    predicted_device_bytes: int | None
-    needed_bytes: int | None  # predicted for the device, with margin
-    host_bytes: int | None  # predicted for one rank
-    peak_bytes: int | None  # allocated; if it ran out, the live bytes then
-    reserved_bytes: int | None
-    predicted_step_s: float | None
-    step_s: float | None
-    samples_per_s: float | None
-    tokens_per_s: float | None
-    mfu: float | None  # share of the devices' peak FLOP/s that the model's FLOPs use
-    loss: float | None  # of the last step; the mean over repeats
-    loss_distance: float | None  # largest, from the first strategy with losses
-    ooms: int
-    restarts: int
-    device_s: float  # device-seconds of its attempts
-    money: float | None  # for `device_s`, where the cluster file has prices
+    devices: int | None = None
+    device: str | None = None
+    capacity_bytes: int | None = None  # of one device
+    predicted_peak_bytes: int | None = None  # allocated
+    predicted_reserved_bytes: int | None = None
+    predicted_device_bytes: int | None = None
+    needed_bytes: int | None = None  # predicted for the device, with margin
+    host_bytes: int | None = None  # predicted for one rank
+    peak_bytes: int | None = None  # allocated; if it ran out, the live bytes then
+    reserved_bytes: int | None = None
+    predicted_step_s: float | None = None
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None  # share of the devices' peak FLOP/s that the model's FLOPs use
+    loss: float | None = None  # of the last step; the mean over repeats
+    loss_distance: float | None = None  # largest, from the first strategy with losses
+    ooms: int = 0
+    restarts: int = 0
+    device_s: float = 0.0  # device-seconds of its attempts
+    money: float | None = None  # for `device_s`, where the cluster file has prices
     settings: Mapping[str, str] = field(default_factory=dict)  # of its plan
     repeats: int = 1  # that were timed
     seeds: tuple[int, ...] = ()  # of its repeats; () of a script
@@ -174,7 +174,6 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         tokens_per_s=tokens / step_s if tokens and step_s else None,
         mfu=utilisation(job, last.plan, device, step_s),
         loss=last_loss,
-        loss_distance=None,
         ooms=sum(ran_out(attempt) for attempt in job.attempts),
         restarts=len(job.attempts) - 1,
         device_s=device_s,
@@ -187,44 +186,36 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
 
 
 def _predicted_row(state: State, job: Job) -> Row:
-    closest = _closest(state, job)
-    plan = None if closest is None else closest[1].plan
-    estimate: MemoryEstimate | None = None if closest is None else closest[1].estimate
-    outcome = _outcome(job)
-    if outcome is Outcome.DOES_NOT_FIT and closest is None:
-        outcome = Outcome.NO_SUCH_PLAN
-    device = None if closest is None else closest[0].hardware.device
-    return Row(
+    closest, outcome = _closest(state, job), _outcome(job)
+    pinned = in_words(job.spec.plan)
+    row = Row(
         job_id=job.id,
-        strategy=in_words(job.spec.plan) if plan is None else strategy_of(plan),
-        plan=in_words(job.spec.plan) if plan is None else in_short(plan),
+        strategy=pinned,
+        plan=pinned,
         outcome=outcome,
         reason=reason_of(job),
-        devices=None if plan is None else plan.world_size,
-        device=None if device is None else device.name,
-        capacity_bytes=None if device is None else device.memory,
-        predicted_peak_bytes=None if estimate is None else estimate.allocated_bytes,
-        predicted_reserved_bytes=None if estimate is None else estimate.reserved_bytes,
-        predicted_device_bytes=None if estimate is None else estimate.device_bytes,
-        needed_bytes=None if closest is None else closest[2],
-        host_bytes=None if estimate is None else estimate.host_bytes,
-        peak_bytes=None,
-        reserved_bytes=None,
-        predicted_step_s=None
-        if closest is None or closest[1].estimate.source in WITHOUT_SECONDS
-        else closest[1].step_s,
-        step_s=None,
-        samples_per_s=None,
-        tokens_per_s=None,
-        mfu=None,
-        loss=None,
-        loss_distance=None,
-        ooms=0,
-        restarts=0,
-        device_s=0.0,
-        money=None,
-        settings={} if plan is None else settings(plan),
         seeds=_seeds(job),
+    )
+    if closest is None and outcome is Outcome.DOES_NOT_FIT:
+        return replace(row, outcome=Outcome.NO_SUCH_PLAN)
+    if closest is None:
+        return row
+    group, candidate, needed = closest
+    plan, estimate, device = candidate.plan, candidate.estimate, group.hardware.device
+    return replace(
+        row,
+        strategy=strategy_of(plan),
+        plan=in_short(plan),
+        devices=plan.world_size,
+        device=device.name,
+        capacity_bytes=device.memory,
+        predicted_peak_bytes=estimate.allocated_bytes,
+        predicted_reserved_bytes=estimate.reserved_bytes,
+        predicted_device_bytes=estimate.device_bytes,
+        needed_bytes=needed,
+        host_bytes=estimate.host_bytes,
+        predicted_step_s=None if estimate.source in WITHOUT_SECONDS else candidate.step_s,
+        settings=settings(plan),
     )
 
 
@@ -238,9 +229,7 @@ def _closest(state: State, job: Job) -> tuple[Group, Candidate, int] | None:
             )
         except SpecError:
             continue
-        candidate = next(
-            fitting(candidates, group.hardware.device.memory, calibrated), None
-        ) or nearest(candidates, calibrated)
+        candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
         if candidate is not None:
             estimate = corrected(
                 candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate)

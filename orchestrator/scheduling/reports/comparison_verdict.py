@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from orchestrator.scheduling.reports.comparison_rows import Outcome, Row, is_finished
+from orchestrator.specs.plain_text import join_first
 from orchestrator.specs.units import format_bytes, format_seconds
 
 ALIKE = 1.03  # single step times, costs and peaks that differ by less are called the same
@@ -98,8 +99,7 @@ def _losses(timed: Sequence[Row]) -> Iterator[str]:
         row.strategy for row, distance in distances if distance > LOSS_ALIKE * abs(row.loss or 0.0)
     ]
     if far:
-        rest = f" and {len(far) - NAMED_MAX} more" if len(far) > NAMED_MAX else ""
-        yield f"The losses of {', '.join(far[:NAMED_MAX])}{rest} differ by up to {most:.2g} at the same step"
+        yield f"The losses of {join_first(far, NAMED_MAX)} differ by up to {most:.2g} at the same step"
     else:
         yield f"Losses agree: they differ by at most {most:.1g} at the same step"
 
@@ -113,12 +113,11 @@ def _excluded(rows: Sequence[Row], singular: str, several: str = "") -> Iterator
     """Yield the strategies that memory excludes, each with the bytes that it needs and those that there are."""
     if not rows:
         return
-    named = [f"{row.strategy}{_of_capacity(row)}" for row in rows[:NAMED_MAX]]
-    rest = f" and {len(rows) - NAMED_MAX} more" if len(rows) > NAMED_MAX else ""
+    named = [f"{row.strategy}{_of_capacity(row)}" for row in rows]
     if len(rows) == 1:
         yield f"{rows[0].strategy} {singular}{_of_capacity(rows[0], ': {} of {}')}"
     else:
-        yield f"{', '.join(named)}{rest} {several or singular}"
+        yield f"{join_first(named, NAMED_MAX)} {several or singular}"
 
 
 def _of_capacity(row: Row, form: str = " ({} of {})") -> str:

@@ -18,6 +18,7 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -48,17 +49,11 @@ class Miss:
     predicted_bytes: int
     measured_bytes: int  # allocated peak
     ran_out: bool  # it needed at least `measured_bytes`
+    sentence: str
 
     @property
     def ratio(self) -> float:
         return self.measured_bytes / max(1, self.predicted_bytes)
-
-    @property
-    def sentence(self) -> str:
-        """The difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
-        least = "at least " if self.ran_out else ""
-        predicted, measured = format_bytes(self.predicted_bytes), format_bytes(self.measured_bytes)
-        return f"predicted {predicted}, measured {least}{measured} ({self.ratio:.2f} x)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +92,7 @@ class MorningReport:
 
     since_s: float
     until_s: float
+    summary: str  # in one sentence
     succeeded: tuple[Line, ...]
     recovered: tuple[Line, ...]  # succeeded jobs with failures and the changes that followed
     failed: tuple[Line, ...]
@@ -154,9 +150,10 @@ def morning_report(
     nodes = {node.name: node.devices for node in state.nodes}
     for span in spans:
         nodes[span.node] = max(nodes.get(span.node, 0), 1 + max(span.devices, default=-1))
-    return MorningReport(
+    report = MorningReport(
         since_s=since_s,
         until_s=until_s,
+        summary="",
         succeeded=_lines(by_status[JobStatus.SUCCEEDED], _success),
         recovered=_lines(
             (job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)), _recovery
@@ -179,6 +176,7 @@ def morning_report(
         nodes=dict(sorted(nodes.items())),
         spans=spans,
     )
+    return replace(report, summary=_summary(report))
 
 
 def _count_stops(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[str, int]:
@@ -289,12 +287,20 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
                 predicted_bytes=predicted,
                 measured_bytes=measured,
                 ran_out=ran_out(attempt),
+                sentence=_describe_miss(predicted, measured, ran_out(attempt)),
             )
             if miss.ratio > MARGIN or (
                 miss.ratio < 1 / MARGIN and not miss.ran_out and _has_trained(attempt)
             ):
                 misses.append(miss)
     yield from sorted(misses, key=lambda miss: -max(miss.ratio, 1 / max(miss.ratio, 1e-9)))
+
+
+def _describe_miss(predicted_bytes: int, measured_bytes: int, has_run_out: bool) -> str:
+    """Return the difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
+    least = "at least " if has_run_out else ""
+    ratio = measured_bytes / max(1, predicted_bytes)
+    return f"predicted {format_bytes(predicted_bytes)}, measured {least}{format_bytes(measured_bytes)} ({ratio:.2f} x)"
 
 
 def _has_trained(attempt: Attempt) -> bool:
@@ -391,7 +397,7 @@ def _to_do(
         yield f"{node} is drained: `orc drain {node} --undo` lets it accept jobs again"
 
 
-def summary(report: MorningReport) -> str:
+def _summary(report: MorningReport) -> str:
     """Return the report as one sentence: `12 of 14 ended jobs succeeded, 3 of them after a failure; 1 failed.`"""
     ended = len(report.succeeded) + len(report.failed) + len(report.refused) + len(report.cancelled)
     if not ended:

@@ -42,6 +42,7 @@ from orchestrator.specs.cluster import Window, describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.pending import Pending
+from orchestrator.specs.plain_text import join_first
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -301,7 +302,7 @@ class Waits:
     def _clause(
         self, job: Job, blocked: Blocked, obstacle: Obstacle, devices: Sequence[Device]
     ) -> str:
-        nodes = _names(dict.fromkeys(node for node, _ in devices))
+        nodes = join_first(dict.fromkeys(node for node, _ in devices), NAMES_MAX)
         match obstacle:
             case Obstacle.SET_ASIDE:
                 until_s = min(
@@ -334,7 +335,7 @@ class Waits:
         """Name the jobs that the devices are promised to, the first to start with its time."""
         promises = sorted({self._promise_of(device, job)[:2] for device in devices})
         (start_s, first), others = promises[0], [job_id for _, job_id in promises[1:]]
-        more = f", and for {_names(others)}" if others else ""
+        more = f", and for {join_first(others, NAMES_MAX)}" if others else ""
         return f"{first}, which starts about {self._time(start_s)}{more}"
 
     def _why_not_now(self, waiting: Waiting, startable: Sequence[Blocked]) -> str:
@@ -401,8 +402,8 @@ class Waits:
             begin, bound = "It starts", " at the earliest"
         devices = [(part.node, device) for part in placement for device in part.devices]
         ends = dict.fromkeys(self._holders[device] for device in devices if device in self._holders)
-        after = f", after the end of {_names(ends)}" if ends else ""
-        nodes = _names(part.node for part in placement)
+        after = f", after the end of {join_first(ends, NAMES_MAX)}" if ends else ""
+        nodes = join_first((part.node for part in placement), NAMES_MAX)
         return f"{begin} {self._time(start_s)}{bound}, on {len(devices)} of {nodes}{after}."
 
     def _quota(self, job: Job) -> str:
@@ -430,7 +431,8 @@ class Waits:
         if not others or own_team in below:
             return ""
         count = devices[own_team.name]
-        return f"Its team {own_team.name} holds {count} of a quota of {own_team.quota}; first come {_names(others)}."
+        first = join_first(others, NAMES_MAX)
+        return f"Its team {own_team.name} holds {count} of a quota of {own_team.quota}; first come {first}."
 
     def _fewer(self, job: Job, offers: Sequence[Offer]) -> str:
         """Say on how many devices, fewer than `gpus.min`, the job could start now."""
@@ -487,7 +489,9 @@ class Waits:
             yield f"A plan that needs {format_bytes(room)} on a device could start now: this one needs {needed}."
         for obstacle in (Obstacle.SET_ASIDE, Obstacle.DRAINED):
             if obstacle in blocked.obstacles and starts(entry, obstacle):
-                nodes = _names(dict.fromkeys(node for node, _ in blocked.obstacles[obstacle]))
+                nodes = join_first(
+                    dict.fromkeys(node for node, _ in blocked.obstacles[obstacle]), NAMES_MAX
+                )
                 yield f"It could start now after `orc drain NODE --undo` of {nodes}."
         windows = {
             self._window_of(node)[1]: node
@@ -523,10 +527,3 @@ def _fits(shape: Shape, devices: Iterable[Device]) -> bool:
         sum(count >= share for count in counts.values()) >= shape.devices // share
         for share in shape.shares
     )
-
-
-def _names(names: Iterable[str]) -> str:
-    """Return the first NAMES_MAX names, and how many more there are."""
-    names = [*names]
-    more = len(names) - NAMES_MAX
-    return ", ".join(names[:NAMES_MAX]) + (f" and {more} more" if more > 0 else "")

@@ -11,10 +11,11 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import httpx
+from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
@@ -22,11 +23,11 @@ from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
 
 if TYPE_CHECKING:  # most commands need none of what these load
+    from orchestrator.scheduling.reports.morning import MorningReport
+    from orchestrator.scheduling.reports.sweep import SweepReport
     from orchestrator.service.views.comparison import ComparisonView
     from orchestrator.service.views.expected import ExpectedJob
-    from orchestrator.service.views.morning import ReportView
     from orchestrator.service.views.records import BatchAnswer, ExplanationView, JobView
-    from orchestrator.service.views.sweeps import SweepView
     from orchestrator.service.views.teams import TeamView
     from orchestrator.specs.observation import Observation
     from orchestrator.specs.parse import Override
@@ -44,6 +45,7 @@ AGAIN_S = (
     16.0,
 )  # before a submission without an answer is sent again: longer than a failover
 UPLOAD_TIMEOUT_S = PURGE_TIMEOUT_S = 600.0
+Noun = TypeVar("Noun")
 
 
 class Client:
@@ -219,13 +221,20 @@ class Client:
         """Return the strategies of a comparison side by side, by the id of one of their jobs."""
         return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
 
-    def sweeps(self) -> list[SweepView]:
+    def sweeps(self) -> list[SweepReport]:
         """Return the most recent sweeps, newest first."""
-        return self._json("GET", "/sweeps")["sweeps"]
+        from orchestrator.scheduling.reports.sweep import SweepReport
 
-    def sweep(self, sweep_id: str) -> SweepView:
+        return TypeAdapter(list[SweepReport]).validate_python(
+            self._json("GET", "/sweeps")["sweeps"]
+        )
+
+    def sweep(self, sweep_id: str) -> SweepReport:
         """Return a sweep with its trials."""
-        return self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
+        from orchestrator.scheduling.reports.sweep import SweepReport
+
+        answer = self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
+        return read_answer(SweepReport, answer)
 
     def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
         """Send a test notice to targets, or to all. Returns {name: error or None}."""
@@ -315,9 +324,12 @@ class Client:
         """Return teams and users of a shared cluster, next in turn first; [] without teams."""
         return self._json("GET", "/teams")["teams"]
 
-    def report(self, since_s: float) -> ReportView:
+    def report(self, since_s: float) -> MorningReport:
         """Return the morning report since a time in seconds since 1970."""
-        return self._json("GET", f"/report?since_s={since_s!r}")
+        from orchestrator.scheduling.reports.morning import MorningReport
+
+        answer = self._json("GET", f"/report?since_s={since_s!r}")
+        return read_answer(MorningReport, answer)
 
     def forecast(self) -> list[ExpectedJob]:
         """Return the expected start and end of each live job, the earliest start first."""
@@ -485,6 +497,18 @@ def _token(home: Path) -> str:
         return (home / "token").read_text().strip()
     except OSError as error:
         raise ServiceError(f"the token {home / 'token'} cannot be read: {error.strerror}") from None
+
+
+def read_answer(kind: type[Noun], answer: object) -> Noun:
+    """Return the noun in a service's JSON. Raises ServiceError for another form, as a much older service may have."""
+    try:
+        return TypeAdapter(kind).validate_python(answer)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ServiceError(
+            f"the service answers in a form that this version does not read: {place}: {first['msg']}"
+        ) from None
 
 
 def _error_of(answer: httpx.Response) -> str:

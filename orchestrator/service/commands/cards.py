@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.devices import DEVICES, match_devices
+from orchestrator.specs.devices import load_devices, match_devices
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.units import BINARY_UNITS
 
@@ -28,13 +28,13 @@ def cluster_of_cards(text: str) -> ClusterSpec:
     count, name = int(match[1] or 1), match[2]
     names = match_devices(name)
     if len(names) != 1:
-        near = closest(name.lower(), DEVICES)
+        near = closest(name.lower(), load_devices())
         hint = f"did you mean {near!r}?" if near else "describe the card in a file for --cluster"
         raise SpecError(
             "several cards have this name" if names else "the catalogue has no such card",
             source=SOURCE,
             got=name,
-            allowed=", ".join(names or DEVICES),
+            allowed=", ".join(names or load_devices()),
             hint="name one of them" if names else hint,
         )
     per_node = min(count, DEVICES_PER_NODE)

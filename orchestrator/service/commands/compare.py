@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.memory.calibration.calibrate import Calibration, calibration
-from orchestrator.planning.explain import nearest
+from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
@@ -267,7 +267,5 @@ def _complete_pins(
         candidates = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
     except SpecError:
         return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
-    candidate = next(
-        fitting(candidates, group.hardware.device.memory, calibrated), None
-    ) or nearest(candidates, calibrated)
+    candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
     return pins if candidate is None else pins_of(candidate.plan)

@@ -46,12 +46,15 @@ class Finding:
     subject: str
     verdict: str
     found: str
-    to_do: str = ""
+    to_do: str
+
+
+Result = tuple[str, str, str]  # verdict, observation and advice
 
 
 def findings(home: Path) -> list[Finding]:
     """Return the result of every check, in order. A check that raises gives a bad result."""
-    checks: list[tuple[str, Callable[[], Finding | None]]] = [
+    checks: list[tuple[str, Callable[[], Result | None]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "the ranks of our engines train with it")),
         ("torchao", lambda: _package("torchao", "it keeps AdamW's moments in 8 bits")),
@@ -64,8 +67,8 @@ def findings(home: Path) -> list[Finding]:
         ("cpu ranks", lambda: _cpu_ranks(home)),
         ("nvme", lambda: _nvme(home)),
         ("host memory", _host_memory),
-        ("shm", lambda: _space("shm", Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
-        ("disk", lambda: _space("disk", home, DISK_MIN_BYTES, DISK_GOOD_BYTES, DISK_HINT)),
+        ("shm", lambda: _space(Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
+        ("disk", lambda: _space(home, DISK_MIN_BYTES, DISK_GOOD_BYTES, DISK_HINT)),
         ("home", lambda: _home(home)),
         ("journal", lambda: _journal(home)),
         ("service", lambda: _service(home)),
@@ -87,65 +90,57 @@ def findings_table(rows: list[Finding]) -> Table:
     return table
 
 
-def _run_check(subject: str, check: Callable[[], Finding | None]) -> Finding | None:
+def _run_check(subject: str, check: Callable[[], Result | None]) -> Finding | None:
     try:
-        return check()
+        result = check()
     except Exception as error:  # a doctor reports what he could not examine
-        return Finding(
-            subject=subject,
-            verdict=BAD,
-            found=f"{type(error).__name__}: {error}",
-            to_do="see the message",
-        )
+        result = BAD, f"{type(error).__name__}: {error}", "see the message"
+    if result is None:
+        return None
+    verdict, observation, advice = result
+    return Finding(subject=subject, verdict=verdict, found=observation, to_do=advice)
 
 
-def _python() -> Finding:
+def _python() -> Result:
     version = ".".join(map(str, sys.version_info[:3]))
     needed = ".".join(map(str, PYTHON_MIN))
     if sys.version_info < PYTHON_MIN:
-        return Finding(
-            subject="python", verdict=BAD, found=version, to_do=f"use Python {needed} or newer"
-        )
-    return Finding(subject="python", verdict=OK, found=f"{version} ({sys.executable})")
+        return BAD, version, f"use Python {needed} or newer"
+    return OK, f"{version} ({sys.executable})", ""
 
 
-def _package(name: str, purpose: str) -> Finding:
+def _package(name: str, purpose: str) -> Result:
     try:
-        return Finding(subject=name, verdict=OK, found=importlib.metadata.version(name))
+        return OK, importlib.metadata.version(name), ""
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            subject=name,
-            verdict=BAD,
-            found="not installed",
-            to_do=f"pip install orchestrator again: {purpose}",
-        )
+        return BAD, "not installed", f"pip install orchestrator again: {purpose}"
 
 
-def _nvml() -> Finding:
+def _nvml() -> Result:
     from orchestrator.backends.devices.nvml import devices
 
     reading = devices()
     if reading.error:
         to_do = "fine for virtual devices; on a GPU machine install the NVIDIA driver (nvidia-smi must work)"
-        return Finding(subject="nvml", verdict=WARN, found=reading.error, to_do=to_do)
+        return WARN, reading.error, to_do
     lost = ", ".join(
         f"device {device.index}: {device.error}" for device in reading.devices if device.error
     )
     if lost:
         to_do = "nothing new starts there until the driver reads it: look at `nvidia-smi` and the kernel log"
-        return Finding(subject="nvml", verdict=BAD, found=f"cannot be read: {lost}", to_do=to_do)
+        return BAD, f"cannot be read: {lost}", to_do
     free = ", ".join(
         f"{device.name} {format_bytes(device.free_bytes)} free" for device in reading.devices
     )
-    return Finding(subject="nvml", verdict=OK, found=free or "no device")
+    return OK, free or "no device", ""
 
 
-def _cuda() -> Finding:
+def _cuda() -> Result:
     import torch
 
     if torch.cuda.is_available():
         devices = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"
-        return Finding(subject="cuda", verdict=OK, found=devices)
+        return OK, devices, ""
     built = torch.version.cuda
     if built is None:
         devices, to_do = (
@@ -157,22 +152,22 @@ def _cuda() -> Finding:
             f"torch for CUDA {built} sees no device",
             "check the driver and CUDA_VISIBLE_DEVICES",
         )
-    return Finding(subject="cuda", verdict=WARN, found=devices, to_do=to_do)
+    return WARN, devices, to_do
 
 
-def _compiler() -> Finding:
+def _compiler() -> Result:
     compiler = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
     ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
     tools = f"{compiler or 'no C++ compiler'}, {'ninja' if ninja else 'no ninja'}"
     if compiler and ninja:
-        return Finding(subject="compiler", verdict=OK, found=tools)
+        return OK, tools, ""
     to_do = (
         "apt install g++ ninja-build: DeepSpeed's offload and 8-bit AdamW on CUDA compile with them"
     )
-    return Finding(subject="compiler", verdict=WARN, found=tools, to_do=to_do)
+    return WARN, tools, to_do
 
 
-def _cpu_ranks(home: Path) -> Finding | None:
+def _cpu_ranks(home: Path) -> Result | None:
     """Return the measured rates of this home's virtual devices; None where it has none."""
     rates = read_rates(_cluster(home))
     if rates is None:
@@ -181,14 +176,14 @@ def _cpu_ranks(home: Path) -> Finding | None:
         f"{rates.fp32_flops / 1e9:.0f} GFLOP/s in fp32, {rates.bf16_flops / 1e9:.0f} in bf16, "
         f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory, {rates.link_bandwidth / 1e9:.1f} GB/s between two"
     )
-    return Finding(subject="cpu ranks", verdict=OK, found=speeds)
+    return OK, speeds, ""
 
 
 def _cluster(home: Path) -> ClusterSpec:
     return kept_cluster(home)
 
 
-def _nvme(home: Path) -> Finding | None:
+def _nvme(home: Path) -> Result | None:
     """Return whether plans can offload to files; None where no device of the home's cluster names a folder."""
     devices = [node.device for node in _cluster(home).nodes]
     folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
@@ -200,20 +195,18 @@ def _nvme(home: Path) -> Finding | None:
         to_do = (
             "make it on every node whose device names it as nvme_folder: plans may offload to it"
         )
-        return Finding(subject="nvme", verdict=WARN, found=unwritable, to_do=to_do)
+        return WARN, unwritable, to_do
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
         from orchestrator.training.engines.deepspeed_nvme import nvme_problem
 
         problem = nvme_problem((home / "torch_extensions").absolute())
     if problem:
         what, _, to_do = problem.partition(": ")
-        return Finding(subject="nvme", verdict=WARN, found=what, to_do=to_do)
-    return Finding(
-        subject="nvme", verdict=OK, found=f"{', '.join(folders)}, and what DeepSpeed needs for it"
-    )
+        return WARN, what, to_do
+    return OK, f"{', '.join(folders)}, and what DeepSpeed needs for it", ""
 
 
-def _host_memory() -> Finding:
+def _host_memory() -> Result:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available_bytes = int(lines["MemAvailable"].split()[0]) * 1024
     verdict = (
@@ -228,42 +221,22 @@ def _host_memory() -> Finding:
         if verdict == OK
         else f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
     )
-    return Finding(
-        subject="host memory",
-        verdict=verdict,
-        found=f"{format_bytes(available_bytes)} available",
-        to_do=to_do,
-    )
+    return verdict, f"{format_bytes(available_bytes)} available", to_do
 
 
-def _space(subject: str, path: Path, min_bytes: int, good_bytes: int, hint: str) -> Finding:
+def _space(path: Path, min_bytes: int, good_bytes: int, hint: str) -> Result:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free
     verdict = BAD if free_bytes < min_bytes else WARN if free_bytes < good_bytes else OK
     to_do = "" if verdict == OK else hint
-    return Finding(
-        subject=subject,
-        verdict=verdict,
-        found=f"{format_bytes(free_bytes)} free in {existing}",
-        to_do=to_do,
-    )
+    return verdict, f"{format_bytes(free_bytes)} free in {existing}", to_do
 
 
-def _home(home: Path) -> Finding:
+def _home(home: Path) -> Result:
     if not home.exists():
-        return Finding(
-            subject="home",
-            verdict=OK,
-            found=f"{home} does not exist yet",
-            to_do="`orc up` makes it",
-        )
+        return OK, f"{home} does not exist yet", "`orc up` makes it"
     if not os.access(home, os.W_OK | os.X_OK):
-        return Finding(
-            subject="home",
-            verdict=BAD,
-            found=f"{home} is not writable",
-            to_do="chown it, or use --home",
-        )
+        return BAD, f"{home} is not writable", "chown it, or use --home"
     token = home / "token"
     # jobs of other user ids pass through it
     home_mode = ENTER if (home / USERS).is_dir() else 0o700
@@ -271,13 +244,11 @@ def _home(home: Path) -> Finding:
         if path.exists() and stat.S_IMODE(path.stat().st_mode) & ~allowed:
             mode = stat.S_IMODE(path.stat().st_mode)
             to_do = f"chmod {allowed:o} {path}: others can read what lets them in"
-            return Finding(
-                subject="home", verdict=BAD, found=f"{path} has mode {mode:o}", to_do=to_do
-            )
-    return Finding(subject="home", verdict=OK, found=str(home))
+            return BAD, f"{path} has mode {mode:o}", to_do
+    return OK, str(home), ""
 
 
-def _journal(home: Path) -> Finding | None:
+def _journal(home: Path) -> Result | None:
     """Return whether rows stand aside; None where the home has no journal in a file, or one of another schema."""
     path = home / "journal.sqlite"
     if not path.is_file():
@@ -295,11 +266,11 @@ def _journal(home: Path) -> Finding | None:
             else "every row that was met can be read"
         )
         to_do = "`orc doctor --repair` shows and removes them" if rows else ""
-        return Finding(subject="journal", verdict=BAD if rows else OK, found=state, to_do=to_do)
+        return BAD if rows else OK, state, to_do
     return None
 
 
-def _records(home: Path) -> Finding | None:
+def _records(home: Path) -> Result | None:
     """Check the home's own MLflow, while the service is up."""
     server = MlflowServer(home)
     if not server.folder.is_dir() or (home / ADDRESS_FILE).exists() or not is_up(home):
@@ -308,24 +279,16 @@ def _records(home: Path) -> Finding | None:
         server.check()
     except ConnectionError as error:
         to_do = "`orc up` and jobs go on; records wait in the journal until it answers"
-        return Finding(subject="records", verdict=BAD, found=str(error), to_do=to_do)
-    return Finding(
-        subject="records", verdict=OK, found=f"MLflow serves {server.folder} on a socket file"
-    )
+        return BAD, str(error), to_do
+    return OK, f"MLflow serves {server.folder} on a socket file", ""
 
 
-def _service(home: Path) -> Finding:
+def _service(home: Path) -> Result:
     if is_up(home):
         with contextlib.closing(Client(home)) as client:
             problems = client.cluster()["problems"]
-        return Finding(
-            subject="service",
-            verdict=WARN if problems else OK,
-            found="; ".join(("is up", *problems)),
-        )
+        return WARN if problems else OK, "; ".join(("is up", *problems)), ""
     if (home / "service.json").exists():
         to_do = f"`orc up` starts it again and takes up what runs; see {home / 'service.log'}"
-        return Finding(
-            subject="service", verdict=WARN, found="was started, but does not answer", to_do=to_do
-        )
-    return Finding(subject="service", verdict=OK, found="is not up", to_do="`orc up` starts it")
+        return WARN, "was started, but does not answer", to_do
+    return OK, "is not up", "`orc up` starts it"

@@ -13,7 +13,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
 from orchestrator.specs.job.sections import GpuRange
@@ -78,11 +78,9 @@ def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:
     ]
 
 
-def fit_rows(
-    ways: Sequence[tuple[str, JobSpec]], devices: Sequence[str] = tuple(DEVICES)
-) -> Iterator[FitRow]:
+def fit_rows(ways: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
     """Yield a row per way and GPU model, smallest GPU first. The job's `gpus` is ignored."""
-    for name in sorted(devices, key=lambda name: _hardware(name, 1).device.memory):
+    for name in sorted(load_devices(), key=lambda name: _hardware(name, 1).device.memory):
         for way, spec in ways:
             yield _row(way, spec, name)
 

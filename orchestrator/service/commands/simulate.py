@@ -350,7 +350,7 @@ def outcomes_of(
     attempts: dict[int, list[Process]] = {}
     for process in processes.values():
         attempts.setdefault(process.job.order, []).append(process)
-    devices = sum(node.devices * node.count for node in cluster.nodes)
+    devices = cluster.device_count
     return tuple(
         _outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
         for order, arrival in enumerate(trace.arrivals, start=1)
@@ -406,7 +406,7 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
     finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
     completions = sorted(outcome.completion_s for outcome in finished) or [0.0]
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
-    devices = sum(node.devices * node.count for node in cluster.nodes)
+    devices = cluster.device_count
     makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
     held_s = sum(
         len(process.devices) * (process.ended_at_s - process.launched_at_s)

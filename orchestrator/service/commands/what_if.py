@@ -64,7 +64,7 @@ def what_if(
         raise SpecError(
             "too many jobs for a page", path="queue", got=count, allowed=f"{JOBS_MAX}", hint=hint
         )
-    devices = sum(node.devices * node.count for node in other.nodes)
+    devices = other.device_count
     if devices > DEVICES_MAX:
         raise SpecError(
             "too many devices for a page", path="nodes", got=devices, allowed=f"{DEVICES_MAX}"

@@ -11,8 +11,8 @@ from typing import Any
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs import units
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
-from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
+from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.written import as_yaml
@@ -98,10 +98,7 @@ def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
 
 def _device(device: DeviceSpec) -> Any:
     """Return the name of a device that is just the catalogue's, else its description."""
-    if (
-        device.name in DEVICES
-        and DeviceSpec.model_validate({"name": device.name, **DEVICES[device.name]}) == device
-    ):
+    if device.name in load_devices() and catalogue_device(device.name) == device:
         return device.name
     return device.model_dump(mode="json", exclude_defaults=True)
 

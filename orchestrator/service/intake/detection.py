@@ -12,8 +12,8 @@ from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.cluster import ClusterSpec, DeviceId, DeviceSpec, NodeSpec
-from orchestrator.specs.devices import DEVICES, NVML_NAMES
+from orchestrator.specs.cluster import ClusterSpec, DeviceId, DeviceSpec, NodeSpec, catalogue_device
+from orchestrator.specs.devices import load_devices, load_nvml_names
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_bytes
 
@@ -138,7 +138,7 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
             "the devices do not answer any more", source=SOURCE, hint="`nvidia-smi` must show them"
         )
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )+", "", readable[0].name)
-    kind = NVML_NAMES.get(name)
+    kind = load_nvml_names().get(name)
     return (
         _nvml_device(name, first)
         if kind is None
@@ -204,7 +204,7 @@ def _find_device(word: str, devices: Sequence[nvml.NvmlDevice]) -> nvml.NvmlDevi
 
 def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> DeviceSpec:
     """Return the catalogue's device; with another name where memory or links of this machine's are smaller."""
-    device = DeviceSpec.model_validate({"name": kind, **DEVICES[kind]})
+    device = catalogue_device(kind)
     changed: dict[str, object] = {}
     if rates.cuda_bytes < (1 - MEMORY_TOLERANCE) * device.memory:
         changed |= {
@@ -250,7 +250,7 @@ def _notes(devices: Sequence[nvml.NvmlDevice], node: NodeSpec) -> list[str]:
     notes = [
         f"Found {node.devices} x {devices[0].name or node.device.name}, taken as {node.device.name}."
     ]
-    if node.device.name not in DEVICES:
+    if node.device.name not in load_devices():
         note = "The catalogue lacks this device: its rates follow from clocks that NVML tells. Look at its data sheet."
         notes.append(note)
     if "MIG" in devices[0].name.split() and len(devices) > 1:

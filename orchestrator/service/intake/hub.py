@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.specs.published import (
-    PUBLISHED,
     WRITTEN,
+    load_published,
     nearest_models,
     project_job,
     published_sizes,
@@ -40,6 +40,7 @@ def hub_config(name: str) -> dict[str, Any]:
 def hint_for(name: str) -> str:
     """Return what to do about a model of which neither cache, hub nor table says the sizes."""
     job = project_job(name)
+    near = ", ".join(nearest_models(name))
     advice = (
         f"{job} of the repository is the job of its project's own trainer. "
         if job is not None
@@ -47,9 +48,9 @@ def hint_for(name: str) -> str:
     )
     return (
         f"{advice}It is not in the local cache, and the hub did not give it within {TRY_S:g} s. Our table of {WRITTEN} "
-        f"has {len(PUBLISHED)} other models (`orc fit hf:` lists them), such as {', '.join(nearest_models(name))}. Set "
-        "HF_ENDPOINT to a mirror, HF_TOKEN for a model behind a licence, name a folder, or write its configuration "
-        "under `config:` beside `hf`"
+        f"has {len(load_published())} other models (`orc fit hf:` lists them), such as {near}. Set HF_ENDPOINT to a "
+        "mirror, HF_TOKEN for a model behind a licence, name a folder, or write its configuration under `config:` "
+        "beside `hf`"
     )
 
 

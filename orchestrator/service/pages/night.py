@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from orchestrator.scheduling.reports.morning import ended_at_s, morning_report, summary
+from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
@@ -60,7 +60,7 @@ def night_data(
         )[:200],
         "rows": [_ending(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
         "report": report,
-        "summary": summary(report),
+        "summary": report.summary,
         "oom": len({(span.job, span.from_s) for span in report.spans if span.outcome in MEMORY}),
     }
 
@@ -101,7 +101,7 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
             lane=lanes[part.node, index],
             from_s=attempt.launched_at_s,
             until_s=attempt.end_or(now_s),
-            tone=tone(_outcome(attempt)),
+            tone=tone(attempt.outcome),
             tooltip=_tooltip(attempt, now_s),
             label=job.id,
         )
@@ -192,10 +192,4 @@ def _at(at_s: float) -> str:
 
 def _tooltip(attempt: Attempt, now_s: float) -> str:
     lasted_s = attempt.end_or(now_s) - attempt.launched_at_s
-    return f"{attempt.name}: {_outcome(attempt)}, {format_seconds(lasted_s)}"
-
-
-def _outcome(attempt: Attempt) -> str:
-    if attempt.ended_at_s is None:
-        return attempt.status.value
-    return attempt.failure.kind.value if attempt.failure else "succeeded"
+    return f"{attempt.name}: {attempt.outcome}, {format_seconds(lasted_s)}"

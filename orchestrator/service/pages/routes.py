@@ -54,6 +54,8 @@ from orchestrator.service.server.access.gate import (
     SIGN_IN,
     STATIC,
     Gate,
+    by_route,
+    route_of,
 )
 from orchestrator.service.server.access.ownership import may_change
 from orchestrator.service.server.access.sessions import drop, keep
@@ -463,30 +465,34 @@ class _Pages:
         return {node.device.name: node.device.memory for node in (*state.declared, *state.nodes)}
 
 
-# Each page by its method and its path below PAGES: who may see it, and its handler.
-_HANDLERS: Mapping[tuple[str, str], tuple[Role, Callable[[_Pages, Request], Any]]] = {
-    ("GET", ""): (Role.VIEWER, lambda *_: RedirectResponse(START)),
-    ("POST", "/logout"): (Role.VIEWER, _Pages.sign_out),
-    ("GET", "/events"): (Role.VIEWER, _Pages.events),
-    ("GET", "/overview"): (Role.VIEWER, _Pages.overview),
-    ("GET", "/queue"): (Role.VIEWER, _Pages.queue),
-    ("GET", "/jobs/{job_id}"): (Role.VIEWER, _Pages.job),
-    ("GET", "/jobs/{job_id}/plan"): (Role.VIEWER, _Pages.plan),
-    ("GET", "/jobs/{job_id}/log"): (Role.VIEWER, _Pages.log),
-    ("GET", "/cluster"): (Role.VIEWER, _Pages.cluster),
-    ("GET", "/night"): (Role.VIEWER, _Pages.night),
-    ("GET", "/compare"): (Role.VIEWER, _Pages.comparisons),
-    ("GET", "/compare/{job_id}"): (Role.VIEWER, _Pages.comparison),
-    ("GET", "/sweeps"): (Role.VIEWER, _Pages.sweeps),
-    ("GET", "/sweeps/{sweep_id}"): (Role.VIEWER, _Pages.sweep),
-    ("GET", "/teams"): (Role.VIEWER, _Pages.teams),
-    ("GET", "/what-if"): (Role.MEMBER, _Pages.what_if),
-    ("POST", "/what-if"): (Role.MEMBER, _Pages.play),
-    ("GET", "/submit"): (Role.MEMBER, _Pages.submit),
-    ("POST", "/submit"): (Role.MEMBER, _Pages.dry_run),
-    ("GET", "/audit"): (Role.ADMIN, _Pages.audit),
+# Who may see each page, by its method and its path below PAGES; and its handler.
+_HANDLERS: Mapping[Role, Mapping[str, Callable[[_Pages, Request], Any]]] = {
+    Role.VIEWER: {
+        "GET ": lambda *_: RedirectResponse(START),
+        "POST /logout": _Pages.sign_out,
+        "GET /events": _Pages.events,
+        "GET /overview": _Pages.overview,
+        "GET /queue": _Pages.queue,
+        "GET /jobs/{job_id}": _Pages.job,
+        "GET /jobs/{job_id}/plan": _Pages.plan,
+        "GET /jobs/{job_id}/log": _Pages.log,
+        "GET /cluster": _Pages.cluster,
+        "GET /night": _Pages.night,
+        "GET /compare": _Pages.comparisons,
+        "GET /compare/{job_id}": _Pages.comparison,
+        "GET /sweeps": _Pages.sweeps,
+        "GET /sweeps/{sweep_id}": _Pages.sweep,
+        "GET /teams": _Pages.teams,
+    },
+    Role.MEMBER: {
+        "GET /what-if": _Pages.what_if,
+        "POST /what-if": _Pages.play,
+        "GET /submit": _Pages.submit,
+        "POST /submit": _Pages.dry_run,
+    },
+    Role.ADMIN: {"GET /audit": _Pages.audit},
 }
-PAGE_ROLES = {(method, PAGES + path): role for (method, path), (role, _) in _HANDLERS.items()}
+PAGE_ROLES = {(method, PAGES + path): role for (method, path), role in by_route(_HANDLERS).items()}
 
 
 def _add(app: FastAPI, service: Service, gate: Gate) -> None:
@@ -500,8 +506,10 @@ def _add(app: FastAPI, service: Service, gate: Gate) -> None:
         ("POST", SIGN_IN): pages.signed_in,
         ("GET", f"{LINK}{{code}}"): pages.signed_in_by_link,
     }
-    for (method, path), (_, handler) in _HANDLERS.items():
-        routes[method, PAGES + path] = partial(handler, pages)
+    for handlers in _HANDLERS.values():
+        for name, handler in handlers.items():
+            method, path = route_of(name)
+            routes[method, PAGES + path] = partial(handler, pages)
     if pages.oidc is not None:
         routes |= {("GET", OIDC): pages.to_provider, ("GET", OIDC_BACK): pages.oidc.end}
     for (method, path), endpoint in routes.items():

@@ -239,28 +239,19 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
 def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> Markup:
     """Return a small chart of percentages over time, without axes; the newest values are in its text."""
     across, up = _Scale(from_s, until_s, 0, 100), _Scale(0, 100, 24, 0)
-    drawn = [Markup('<rect class="lane" width="100" height="24"/>')]
+    lines_drawn = []
     for curve in curves:
-        points = " ".join(
-            f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points)
-        )
-        drawn.append(Markup('<polyline class="line {}" points="{}"/>').format(curve.tone, points))
+        points = [f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points)]
+        lines_drawn.append((curve.tone, " ".join(points)))
     text = "; ".join(f"{curve.name}: {curve.points[-1][1]:.0f} %" for curve in curves[-4:])
-    shape = Markup(
-        '<svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
-    )
-    return shape.format(f"{title}: {text}", Markup("").join(drawn))
+    return Markup(_SHAPES.spark(f"{title}: {text}", lines_drawn))
 
 
 def meter(title: str, share: float, tone: str, limit: float | None = None) -> Markup:
     """Return a bar filled to `share`, with a line at the share `limit`."""
     filled = round(100 * min(1.0, max(0.0, share)), 1)
-    line = Markup('<rect class="end" x="{}" width="1" height="6"/>')
-    end = "" if limit is None else line.format(round(99 * limit, 1))
-    return Markup(
-        '<svg class="meter" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label="{}">'
-        '<rect class="lane" width="100" height="6" rx="1"/><rect class="bar {}" width="{}" height="6" rx="1"/>{}</svg>'
-    ).format(title, tone, filled, end)
+    end = None if limit is None else round(99 * limit, 1)
+    return Markup(_SHAPES.meter(title, tone, filled, end))
 
 
 def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[float, str]]:
@@ -294,18 +285,5 @@ def _svg(title: str, description: str, width: int, height: int, drawn: Sequence[
     name = re.sub(
         r"[^a-z0-9]+", "-", title.lower()
     )  # the same on every request, and one on its page
-    return Markup(
-        '<svg class="chart{}" viewBox="0 0 {} {}" role="img" aria-labelledby="t-{} d-{}"><title id="t-{}">{}</title>'
-        '<desc id="d-{}">{}</desc>{}</svg>'
-    ).format(
-        " gantt" if width > WIDTH else "",
-        width,
-        height,
-        name,
-        name,
-        name,
-        title,
-        name,
-        description,
-        Markup("").join(escape(part) for part in drawn),
-    )
+    kind = " gantt" if width > WIDTH else ""
+    return Markup(_SHAPES.svg(name, title, description, kind, width, height, drawn))

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
+from orchestrator.scheduling.reports.morning import MorningReport, ended_at_s, morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.views.morning import ReportView, report_view
 from orchestrator.specs.job_record import Job
 
 PAGE = 1000  # jobs read at a time
@@ -41,17 +40,14 @@ class Reports:
 
 def make_report(
     controller: Controller, since_s: float, until_s: float, sweeps: Sequence[SweepReport]
-) -> ReportView:
+) -> MorningReport:
     """Return the report between two times (seconds since 1970), with sweeps that had trials then.
 
     It begins with the journal at the earliest, so that earlier device time does not count as idle.
     """
     since_s = controller.since_s(since_s)
-    return report_view(
-        morning_report(
-            controller.state, _ended_since(controller, since_s), since_s, until_s, sweeps
-        )
-    )
+    ended = _ended_since(controller, since_s)
+    return morning_report(controller.state, ended, since_s, until_s, sweeps)
 
 
 def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:

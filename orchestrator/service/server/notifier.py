@@ -109,14 +109,14 @@ class Notifier:
         due_s = self._due_s(now_s)
         if self._notices.find_told([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
             return []
-        view = make_report(self._controller, due_s - DAY_S, now_s, self._sweeps())
+        report = make_report(self._controller, due_s - DAY_S, now_s, self._sweeps())
         data = {
-            "summary": view["summary"],
-            "since_s": repr(view["since_s"]),
-            "until_s": repr(view["until_s"]),
+            "summary": report.summary,
+            "since_s": repr(report.since_s),
+            "until_s": repr(report.until_s),
         }
-        heading = f"Report, {title(view)}"
-        return [notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(view), data)]
+        heading = f"Report, {title(report)}"
+        return [notice(NoticeKind.REPORT, repr(due_s), now_s, heading, markdown(report), data)]
 
     def _unreadable(self, now_s: float) -> list[Notice]:
         problem = self._controller.unreadable()

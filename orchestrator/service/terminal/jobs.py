@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,9 +125,9 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
     from orchestrator.specs.job.sweep import SWEEP
 
     client = client_of(home)
-    if job_id.startswith(SWEEP) and any(sweep["id"] == job_id for sweep in client.sweeps()):
+    if job_id.startswith(SWEEP) and any(sweep.id == job_id for sweep in client.sweeps()):
         sweep = client.sweep(job_id)
-        tell(dict(sweep), as_json, sweep_panel(sweep))
+        tell(asdict(sweep), as_json, sweep_panel(sweep))
         return
     job, _ = client.job(job_id)
     tell(dict(job), as_json, job_panel(job, console_on(sys.stdout).width))

@@ -116,7 +116,7 @@ def fit(
     from orchestrator.service.intake.intake import read_job, read_overrides
     from orchestrator.service.intake.profiling import TraceScope
     from orchestrator.service.terminal.fit_table import fit_panel
-    from orchestrator.specs.published import PUBLISHED
+    from orchestrator.specs.published import load_published
 
     overrides = read_overrides(settings or [])
     name = job.removeprefix("hf:") if job.startswith("hf:") else None
@@ -125,7 +125,7 @@ def fit(
         raise SpecError("the file does not exist", source=job, hint=hint)
     if name == "":
         raise SpecError(
-            "a model has a name", source="orc fit", got=job, allowed=", ".join(PUBLISHED)
+            "a model has a name", source="orc fit", got=job, allowed=", ".join(load_published())
         )
 
     def cards(_: JobSpec) -> TraceScope:

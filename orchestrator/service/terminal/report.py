@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from orchestrator.specs.run import DEFAULT_HOME
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from orchestrator.service.views.morning import ReportView
+    from orchestrator.scheduling.reports.morning import MorningReport
 
 STYLES = {
     "Failed": "red",
@@ -48,14 +49,14 @@ def report(
     """Report what ended, failed, recovered or is late, what it cost, and what to do now."""
     from orchestrator.service.views.report import html, markdown, parse_since
 
-    view = client_of(home).report(parse_since(since, time.time()))
+    answer = client_of(home).report(parse_since(since, time.time()))
     if as_json or form is ReportFormat.TEXT:
-        tell(dict(view), as_json, _panel(view))
+        tell(asdict(answer), as_json, _panel(answer))
     else:
-        print(markdown(view) if form is ReportFormat.MARKDOWN else html(view), end="")
+        print(markdown(answer) if form is ReportFormat.MARKDOWN else html(answer), end="")
 
 
-def _panel(view: ReportView) -> RenderableType:
+def _panel(report: MorningReport) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
@@ -64,19 +65,19 @@ def _panel(view: ReportView) -> RenderableType:
     from orchestrator.service.views.report import cost_words, gantt, limit_rows, sections, title
 
     parts: list[RenderableType] = [
-        Text(title(view), style="bold"),
-        Text(view["summary"]),
-        Text(cost_words(view)),
+        Text(title(report), style="bold"),
+        Text(report.summary),
+        Text(cost_words(report)),
     ]
-    if chart := gantt(view):
+    if chart := gantt(report):
         parts += [Text(), Text(chart, no_wrap=True, overflow="crop")]
-    if view["to_do"]:
+    if report.to_do:
         parts += [
             Text(),
             Text("To do", style="bold"),
-            *(Padding(sentence, (0, 0, 0, 2)) for sentence in view["to_do"]),
+            *(Padding(sentence, (0, 0, 0, 2)) for sentence in report.to_do),
         ]
-    for heading, rows in sections(view):
+    for heading, rows in sections(report):
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")

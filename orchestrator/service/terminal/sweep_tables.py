@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -15,26 +16,26 @@ from orchestrator.service.views.columns import columns_of
 from orchestrator.specs.replace import replace
 
 if TYPE_CHECKING:
-    from orchestrator.service.views.sweeps import SweepView
+    from orchestrator.scheduling.reports.sweep import SweepReport
 
 
-def sweeps_table(sweeps: Sequence[SweepView]) -> Table:
+def sweeps_table(sweeps: Sequence[SweepReport]) -> Table:
     """Return a table with a row per sweep: its progress, and its best trial."""
-    return draw_table(columns_of("sweeps"), sweeps, {})
+    return draw_table(columns_of("sweeps"), [*map(asdict, sweeps)], {})
 
 
-def sweep_panel(sweep: SweepView) -> RenderableType:
+def sweep_panel(sweep: SweepReport) -> RenderableType:
     """Return a sweep with its trials, and the best of them."""
     head = Table.grid(padding=(0, 2))
-    head.add_row("sweep", Text(sweep["id"], style="bold"))
-    head.add_row("state", sweep["state"])
-    head.add_row("method", f"{sweep['method']}, {sweep['goal']} {sweep['metric']}")
-    head.add_row("best", Text(sweep["best_text"] or "no trial has succeeded yet", style="bold"))
-    head.add_row("spent", sweep["cost_text"])
+    head.add_row("sweep", Text(sweep.id, style="bold"))
+    head.add_row("state", sweep.state)
+    head.add_row("method", f"{sweep.method}, {sweep.goal} {sweep.metric}")
+    head.add_row("best", Text(sweep.best_text or "no trial has succeeded yet", style="bold"))
+    head.add_row("spent", sweep.cost_text)
     columns = columns_of("trials")
-    named = [replace(c, heading=sweep["metric"]) if c.key == "value" else c for c in columns]
+    named = [replace(c, heading=sweep.metric) if c.key == "value" else c for c in columns]
     cells: Cells = {
-        "job": lambda trial: f"{trial['job']}{' *' if trial['number'] == sweep['best'] else ''}",
+        "job": lambda trial: f"{trial['job']}{' *' if trial['number'] == sweep.best else ''}",
         "status": lambda trial: coloured(trial["status"]),
     }
-    return Group(head, Text(), draw_table(named, sweep["trials"], cells))
+    return Group(head, Text(), draw_table(named, [*map(asdict, sweep.trials)], cells))

@@ -14,13 +14,10 @@ WORDS_MAX = 3
 @cache
 def load_commands() -> Mapping[str, tuple[str, str]]:
     """Return (our command, the other tool) by the words of that tool."""
-    from importlib.resources import files
+    from orchestrator.specs.packaged import load_table
 
-    from orchestrator.specs.yaml_text import read_document
-
-    path = files(__package__) / "synonyms.yaml"
     commands = dict[str, tuple[str, str]]()
-    for tool, phrases in read_document(path.read_text(), str(path)).data.items():
+    for tool, phrases in load_table(__package__, "synonyms").items():
         for name, command in phrases.items():
             commands[name] = command, tool
     return commands

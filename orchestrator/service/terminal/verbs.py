@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,7 +77,7 @@ def queue(
     sweeps = [
         sweep
         for sweep in client.sweeps()
-        if not shown.isdisjoint(trial["job"] for trial in sweep["trials"])
+        if not shown.isdisjoint(trial.job for trial in sweep.trials)
     ]
     rows = queue_table(jobs, console_on(sys.stdout).width)
     table = Group(rows, "", sweeps_table(sweeps)) if sweeps else rows
@@ -85,7 +86,7 @@ def queue(
         if everything
         else "The queue is empty. `orc submit FILE` adds a job."
     )
-    tell({"jobs": jobs, "sweeps": sweeps}, as_json, table if jobs else empty)
+    tell({"jobs": jobs, "sweeps": [*map(asdict, sweeps)]}, as_json, table if jobs else empty)
 
 
 def select(jobs: Sequence[JobView], user: str | None, status: str | None) -> list[JobView]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from math import isfinite
 from typing import Any, cast
@@ -19,7 +20,7 @@ from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.service.views.columns import column_values
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
+from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.recorded import recorded_settings
@@ -268,7 +269,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     view = AttemptView(
         number=attempt.number,
         status=attempt.status.value,
-        outcome=_outcome(attempt),
+        outcome=attempt.outcome,
         plan=in_short(attempt.plan),
         settings=recorded_settings(spec, attempt.plan),
         placement=_placement(attempt.placement),
@@ -340,18 +341,7 @@ def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> Explanati
 
 def picture_view(picture: Picture) -> PictureView:
     """Return the chart as JSON."""
-    points = [
-        PointView(
-            step_s=point.step_s,
-            needed_bytes=point.needed_bytes,
-            mark=point.mark.value,
-            label=point.label,
-            name=point.name,
-            within_s=point.within_s,
-        )
-        for point in picture.points
-    ]
-    return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
+    return cast(PictureView, asdict(picture))
 
 
 def picture_from_view(view: PictureView) -> Picture:
@@ -445,12 +435,6 @@ def place_of(job: Job) -> tuple[int, int, int]:
     if job.status.ended:
         return 0, 0, job.order
     return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)
-
-
-def _outcome(attempt: Attempt) -> str:
-    if attempt.status is not AttemptStatus.ENDED:
-        return attempt.status.value
-    return attempt.failure.kind.value if attempt.failure else "succeeded"
 
 
 def _placement(placement: Placement) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from html import escape
 
-from orchestrator.service.views.morning import ReportView
+from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.views.timeline import BusySpan, add_ruler, busy_lines
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_seconds, parse_seconds
 
 HOUR_S = 3600.0
 SHOWN_MAX = 200  # lines of a section; the rest is counted
-STYLE = "font-family:system-ui,sans-serif;color:#1a1a1a;max-width:60rem;line-height:1.45"
 
 
 def parse_since(text: str, now_s: float) -> float:
@@ -46,37 +44,35 @@ def _moment(text: str, now: datetime) -> datetime | None:
         return None
 
 
-def title(view: ReportView) -> str:
+def title(report: MorningReport) -> str:
     """Return a title such as `Mon 23 Nov 18:00 to Tue 24 Nov 07:30`, in this machine's time."""
     first, last = (
-        f"{datetime.fromtimestamp(view[key]):%a %d %b %H:%M}" for key in ("since_s", "until_s")
+        f"{datetime.fromtimestamp(at_s):%a %d %b %H:%M}"
+        for at_s in (report.since_s, report.until_s)
     )
     return f"{first} to {last}"
 
 
-def sections(view: ReportView) -> list[tuple[str, list[tuple[str, str]]]]:
+def sections(report: MorningReport) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return (heading, rows of (job, sentence)) of each section with rows, the most urgent first."""
     jobs = {
-        "Failed": view["failed"],
-        "Refused": view["refused"],
-        "Late": view["late"],
-        "Recovered": view["recovered"],
-        "Succeeded": view["succeeded"],
-        "Cancelled": view["cancelled"],
-        "Running": view["running"],
-        "Waiting": view["waiting"],
+        "Failed": report.failed,
+        "Refused": report.refused,
+        "Late": report.late,
+        "Recovered": report.recovered,
+        "Succeeded": report.succeeded,
+        "Cancelled": report.cancelled,
+        "Running": report.running,
+        "Waiting": report.waiting,
+        "Sweeps": report.sweeps,
     }
     sections_of_report = [
-        (heading, [(line["id"], line["sentence"]) for line in lines])
-        for heading, lines in jobs.items()
+        (heading, [(line.id, line.sentence) for line in lines]) for heading, lines in jobs.items()
     ]
-    sections_of_report.append(
-        ("Sweeps", [(line["id"], line["sentence"]) for line in view["sweeps"]])
-    )
     sections_of_report.append(
         (
             "Predictions that were wrong",
-            [(miss["attempt"], miss["sentence"]) for miss in view["misses"]],
+            [(miss.attempt, miss.sentence) for miss in report.misses],
         )
     )
     return [(heading, rows) for heading, rows in sections_of_report if rows]
@@ -88,24 +84,23 @@ def limit_rows(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [*rows[:SHOWN_MAX], *([("...", f"{rest} more")] if rest > 0 else [])]
 
 
-def cost_words(view: ReportView) -> str:
+def cost_words(report: MorningReport) -> str:
     """Return a sentence such as `14.2 h of devices held: 13.0 h trained, 0.9 h lost to failures; 5.1 h idle`."""
-    cost = view["cost"]
-    held_s = cost["trained_s"] + cost["lost_s"] + cost["probing_s"]
+    cost = report.cost
     parts = {
-        "trained": cost["trained_s"],
-        "lost to failures": cost["lost_s"],
-        "probing": cost["probing_s"],
+        "trained": cost.trained_s,
+        "lost to failures": cost.lost_s,
+        "probing": cost.probing_s,
     }
     uses = ", ".join(f"{_device_time(part)} {word}" for word, part in parts.items() if part)
-    text = f"{_device_time(held_s)} of devices held{f': {uses}' if uses else ''}; {_device_time(cost['idle_s'])} idle"
-    text += "" if cost["money"] is None else f"; cost {cost['money']:.4g}"
-    if view["stops"]:
-        causes = ", ".join(f"{count} {cause}" for cause, count in view["stops"].items())
+    text = f"{_device_time(cost.held_s)} of devices held{f': {uses}' if uses else ''}; {_device_time(cost.idle_s)} idle"
+    text += "" if cost.money is None else f"; cost {cost.money:.4g}"
+    if report.stops:
+        causes = ", ".join(f"{count} {cause}" for cause, count in report.stops.items())
         text += f"; jobs stopped that go on: {causes}"
-    if not cost["saved_s"]:
+    if not cost.saved_s:
         return text
-    saved_text, jobs = _device_time(cost["saved_s"]), len(view["recovered"])
+    saved_text, jobs = _device_time(cost.saved_s), len(report.recovered)
     return f"{text}; saved: {saved_text} of {jobs} {'job' if jobs == 1 else 'jobs'} that had failed before"
 
 
@@ -113,29 +108,28 @@ def _device_time(seconds: float) -> str:
     return f"{seconds / HOUR_S:.1f} h" if seconds >= HOUR_S else format_seconds(seconds)
 
 
-def gantt(view: ReportView) -> str:
+def gantt(report: MorningReport) -> str:
     """Return busy devices per node over the report's time, as lines of text; "" without nodes."""
-    if not view["nodes"] or view["until_s"] <= view["since_s"]:
+    if not report.nodes or report.until_s <= report.since_s:
         return ""
     spans = [
-        BusySpan(span["node"], len(span["devices"]), span["from_s"], span["until_s"])
-        for span in view["spans"]
+        BusySpan(span.node, len(span.devices), span.from_s, span.until_s) for span in report.spans
     ]
-    lines = busy_lines(view["nodes"], spans, view["since_s"], view["until_s"])
+    lines = busy_lines(report.nodes, spans, report.since_s, report.until_s)
     first, last = (
-        f"{datetime.fromtimestamp(view[key]):%a %H:%M}" for key in ("since_s", "until_s")
+        f"{datetime.fromtimestamp(at_s):%a %H:%M}" for at_s in (report.since_s, report.until_s)
     )
     return add_ruler(lines, first, last, "height: share of the node's devices that is busy")
 
 
-def markdown(view: ReportView) -> str:
+def markdown(report: MorningReport) -> str:
     """Return the report as Markdown. Untrusted names are escaped as code."""
-    parts = [f"# {title(view)}", _line(view["summary"]), cost_words(view)]
-    if view["to_do"]:
+    parts = [f"# {title(report)}", _line(report.summary), cost_words(report)]
+    if report.to_do:
         parts.append(
-            "\n".join(["## To do", "", *(f"- {_line(sentence)}" for sentence in view["to_do"])])
+            "\n".join(["## To do", "", *(f"- {_line(sentence)}" for sentence in report.to_do)])
         )
-    for heading, rows in sections(view):
+    for heading, rows in sections(report):
         parts.append(
             "\n".join(
                 [
@@ -145,7 +139,7 @@ def markdown(view: ReportView) -> str:
                 ]
             )
         )
-    if chart := gantt(view):
+    if chart := gantt(report):
         parts.append(f"## Devices\n\n```\n{chart}\n```")
     return "\n\n".join(parts) + "\n"
 
@@ -159,28 +153,19 @@ def _code(text: str) -> str:
     return f"`{' '.join(text.split()).replace('`', chr(39))}`"
 
 
-def html(view: ReportView) -> str:
+def html(report: MorningReport) -> str:
     """Return the report as one HTML file without scripts, style sheets or images, as mail programs need."""
-    parts = [
-        f"<h1>{escape(title(view))}</h1>",
-        f"<p><strong>{escape(view['summary'])}</strong></p>",
-    ]
-    parts.append(f"<p>{escape(cost_words(view))}</p>")
-    if view["to_do"]:
-        parts.append(
-            f"<h2>To do</h2><ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in view['to_do'])}</ul>"
-        )
-    if chart := gantt(view):
-        parts.append(
-            f'<h2>Devices</h2><pre style="line-height:1.1;overflow-x:auto">{escape(chart)}</pre>'
-        )
-    for heading, rows in sections(view):
-        cells = "".join(
-            f'<tr><th scope="row" style="text-align:left;vertical-align:top;padding:2px 16px 2px 0">{escape(job)}</th>'
-            f'<td style="padding:2px 0">{escape(sentence)}</td></tr>'
-            for job, sentence in limit_rows(rows)
-        )
-        parts.append(f"<h2>{escape(heading)} ({len(rows)})</h2><table>{cells}</table>")
-    head = f'<meta charset="utf-8"><title>{escape(title(view))}</title>'
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body style="{STYLE}">\n{body}\n</body></html>\n'
+    from jinja2 import Environment, PackageLoader
+
+    loader = PackageLoader("orchestrator.service.views", "")
+    template = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True
+    ).get_template("report.html")
+    shown = [(heading, len(rows), limit_rows(rows)) for heading, rows in sections(report)]
+    return template.render(
+        title=title(report),
+        report=report,
+        cost=cost_words(report),
+        chart=gantt(report),
+        sections=shown,
+    )

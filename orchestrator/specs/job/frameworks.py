@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any, Literal, get_args
 
-from orchestrator.specs.yaml_text import read_document
+from orchestrator.specs.packaged import load_table
 
 _Precision = Literal["fp32", "bf16", "fp16"]
 Framework = Literal[
@@ -26,7 +25,6 @@ Framework = Literal[
     "megatron",
 ]
 
-PRESETS = files(__package__) / "presets"
 WAYS = ("flag", "switch", "override", "key", "env", "accelerate")
 PRESET_ONLY = ("cuts_over_ranks", "config_flag", "config_is_first_file")
 MERGED = (
@@ -39,8 +37,7 @@ MERGED = (
 @lru_cache(maxsize=32)
 def load_preset(framework: str) -> Mapping[str, Any]:
     """Return a framework's preset: keys of a job file, and the keys of PRESET_ONLY."""
-    path = PRESETS / f"{framework}.yaml"
-    preset = read_document(path.read_text(), str(path)).data
+    preset = load_table(__package__, f"presets/{framework}")
     base = preset.pop("extends", None)
     return preset if base is None else with_preset(preset, load_preset(base))
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import Field, PlainSerializer, WithJsonSchema, model_validator
 
 from orchestrator.specs.job.array import INDEX, JOBS_MAX
 from orchestrator.specs.job.model import EXACT_MAX, STEPS_MAX
-from orchestrator.specs.spec_model import Number, SpecModel, json_schema_of
+from orchestrator.specs.spec_model import AS_PAIRS, Number, SpecModel, json_schema_of
 
 REAL_MAX = 1e300
 Whole = Annotated[int, Field(ge=-EXACT_MAX, le=EXACT_MAX)]
@@ -155,7 +155,7 @@ class EarlyTerminate(SpecModel):
 
 Parameters = Annotated[
     tuple[tuple[str, Parameter], ...],
-    BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw),
+    AS_PAIRS,
     PlainSerializer(
         lambda pairs: {
             name: parameter.model_dump(mode="json", exclude_defaults=True)
@@ -237,7 +237,7 @@ class Sweep(SpecModel):
 
 Values = Annotated[
     tuple[tuple[str, Value], ...],
-    BeforeValidator(lambda raw: tuple(raw.items()) if isinstance(raw, dict) else raw),
+    AS_PAIRS,
     PlainSerializer(dict, return_type=dict[str, Value]),
 ]
 

@@ -27,33 +27,30 @@ OUT_OF_MEMORY = re.compile(
 NOT_OUT_OF_MEMORY = "Tried to allocate more than 1EB memory"
 OUT_OF_MEMORY_TYPES = (("torch", "OutOfMemoryError"), ("torch.cuda", "OutOfMemoryError"))
 
+
+def _patterns(*texts: str) -> tuple[re.Pattern[str], ...]:
+    """Return the patterns, with a number of bytes and its unit for each AMOUNT."""
+    return tuple(re.compile(text.replace("AMOUNT", AMOUNT)) for text in texts)
+
+
 # Three generations of PyTorch's message, and that of its asynchronous allocator.
-REQUESTED = (re.compile(rf"Tried to allocate {AMOUNT}"), re.compile(rf"Requested +: {AMOUNT}"))
-ALLOWED = re.compile(
-    rf"{AMOUNT} allowed"
-)  # a cap set by torch.cuda.set_per_process_memory_fraction
-CAPACITY = (
-    re.compile(rf"total capaci?ty of {AMOUNT}"),  # 2.1 misspells it
-    re.compile(rf"; {AMOUNT} total capaci?ty"),
-    re.compile(rf"Device limit +: {AMOUNT}"),
+REQUESTED = _patterns("Tried to allocate AMOUNT", "Requested +: AMOUNT")
+(ALLOWED,) = _patterns("AMOUNT allowed")  # a cap set by torch.cuda.set_per_process_memory_fraction
+CAPACITY = _patterns(
+    "total capaci?ty of AMOUNT",  # 2.1 misspells it
+    "; AMOUNT total capaci?ty",
+    "Device limit +: AMOUNT",
 )
-FREE = (
-    re.compile(rf"of which {AMOUNT} is free"),
-    re.compile(rf"; {AMOUNT} free"),
-    re.compile(rf"Free \(according to CUDA\): {AMOUNT}"),
+FREE = _patterns("of which AMOUNT is free", "; AMOUNT free", r"Free \(according to CUDA\): AMOUNT")
+ALLOCATED = _patterns(
+    "Of the allocated memory AMOUNT is allocated by PyTorch",
+    "; AMOUNT already allocated",
+    "Currently allocated +: AMOUNT",
 )
-ALLOCATED = (
-    re.compile(rf"Of the allocated memory {AMOUNT} is allocated by PyTorch"),
-    re.compile(rf"; {AMOUNT} already allocated"),
-    re.compile(rf"Currently allocated +: {AMOUNT}"),
-)
-RESERVED = (
-    re.compile(rf"; {AMOUNT} reserved in total by PyTorch"),
-    re.compile(rf"; {AMOUNT} cached"),
-)
-UNALLOCATED = (re.compile(rf"{AMOUNT} is reserved by PyTorch but unallocated"),)
-OWN = (re.compile(rf"this process has {AMOUNT} memory in use"),)
-NAMED = re.compile(rf"(?<!this )\bProcess \d+ has {AMOUNT} memory in use")
+RESERVED = _patterns("; AMOUNT reserved in total by PyTorch", "; AMOUNT cached")
+UNALLOCATED = _patterns("AMOUNT is reserved by PyTorch but unallocated")
+OWN = _patterns("this process has AMOUNT memory in use")
+(NAMED,) = _patterns(r"(?<!this )\bProcess \d+ has AMOUNT memory in use")
 # Memory that is neither free nor PyTorch's counts as CUDA context and desktop, up to this or a
 # quarter of the device.
 # A context has 0.47 to 1.78 GiB (stas00/ml-engineering, training/performance/README.md).

@@ -220,18 +220,19 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_resized(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu":
-            added = self._count(storage)
-            if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
-                raise self._out_of_memory(added)
+            self._check_room(self._count(storage))
 
     def _count_parameter(
         self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None
     ) -> None:
         """Count a registered parameter: it may come from a file. Wrapper tensors were counted at construction."""
         if parameter is not None and not is_traceable_wrapper_subclass(parameter):
-            added = self._count_tensor(parameter)
-            if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
-                raise self._out_of_memory(added)
+            self._check_room(self._count_tensor(parameter))
+
+    def _check_room(self, added_bytes: int) -> None:
+        """Raise the out-of-memory error where the bytes that were added are too many."""
+        if added_bytes > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
+            raise self._out_of_memory(added_bytes)
 
     def _forget(self, death: _Death) -> None:
         del self._deaths[death.key]

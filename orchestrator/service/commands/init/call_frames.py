@@ -180,19 +180,13 @@ class CallReader:
         self, function: Function, call: ast.Call | None, caller: Frame | None
     ) -> dict[str, tuple[ast.expr, Frame | None]]:
         """Return each parameter with what a call gives it, or with its default."""
-        parameters = function.args
-        names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args)]
-        defaults = dict(
-            zip(names[len(names) - len(parameters.defaults) :], parameters.defaults, strict=True)
-        )
-        for argument, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
-            if default is not None:
-                defaults[argument.arg] = default
+        pairs = list(parameters_of(function.args))
         bound: dict[str, tuple[ast.expr, Frame | None]] = {
-            name: (value, None) for name, value in defaults.items()
+            argument.arg: (default, None) for argument, default in pairs if default is not None
         }
         if call is None:
             return bound
+        names = [argument.arg for argument, _ in pairs if argument not in function.args.kwonlyargs]
         names = names[1:] if names[:1] in (["self"], ["cls"]) else names
         for name, value in zip(names, call.args, strict=False):
             if isinstance(value, ast.Starred):
@@ -247,6 +241,14 @@ class CallReader:
         while id(scope) in self._enclosing:
             scope = self._enclosing[id(scope)]
         return scope
+
+
+def parameters_of(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """Yield each parameter with its default; None where it has none."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    blank: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
+    yield from zip(positional, [*blank, *arguments.defaults], strict=True)
+    yield from zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
 
 
 def _holds_in_every_run(test: ast.expr) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from orchestrator.service.commands.init.call_frames import parameters_of
 from orchestrator.service.commands.init.meanings import EVALUATION, Setting, meaning_of, word_of
 from orchestrator.service.commands.init.named_files import number_of
 
@@ -46,19 +47,9 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
                 yield key.value, value, value.lineno, CODE_RANK
     elif isinstance(node, ast.FunctionDef):
-        for argument, default in _defaults(node.args):
-            yield argument.arg, default, default.lineno, DEFAULT_RANK
-
-
-def _defaults(arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
-    """Yield each parameter that has a default, with the default."""
-    positional = [*arguments.posonlyargs, *arguments.args]
-    yield from zip(
-        positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True
-    )
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        if default is not None:
-            yield argument, default
+        for argument, default in parameters_of(node.args):
+            if default is not None:
+                yield argument.arg, default, default.lineno, DEFAULT_RANK
 
 
 def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:

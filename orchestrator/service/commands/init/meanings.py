@@ -15,14 +15,6 @@ from orchestrator.specs.choices import Precision
 Way = Literal["flag", "switch", "override", "key", "env", "constant"]
 Count = Literal["rank", "plain", "global"]  # what a batch size counts; plain: its name does not say
 
-NUMBERS = (
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "ranks",
-    "nodes",
-    "steps",
-    "sequence_length",
-)
 PRECISIONS = {
     Precision.FP32: ("fp32", "float32", "32", "no", "32-true"),
     Precision.BF16: ("bf16", "bfloat16", "bf16-mixed", "bf16-true"),

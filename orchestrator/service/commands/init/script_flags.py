@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from orchestrator.service.commands.init.call_frames import parameters_of
 from orchestrator.service.commands.init.code_settings import (
     Divisor,
     divided_by_ranks,
@@ -533,11 +534,7 @@ def _parameter_flags(
     function: ast.FunctionDef, constants: dict[str, Any], joint: str = "-"
 ) -> Iterator[Flag]:
     """Flags of a function's parameters, in whose names `joint` stands for `_`."""
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    blank: list[ast.expr | None] = [None] * (len(arguments) - len(function.args.defaults))
-    pairs = [*zip(arguments, [*blank, *function.args.defaults], strict=True)]
-    pairs += zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    for argument, value in pairs:
+    for argument, value in parameters_of(function.args):
         if argument.arg in ("self", "cls"):
             continue
         kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""

@@ -91,12 +91,7 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
         )
     inner = unwrap(argv, folder)
     if not inner.argv:
-        raise SpecError(
-            "nothing is started",
-            source="orc init",
-            got=" ".join(argv),
-            allowed="a training command",
-        )
+        raise _refused("nothing is started", argv, "a training command")
     tool = inner.environment
     typed = _parse_unwrapped(
         inner.argv, inner.folder, environment_python(tool, inner.folder) if tool else None
@@ -126,6 +121,10 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
     )
 
 
+def _refused(what: str, argv: Sequence[str], allowed: str = "") -> SpecError:
+    return SpecError(what, source="orc init", got=" ".join(argv), allowed=allowed)
+
+
 def _parse_unwrapped(argv: tuple[str, ...], folder: Path, python: str | None) -> TypedCommand:
     name, alone = program_name(argv[0]), len(argv) == 1
     if alone and argv[0].endswith(".py"):
@@ -139,10 +138,7 @@ def _parse_unwrapped(argv: tuple[str, ...], folder: Path, python: str | None) ->
     if name in LAUNCHERS:
         rest = argv[1:]
         if name == "accelerate" and argv[1:2] != ("launch",):
-            what = "this starts no training"
-            raise SpecError(
-                what, source="orc init", got=" ".join(argv), allowed="accelerate launch"
-            )
+            raise _refused("this starts no training", argv, "accelerate launch")
         return _parse_launcher(
             LAUNCHERS[name], rest[1:] if name == "accelerate" else rest, folder, argv[0], python
         )
@@ -178,9 +174,7 @@ def _parse_launcher(
         index += 1
     program = argv[index:]
     if not program:
-        raise SpecError(
-            "the launcher is given no script", source="orc init", got=f"{launcher} {' '.join(argv)}"
-        )
+        raise _refused("the launcher is given no script", (launcher, *argv))
     python = _python(folder, launcher, environment)
     typed = _parse_program(python, (("-m",) if module else ()) + tuple(program), folder)
     content = (
@@ -254,9 +248,7 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
     """Return a command of dora (facebookresearch/dora): `dora -P package run -d key=value`; each plan says `-d`."""
     start = next((index for index, word in enumerate(argv) if word == "run"), None)
     if start is None:
-        raise SpecError(
-            "this starts no training", source="orc init", got=" ".join(argv), allowed="dora run"
-        )
+        raise _refused("this starts no training", argv, "dora run")
     package, rest = take_flag(tuple(argv[1:start]), "-P")
     note = f"{shlex.join(argv[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
@@ -291,12 +283,7 @@ def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -
     while start < len(argv) and argv[start].startswith("-") and argv[start] != "-m":
         start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
     if start >= len(argv) or list(argv[start:]) == ["-m"]:
-        raise SpecError(
-            "no script is named",
-            source="orc init",
-            got=" ".join(argv),
-            allowed="a script, or -m module",
-        )
+        raise _refused("no script is named", argv, "a script, or -m module")
     is_module = argv[start] == "-m"
     end = start + (2 if is_module else 1)
     name = argv[end - 1]
@@ -323,8 +310,7 @@ def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> Type
     allowed = TRAINS[framework]
     if len(argv) < 2 or argv[1] not in allowed:
         what = f"this command of {argv[0]} starts no known training"
-        got, names = " ".join(argv[:2]), ", ".join(allowed)
-        raise SpecError(what, source="orc init", got=got, allowed=f"{argv[0]} with {names}")
+        raise _refused(what, argv[:2], f"{argv[0]} with {', '.join(allowed)}")
     python, note = _python(folder, argv[0])
     rest = tuple(argv[2:])
     if framework in MODULES and not any(
@@ -378,7 +364,7 @@ def _parse_console_script(argv: Sequence[str], folder: Path) -> TypedCommand:
     if file is None or interpreter is None or not is_python(interpreter):
         allowed = f"a Python script, python, {', '.join((*LAUNCHERS, *TOOLS))}, or another console script of Python"
         what = "not a Python program" if file is not None else "no such program on the PATH"
-        raise SpecError(what, source="orc init", got=argv[0], allowed=allowed)
+        raise _refused(what, argv[:1], allowed)
     note = f"{argv[0]} is {file}, which {interpreter} runs"
     return TypedCommand(
         command=(str(file), *argv[1:]),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any, Final
 
-from orchestrator.specs.yaml_text import read_document
+from orchestrator.specs.packaged import load_table
 
-_PATH = files(__package__) / "vocabulary.yaml"
-VOCABULARY: Final[Mapping[str, Any]] = read_document(_PATH.read_text(), str(_PATH)).data
+VOCABULARY: Final[Mapping[str, Any]] = load_table(__package__, "vocabulary")

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote, urlsplit
@@ -56,6 +56,23 @@ OBJECTS_MAX, OBJECT_CHARS_MAX = 10, 200  # that a row of the audit log names
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 log = logging.getLogger(__name__)
+
+
+Route = tuple[str, str]  # method and path
+
+
+def route_of(name: str) -> Route:
+    """Return the method and the path of `GET /jobs`."""
+    method, path = name.split(" ")
+    return method, path
+
+
+def by_route(routes: Mapping[Role, Iterable[str]]) -> dict[Route, Role]:
+    """Return the role that each route needs."""
+    roles = dict[Route, Role]()
+    for role, names in routes.items():
+        roles |= dict.fromkeys(map(route_of, names), role)
+    return roles
 
 
 class PageAnswers(Protocol):

@@ -12,10 +12,12 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
 
+from orchestrator.backends.journal.accounts import AuditRow, Token, User
+from orchestrator.backends.journal.set_aside import UnreadableRow
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.members import Machine
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.service.views.records import JobView, NodeView
-from orchestrator.service.views.sweeps import SweepView
 from orchestrator.service.views.teams import TeamView
 
 
@@ -166,7 +168,7 @@ class JoinAnswer(TypedDict):
 class SweepsAnswer(TypedDict):
     """The newest sweeps."""
 
-    sweeps: list[SweepView]
+    sweeps: list[SweepReport]
 
 
 class TeamsAnswer(TypedDict):
@@ -187,14 +189,6 @@ class ShutdownAnswer(TypedDict):
     running: list[str]
 
 
-class UserAnswer(TypedDict):
-    """A user."""
-
-    name: str
-    role: str
-    created_at_s: float
-
-
 class TriedAnswer(TypedDict):
     """Why each notification target could not be reached, by name; null for success."""
 
@@ -204,66 +198,32 @@ class TriedAnswer(TypedDict):
 class UsersAnswer(TypedDict):
     """Every user."""
 
-    users: list[UserAnswer]
-
-
-class TokenAnswer(TypedDict):
-    """Metadata of a token."""
-
-    id: int
-    user: str
-    shown: str
-    created_at_s: float
-    expires_at_s: float | None
-    revoked_at_s: float | None
-    used_at_s: float | None
+    users: list[User]
 
 
 class TokensAnswer(TypedDict):
     """Every token."""
 
-    tokens: list[TokenAnswer]
+    tokens: list[Token]
 
 
 class NewTokenAnswer(TypedDict):
     """A new token with its secret, which no other response contains."""
 
     secret: str
-    token: TokenAnswer
-
-
-class UnreadableRowAnswer(TypedDict):
-    """An unreadable row of the journal, with its bytes and the reason."""
-
-    table: str
-    row: str
-    body: str
-    reason: str
-    at_s: float
+    token: Token
 
 
 class UnreadableAnswer(TypedDict):
     """The unreadable rows of the journal."""
 
-    rows: list[UnreadableRowAnswer]
-
-
-class AuditRowAnswer(TypedDict):
-    """A row of the audit log."""
-
-    number: int
-    at_s: float
-    user: str
-    role: str
-    request_id: str
-    action: str
-    status: int
+    rows: list[UnreadableRow]
 
 
 class AuditAnswer(TypedDict):
     """Rows of the audit log, newest first."""
 
-    rows: list[AuditRowAnswer]
+    rows: list[AuditRow]
 
 
 Responses = dict[int | str, dict[str, Any]]

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.client.client import user_name
 from orchestrator.service.client.join_token import secret_of
 from orchestrator.service.server.access.gate import (
@@ -24,8 +25,10 @@ from orchestrator.service.server.access.gate import (
     LINK,
     Gate,
     Gated,
+    by_route,
     limiter,
     refusal,
+    route_of,
 )
 from orchestrator.service.server.access.sessions import Sessions
 from orchestrator.service.server.access.sign_in_links import SignInLinks
@@ -86,7 +89,6 @@ from orchestrator.service.server.routes.verb_routes import add_verb_routes
 from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
-from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import (
     node_view,
     observations_from_view,
@@ -110,51 +112,62 @@ from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.run import find_upload
 
 ASK_AGAIN_S = 5  # after a commit whose outcome is not known: a service is started again by then
-ROLES = {  # needed by each route; one that is missing here needs an admin
-    ("GET", "/openapi.json"): Role.VIEWER,
-    ("GET", "/whoami"): Role.VIEWER,
-    ("POST", "/sign-in-links"): Role.VIEWER,
-    ("GET", "/jobs"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/comparison"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/attempts/{number}/logs/follow"): Role.VIEWER,
-    ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
-    ("GET", "/sweeps"): Role.VIEWER,
-    ("GET", "/sweeps/{sweep_id}"): Role.VIEWER,
-    ("GET", "/cluster"): Role.VIEWER,
-    ("GET", "/teams"): Role.VIEWER,
-    ("GET", "/report"): Role.VIEWER,
-    ("GET", "/forecast"): Role.VIEWER,
-    ("GET", "/metrics"): Role.VIEWER,
-    ("POST", "/jobs"): Role.MEMBER,
-    ("POST", "/jobs/batch"): Role.MEMBER,
-    ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
-    ("POST", "/jobs/hold"): Role.MEMBER,  # of its own team, as those below
-    ("POST", "/jobs/release"): Role.MEMBER,
-    ("POST", "/jobs/suspend"): Role.MEMBER,
-    ("POST", "/jobs/resume"): Role.MEMBER,
-    ("POST", "/jobs/{job_id}/update"): Role.MEMBER,
-    ("POST", "/jobs/{job_id}/retry"): Role.MEMBER,
-    ("POST", "/uploads/missing"): Role.MEMBER,
-    ("PUT", "/uploads/{digest}"): Role.MEMBER,
-    ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
-    ("POST", "/observations"): Role.OPERATOR,
-    ("POST", "/notify/test"): Role.OPERATOR,
-    ("POST", "/purge"): Role.OPERATOR,
-    ("GET", "/join"): Role.OPERATOR,
-    ("POST", "/nodes"): Role.OPERATOR,
-    ("DELETE", "/nodes/{node}"): Role.OPERATOR,
-}
-JOINING = frozenset(  # for which the token of joining machines is enough
+ROLES = by_route(  # needed by each route; one that is missing here needs an admin
     {
-        ("GET", "/join"),
-        ("GET", "/cluster"),
-        ("POST", "/nodes"),
-        ("POST", "/nodes/{node}/drain"),
-        ("DELETE", "/nodes/{node}"),
+        Role.VIEWER: (
+            "GET /openapi.json",
+            "GET /whoami",
+            "POST /sign-in-links",
+            "GET /jobs",
+            "GET /jobs/{job_id}",
+            "GET /jobs/{job_id}/explanation",
+            "GET /jobs/{job_id}/comparison",
+            "GET /jobs/{job_id}/attempts/{number}/logs",
+            "GET /jobs/{job_id}/attempts/{number}/logs/follow",
+            "GET /sweeps",
+            "GET /sweeps/{sweep_id}",
+            "GET /cluster",
+            "GET /teams",
+            "GET /report",
+            "GET /forecast",
+            "GET /metrics",
+        ),
+        Role.MEMBER: (  # those of one job: of its own team
+            "GET /jobs/{job_id}/output",
+            "POST /jobs",
+            "POST /jobs/batch",
+            "POST /jobs/cancel",
+            "POST /jobs/hold",
+            "POST /jobs/release",
+            "POST /jobs/suspend",
+            "POST /jobs/resume",
+            "POST /jobs/{job_id}/update",
+            "POST /jobs/{job_id}/retry",
+            "POST /uploads/missing",
+            "PUT /uploads/{digest}",
+        ),
+        Role.OPERATOR: (
+            "POST /nodes/{node}/drain",
+            "POST /observations",
+            "POST /notify/test",
+            "POST /purge",
+            "GET /join",
+            "POST /nodes",
+            "DELETE /nodes/{node}",
+        ),
     }
+)
+JOINING = frozenset(  # for which the token of joining machines is enough
+    map(
+        route_of,
+        (
+            "GET /join",
+            "GET /cluster",
+            "POST /nodes",
+            "POST /nodes/{node}/drain",
+            "DELETE /nodes/{node}",
+        ),
+    )
 )
 EXPOSITION: dict[str, Any] = {
     "response_model": None,
@@ -328,19 +341,19 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
         return {"jobs": [*service.forecasts.wait_for_newest().values()]}
 
     newest = Reports(
-        lambda since_s: dict(
+        lambda since_s: asdict(
             make_report(controller, since_s, time.time(), service.sweeper.reports())
         )
     )
 
-    @app.get("/report", **answers(ReportView))
+    @app.get("/report", **answers(MorningReport))
     def report(
         since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
     ) -> dict[str, Any]:
         """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
-            return dict(make_report(controller, since_s, until_s, service.sweeper.reports()))
+            return asdict(make_report(controller, since_s, until_s, service.sweeper.reports()))
         return newest.of(controller.version, since_s)
 
 
@@ -466,11 +479,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
     ) -> dict[str, Any]:
-        return {
-            "rows": [
-                {"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)
-            ]
-        }
+        return {"rows": [asdict(row) for row in accounts.audit(limit, before)]}
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:

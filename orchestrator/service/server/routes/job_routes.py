@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,7 +69,6 @@ from orchestrator.service.views.records import (
     place_of,
     promise_view,
 )
-from orchestrator.service.views.sweeps import SweepView, sweep_view
 from orchestrator.specs.access import Principal
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
@@ -253,11 +253,11 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
 def _add_sweep_routes(app: FastAPI, service: Service) -> None:
     @app.get("/sweeps", **answers(SweepsAnswer))
     def sweeps() -> dict[str, Any]:
-        return {"sweeps": [sweep_view(report) for report in service.sweeper.reports()]}
+        return {"sweeps": [asdict(report) for report in service.sweeper.reports()]}
 
-    @app.get("/sweeps/{sweep_id}", **answers(SweepView))
+    @app.get("/sweeps/{sweep_id}", **answers(SweepReport))
     def sweep(sweep_id: str) -> dict[str, Any]:
-        return dict(sweep_view(_sweep_report(service, sweep_id)))
+        return asdict(_sweep_report(service, sweep_id))
 
 
 def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:

@@ -11,6 +11,7 @@ from orchestrator.specs.fault import FaultKind
 from orchestrator.specs.fields import DEVICES_MAX, UserName
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
 from orchestrator.specs.parse import check_plain
+from orchestrator.specs.plain_text import join_first
 
 JOBS_MAX = 10_000  # of one request
 UNKNOWN_SHOWN_MAX = 20
@@ -35,12 +36,8 @@ class Request(BaseModel):
                 str(key)[:UNKNOWN_CHARACTERS_MAX] for key in data if key not in cls.model_fields
             ]
             if unknown:
-                left = len(unknown) - UNKNOWN_SHOWN_MAX
-                more = f" and {left} more" if left > 0 else ""
-                allowed = ", ".join(cls.model_fields)
-                raise ValueError(
-                    f"unknown keys: {', '.join(unknown[:UNKNOWN_SHOWN_MAX])}{more}; allowed: {allowed}"
-                )
+                shown, allowed = join_first(unknown, UNKNOWN_SHOWN_MAX), ", ".join(cls.model_fields)
+                raise ValueError(f"unknown keys: {shown}; allowed: {allowed}")
         return data
 
 

@@ -1,0 +1,15 @@
+"""Tables that are data of the package: YAML files beside the module that reads them."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from orchestrator.specs.yaml_text import read_document
+
+
+def load_table(package: str | None, name: str) -> dict[str, Any]:
+    """Return the plain data of a package's file `NAME.yaml`, read anew by each call."""
+    assert package is not None, "a script, not a module of a package"
+    path = files(package) / f"{name}.yaml"
+    return read_document(path.read_text(), str(path)).data
