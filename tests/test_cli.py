@@ -306,6 +306,28 @@ def test_plan_loads_none_of_the_heavy_packages(shell: Shell) -> None:
     assert ended.stderr.strip() == "set()"
 
 
+def test_submit_loads_nothing_that_plans_launches_or_records(shell: Shell) -> None:
+    """A client reads the job file and sends it: 707 modules and 1.3 s of processor time before."""
+    program = (
+        "import sys; from orchestrator.cli import main\n"
+        "heavy = ('ray', 'torch', 'mlflow', 'fastapi', 'numpy', 'sqlalchemy', 'pynvml')\n"
+        "heavy += ('orchestrator.scheduling', 'orchestrator.backends.mlflow')\n"
+        "try: main(['submit', 'lm.yaml', '--home', 'nowhere'])\n"
+        "except SystemExit: print({*heavy} & set(sys.modules), len(sys.modules), file=sys.stderr)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=shell.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "no service is up" in ended.stderr
+    loaded, _, count = ended.stderr.strip().splitlines()[-1].rpartition(" ")
+    assert loaded == "set()"
+    assert int(count) <= 580
+
+
 def test_help_loads_nothing_that_only_commands_need() -> None:
     program = (
         "import sys; from orchestrator.cli import main\n"

@@ -28,7 +28,7 @@ from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.fit import fit_rows
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.terminal.fit_table import fit_panel
-from orchestrator.service.terminal.tables import plan_panel
+from orchestrator.service.terminal.plan_tables import plan_panel
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,

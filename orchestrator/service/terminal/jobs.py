@@ -135,7 +135,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
 
 def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Explain a job: what would start it sooner, predicted and measured bytes by cause, what each attempt changed."""
-    from orchestrator.service.terminal.tables import explanation_panel
+    from orchestrator.service.terminal.plan_tables import explanation_panel
 
     with show_spinner("asking what would start it sooner"):
         explanation = client_of(home).explanation(job_id)

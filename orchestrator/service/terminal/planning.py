@@ -54,7 +54,7 @@ def plan(
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import plan_job, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides, read_pins
-    from orchestrator.service.terminal.tables import plan_panel
+    from orchestrator.service.terminal.plan_tables import plan_panel
 
     overrides = (*read_overrides(settings or []), *read_pins(pins))
     nodes, observations = hardware_of(service_of(home), cluster, cards)
@@ -84,7 +84,7 @@ def estimate(
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import estimate_plan, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides
-    from orchestrator.service.terminal.tables import candidate_panel
+    from orchestrator.service.terminal.plan_tables import candidate_panel
 
     overrides = read_overrides(settings or [])
     nodes, observations = hardware_of(service_of(home), cluster, cards)

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.memory.calibration.calibrate import EVEN
-from orchestrator.planning.explain import why_taken
-from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, draw_lines
-from orchestrator.service.commands.plan import CandidateView, JobPlans
+from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
 from orchestrator.service.views.columns import Column, columns_of, local_second
-from orchestrator.service.views.records import (
-    AttemptView,
-    EstimateView,
-    ExplanationView,
-    JobView,
-    NodeView,
-    ProgressView,
-    PromiseView,
-    picture_from_view,
-)
-from orchestrator.service.views.teams import TeamView
-from orchestrator.specs.attempt import PROBE_STEPS
-from orchestrator.specs.job.trainer import PROBED_BY
-from orchestrator.specs.profile import WITHOUT_SECONDS, Source
-from orchestrator.specs.units import format_bytes, format_probability, format_seconds
+from orchestrator.specs.profile import Source
+from orchestrator.specs.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:  # a client that shows a table loads nothing that makes a view
+    from orchestrator.service.views.records import (
+        AttemptView,
+        EstimateView,
+        JobView,
+        NodeView,
+        ProgressView,
+        PromiseView,
+    )
+    from orchestrator.service.views.teams import TeamView
 
 MARK_STYLES = {
     Mark.TOO_BIG: "dim",
@@ -42,11 +37,9 @@ MARK_STYLES = {
 }
 BAR_WIDTH = 32
 MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 columns
-LESS_TRUSTED = "faster by less than predictions are off, and less trusted"
 NARROW_PLAN = 22  # columns of a plan in a narrow table
 WIDE = 100  # columns from which a table has room for everything
 Cells = Mapping[str, Callable[[Any], str | Text]]  # what draws a cell of the row, by its column
-ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
 def draw_table(
@@ -131,7 +124,7 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
             Text("Why each attempt", style="bold"),
             reasons,
         ]
-        if _is_known(last["estimate"]):
+        if is_known(last["estimate"]):
             title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
             parts += [Text(), title, bars(last["estimate"])]
         parts += _failure(last)
@@ -155,128 +148,6 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
         "outcome": lambda row: coloured(row["outcome"]),
     }
     return draw_table(columns_of("attempts", is_narrow=is_narrow), rows, cells)
-
-
-def plan_panel(plans: JobPlans) -> RenderableType:
-    """Return the chosen plan, the frontier chart with the memory limit, and why faster plans were rejected."""
-    parts: list[RenderableType] = [
-        Text(f"{plans['job']} on {plans['devices']} x {plans['device']}", style="bold"),
-        Text(
-            f"global batch {plans['global_batch_size']}; memory of the model: {plans['profile']}",
-            style="dim",
-        ),
-        Text(),
-    ]
-    chosen = plans["chosen"]
-    if chosen is None:
-        parts.append(Text(plans["nothing_fits"] or "no plan fits", style="red"))
-        return Group(*parts, Text(), _frontier(plans, 0))
-    candidate = plans["frontier"][chosen]
-    if plans["nothing_fits"] is not None:
-        parts += [Text(plans["nothing_fits"], style="red"), Text()]
-        parts += [Text("Plans that may fit are tried anyway:", style="yellow"), Text()]
-    parts.append(
-        candidate_panel(candidate) if plans["probe"] is None else _probe_panel(plans["probe"])
-    )
-    if plans["passed_over"] is not None:
-        parts += [Text(), Text(f"Taken is {plans['passed_over']}.")]
-    if plans["unsure"] is not None:
-        parts += [Text(), Text(plans["unsure"], style="yellow")]
-    if _is_known(candidate["estimate"]):
-        title = Text("Bytes by moment of a step", style="bold")
-        parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
-    if _is_timed(candidate):
-        parts += [
-            Text(),
-            Text("Frontier", style="bold"),
-            coloured_picture(_plan_picture(plans, chosen)),
-        ]
-    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(plans, chosen)]
-    if chosen and plans["probe"] is None and plans["nothing_fits"] is None:
-        parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
-        faster = plans["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
-        parts += [Text(f"  {plan['plan']}: {plan['rejected'] or LESS_TRUSTED}") for plan in faster]
-    return Group(*parts)
-
-
-def candidate_panel(candidate: CandidateView) -> RenderableType:
-    """Return a plan with its predicted step time, bytes by cause, and needed bytes against the capacity."""
-    head = Table.grid(padding=(0, 2))
-    head.add_row("plan", Text(candidate["plan"], style="bold"))
-    if not _is_known(candidate["estimate"]):
-        head.add_row(
-            "memory",
-            "not known: the script's own micro-batch is assumed to fill a device; `profile` is more exact",
-        )
-        head.add_row(
-            "", f"with knobs for {', '.join(PROBED_BY.values())} it would be measured first"
-        )
-        return head
-    factor = candidate["step_factor"]
-    factor_text = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
-    predicted = f"{format_seconds(candidate['step_s'])} predicted{factor_text}"
-    head.add_row(
-        "step", predicted if _is_timed(candidate) else "time not known until the first attempt"
-    )
-    head.add_row("memory", _verdict(candidate))
-    return Group(head, Text(), bars(candidate["estimate"]))
-
-
-def _probe_panel(probe: CandidateView) -> RenderableType:
-    """Return the probe attempts before the training, and their reason."""
-    head = Table.grid(padding=(0, 2))
-    head.add_row(
-        "memory",
-        "not known: two short attempts measure what a sample needs, before the training is planned",
-    )
-    head.add_row(
-        "first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold")
-    )
-    head.add_row("second", "the same with the largest micro-batch that is sure to fit by then")
-    head.add_row(
-        "then",
-        "the fastest plan that fits by both; nothing of them is kept. `probe: never` leaves them out",
-    )
-    return head
-
-
-def explanation_panel(explanation: ExplanationView) -> RenderableType:
-    """Return why a job waits, its attempts' predictions and measurements, and today's frontier chart."""
-    job = explanation["job"]
-    parts: list[RenderableType] = [
-        Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")
-    ]
-    if job["promise"] is not None and not job["promise"]["refused"]:
-        parts.append(Text(f"It {promise_words(job['promise'])}."))
-    parts += [Text(line) for line in explanation["sooner"]]
-    for attempt, lessons in zip(job["attempts"], explanation["lessons"], strict=True):
-        title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
-        parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
-        if _is_known(attempt["estimate"]):
-            parts += [Text("Bytes by cause", style="dim"), bars(attempt["estimate"])]
-            title = "Bytes by moment of a step"
-            parts += [
-                Text(title, style="dim"),
-                moments(attempt["estimate"], attempt["correction"]),
-                Text(),
-            ]
-        parts.append(_sentences(lessons))
-    if explanation["picture"] is not None:
-        picture = picture_from_view(explanation["picture"])
-        title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
-        parts += [Text(), Text(title, style="bold"), coloured_picture(picture)]
-    return Group(*parts)
-
-
-def _sentences(sentences: Sequence[str]) -> Table:
-    """Return a table with a row per sentence, whose first word has its own column."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for sentence in sentences:
-        word, _, rest = sentence.partition(": ")
-        table.add_row(Text(f"  {word}", style="bold"), rest)
-    return table
 
 
 def coloured_picture(picture: Picture) -> Text:
@@ -357,102 +228,14 @@ def time_left(progress: ProgressView | None) -> str:
     return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
 
 
-def _frontier(plans: JobPlans, centre: int) -> Table:
-    low = max(0, centre - ROWS_AROUND)
-    shown = plans["frontier"][low : centre + ROWS_AROUND + 1]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    table.add_column("PLAN")
-    for column in ("GPUS", "STEP", "NEEDS", "FITS"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
-    above = len(plans["frontier"][:low])
-    if above:
-        table.add_row("", f"... {above} faster")
-    chosen = plans["chosen"] if plans["probe"] is None else None
-    fitting = (
-        index for index, candidate in enumerate(plans["frontier"]) if candidate["rejected"] is None
-    )
-    first_fitting = None if chosen is None else next(fitting, None)
-    for index, candidate in enumerate(shown, start=low):
-        if index == first_fitting and index > 0 and plans["nothing_fits"] is None:
-            limit = format_bytes(candidate["capacity_bytes"])
-            table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"))
-        mark = Text("→", style="bold green") if index == chosen else Text("")
-        style = "" if candidate["rejected"] is None else "dim"
-        kind = "" if candidate["degradation"] == "exact" else candidate["degradation"]
-        is_known = _is_known(candidate["estimate"])
-        step = format_seconds(candidate["step_s"]) if _is_timed(candidate) else "-"
-        needed = format_bytes(candidate["needed_bytes"]) if is_known else "-"
-        share = "-" if candidate["band_bytes"] is None else "not measured"
-        if candidate["fit_probability"] is not None:
-            share = format_probability(candidate["fit_probability"])
-        table.add_row(
-            mark,
-            Text(candidate["plan"], style=style),
-            candidate["settings"]["gpus"],
-            step,
-            needed,
-            share,
-            kind,
-        )
-    below = len(plans["frontier"]) - low - len(shown)
-    if below:
-        table.add_row("", f"... {below} slower")
-    return table
-
-
-def _verdict(candidate: CandidateView) -> Text:
-    needed, capacity = (
-        format_bytes(candidate["needed_bytes"]),
-        format_bytes(candidate["capacity_bytes"]),
-    )
-    probability = candidate["fit_probability"]
-    share = "" if probability is None else f" with {format_probability(probability)}"
-    band = candidate["band_bytes"]
-    if candidate["rejected"] is None and band is not None:
-        least, most = map(format_bytes, band)
-        text = f"not measured: by its profile about {least} to {most} of {capacity}"
-        return Text(text, style="yellow")
-    if candidate["rejected"] is None:
-        verdict = Text(f"fits{share}", style="green")
-    elif candidate["needed_bytes"] <= candidate["capacity_bytes"]:
-        verdict = Text(candidate["rejected"], style="red")
-    elif (probability or 0.0) >= EVEN:
-        verdict = Text(f"may fit{share}", style="yellow")
-    else:
-        verdict = Text(
-            f"does not fit ({format_probability(probability or 0.0)} that it would)", style="red"
-        )
-    return Text(f"{needed} of {capacity} with margin: ") + verdict
-
-
-def _plan_picture(plans: JobPlans, chosen: int) -> Picture:
-    points = [
-        Point(
-            step_s=candidate["step_s"],
-            needed_bytes=candidate["needed_bytes"],
-            mark=Mark.CHOSEN
-            if index == chosen
-            else Mark.FITS
-            if candidate["rejected"] is None
-            else Mark.TOO_BIG,
-        )
-        for index, candidate in enumerate(plans["frontier"])
-    ]
-    capacity_bytes = plans["frontier"][chosen]["capacity_bytes"]
-    return Picture(device=plans["device"], capacity_bytes=capacity_bytes, points=tuple(points))
-
-
-def _is_timed(candidate: CandidateView) -> bool:
-    return candidate["estimate"]["source"] not in WITHOUT_SECONDS or candidate["step_factor"] != 1.0
-
-
-def _is_known(estimate: EstimateView) -> bool:
+def is_known(estimate: EstimateView) -> bool:
     return estimate["source"] != Source.ASSUMED
 
 
 def _reasons(job: JobView, *, has_changes: bool) -> Group:
+    # the words of a plan come with the search for plans, which only this table needs
+    from orchestrator.planning.explain import why_taken
+
     lines = []
     for attempt in job["attempts"]:
         why = attempt["change_reason"] or why_taken(attempt["fit_probability"])
