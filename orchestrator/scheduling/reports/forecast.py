@@ -29,6 +29,7 @@ from orchestrator.specs.state import State
 FORECAST_MAX = 2000  # queued jobs, first come first: later ones are not forecast
 # of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
 RANGED_MAX = 100
+PLAYED_MAX = 2 * RANGED_MAX  # waiting jobs in a play: those behind them could only fill gaps
 # plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
 SAMPLES = 19
 # Deviation of the logarithm of an unmeasured length, and how many measured steps that is worth. An
@@ -74,9 +75,12 @@ def forecast(state: State) -> Mapping[str, Expected]:
     near += [
         job.id for job in state.jobs.values() if not (job.status.ended or job.id in forecasts)
     ][:RANGED_MAX]
-    spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values()}
-    index = index_of(state)
-    plays = [Play(state, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
+    played = _first_jobs(state, forecasts)
+    spreads = {job.id: spread_of(state.observations, job) for job in played.jobs.values()}
+    index = index_of(played)
+    plays = [
+        Play(played, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)
+    ]
     for job_id in near:
         samples = [play[job_id] for play in plays if job_id in play]
         if len(samples) == len(plays):
@@ -87,6 +91,17 @@ def forecast(state: State) -> Mapping[str, Expected]:
                 end_range_s=_range([other.end_s for other in others]),
             )
     return forecasts
+
+
+def _first_jobs(state: State, order: Iterable[str]) -> State:
+    """Return the state without the waiting jobs behind the first PLAYED_MAX, which delay none of those."""
+    queued = [job.id for job in state.live_jobs if job.status is JobStatus.QUEUED]
+    expected = [job_id for job_id in order if state.jobs[job_id].status is JobStatus.QUEUED]
+    waiting = [*dict.fromkeys((*expected, *queued))]
+    jobs = state.jobs
+    for job_id in waiting[PLAYED_MAX:]:
+        jobs = jobs.without(job_id)
+    return replace(state, jobs=jobs)
 
 
 def quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
