@@ -21,7 +21,13 @@ import pytest
 from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow import server as mlflow_server
-from orchestrator.backends.mlflow.server import MARK, SOCKET, MlflowServer, connect_socket
+from orchestrator.backends.mlflow.server import (
+    MARK,
+    SOCKET,
+    MlflowServer,
+    connect_socket,
+    want_server,
+)
 from orchestrator.backends.mlflow.tracker import HomeMlflow
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Lookups
@@ -202,6 +208,26 @@ def test_a_version_of_mlflow_that_ignores_how_it_is_started_is_told_and_gets_no_
             relay.stop()
         assert len(journal.outbox.pending("mlflow", 99)) == outbox_relay.REFUSALS_MAX + 1
         assert MlflowServer(home).processes() == ()
+
+
+def test_the_server_runs_while_it_is_needed_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new home has none; a reader starts it; it ends once nobody needed it for a while."""
+    server = MlflowServer(tmp_path)
+    tracker = HomeMlflow(tmp_path, Lookups(state=State, job=lambda _: None, sweep=lambda _: None))
+    try:
+        tracker.refresh()
+        assert server.processes() == ()
+        want_server(tmp_path)
+        with pytest.raises(ConnectionError):
+            tracker.refresh()  # it has only been started
+        assert server.processes()
+        monkeypatch.setattr(mlflow_server, "KEPT_S", 0.0)
+        tracker.refresh()
+        assert server.processes() == ()
+    finally:
+        tracker.shut_down()
 
 
 def test_a_server_that_does_not_start_says_why_in_what_the_doctor_shows(

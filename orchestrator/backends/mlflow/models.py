@@ -41,6 +41,11 @@ class Outputs:
         self._current: _Copy | None = None
         self._until_s = 0.0
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a copy is under way or waits."""
+        return bool(self._waiting) or self._process is not None
+
     def take_up(self, client: MlflowClient, experiment_id: str) -> None:
         """Resume copies that an earlier process of the service did not finish."""
         wanted = f"tags.`{MODEL_TAG}` = '{PENDING}'"

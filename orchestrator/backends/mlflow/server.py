@@ -40,12 +40,16 @@ HEALTH_TIMEOUT_S, CHECK_TIMEOUT_S = 2.0, 5.0
 RESTART_FIRST_S, RESTART_MAX_S = 5.0, 60.0  # between starts
 HUNG_S = 180.0  # alive and silent: a start took 63 s under load (reference measurement, 2 cores)
 STOP_S = 3.0
+WANTED = "wanted"  # file whose time of change says when the server was last needed
+KEPT_S = 600.0  # that a server runs on after that: it takes 170 MiB
+START_S = 60.0  # that a reader waits for a start
 
 
 class MlflowServer:
     """The MLflow server of one home, on the socket file `home/mlflow/server.sock`.
 
-    It outlives the service, and the next service finds it again.
+    It outlives the service, and the next service finds it again. It runs while records wait or somebody reads, and
+    KEPT_S longer (`want_server`).
     """
 
     def __init__(self, home: str | Path) -> None:
@@ -61,6 +65,13 @@ class MlflowServer:
     def uri(self) -> str:
         """The tracking URI for MLflow's client in this process."""
         return register_socket(self.home)
+
+    def is_wanted(self) -> bool:
+        """Return whether the server was needed within the last KEPT_S."""
+        try:
+            return time.time() - (self.folder / WANTED).stat().st_mtime < KEPT_S
+        except OSError:  # nobody ever did, or the disk is away: what needs it says so again
+            return False
 
     def ensure_running(self) -> bool:
         """Start the server if needed; return whether it answers now. A start takes up to a minute.
@@ -146,8 +157,7 @@ class MlflowServer:
             return str(error)
 
     def _start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.folder.chmod(0o700)
+        _make_folder(self.folder)
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {
             MARK: str(self.home),
@@ -170,6 +180,21 @@ class MlflowServer:
                 stderr=log,
                 start_new_session=True,
             )
+
+
+def want_server(home: Path) -> None:
+    """Note that the home's server is needed now; the service starts it within some seconds."""
+    folder = home.resolve() / "mlflow"
+    with contextlib.suppress(
+        OSError
+    ):  # no room or no right: the reader is told that nothing answers
+        _make_folder(folder)
+        (folder / WANTED).touch()
+
+
+def _make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
 
 
 # ------------------------------------------------------------------------------------------------------------- socket

@@ -26,7 +26,7 @@ from orchestrator.backends.mlflow.content import (
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.backends.mlflow.groups import Groups, compared_runs, member_name, trial_of
 from orchestrator.backends.mlflow.models import Outputs
-from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, register_socket
+from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, register_socket, want_server
 from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
 from orchestrator.scheduling.reports.comparison_rows import device_of
@@ -317,17 +317,31 @@ class HomeMlflow(MlflowTracker):
     """MLflow tracker with a local server in the home, which it starts and supervises."""
 
     def __init__(self, home: Path, lookups: Lookups) -> None:
-        """Start the server, or find the one that runs; nothing waits for it."""
+        """Find the server that runs; where there are records, the curves of an earlier service are taken up."""
         self._server = MlflowServer(home)
-        self._server.ensure_running()
         super().__init__(self._server.uri, home, lookups, ADDRESS)
+        self._is_started = False
+        if (self._server.folder / "mlflow.db").exists():
+            want_server(home)
+            self._ensure_running()
 
     def refresh(self) -> None:
-        """Restart the server if needed, and send curves."""
+        """Start the server if it is needed, and send curves; end it if nobody needed it for long."""
+        if self._curves or self._outputs.has_work:
+            want_server(self._server.home)
+        if self._server.is_wanted():
+            self._ensure_running()
+            super().refresh()
+        elif self._is_started:
+            self._contact, self._is_started = None, False
+            self._server.stop()
+
+    def _ensure_running(self) -> None:
+        self._is_started = True
         self._server.ensure_running()
-        super().refresh()
 
     def _connect(self) -> Contact:
+        want_server(self._server.home)
         self._server.check()
         return super()._connect()
 
@@ -398,6 +412,8 @@ def _find_runs(
     from mlflow.exceptions import MlflowException
 
     bound_requests()
+    if address == ADDRESS:
+        want_server(home)
     try:
         contact = Contact(register_socket(home) if address == ADDRESS else address)
         return contact.experiment_id, find(contact)

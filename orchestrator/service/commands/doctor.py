@@ -275,6 +275,8 @@ def _records(home: Path) -> Result | None:
     server = MlflowServer(home)
     if not server.folder.is_dir() or (home / ADDRESS_FILE).exists() or not is_up(home):
         return None
+    if not server.is_wanted():
+        return OK, "MLflow starts when a record waits or somebody reads", ""
     try:
         server.check()
     except ConnectionError as error:

@@ -7,7 +7,9 @@ machine that an experiment names as its location.
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -19,11 +21,18 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from orchestrator.backends.mlflow.server import ADDRESS, socket_path
+from orchestrator.backends.mlflow.server import (
+    ADDRESS,
+    START_S,
+    connect_socket,
+    socket_path,
+    want_server,
+)
 from orchestrator.service.server.access.gate import refusal
 from orchestrator.specs.access import Role
 
 OPEN_MAX = 64  # requests that are passed on at once
+CONNECT_S, ASK_AGAIN_S = 1.0, 0.3  # to the socket file, while the server starts
 TIMEOUTS_S = {"connect": 3.0, "read": 120.0, "write": 120.0, "pool": 3.0}
 HOP = {
     "connection",
@@ -132,6 +141,7 @@ class _Forwarder:
             )
             return
         try:
+            await self._wait_for_start()
             await self._forward(Request(scope, receive), send)
         except ClientDisconnect:  # amid its body
             return
@@ -140,6 +150,20 @@ class _Forwarder:
             await refusal(503, reason)(scope, receive, send)
         finally:
             self._free.release()
+
+    async def _wait_for_start(self) -> None:
+        """Note that the server is needed. Raises OSError where it does not listen after START_S."""
+        want_server(self._folder.parent)
+        until_s = time.monotonic() + START_S
+        while True:
+            try:
+                connect_socket(self._folder, CONNECT_S).close()
+            except OSError:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)
+            else:
+                return
 
     async def _forward(self, request: Request, send: Send) -> None:
         """Send MLflow's answer. Raises OSError or TransportError before it begins; a later failure cuts it off."""
