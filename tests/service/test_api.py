@@ -15,9 +15,9 @@ from rich.console import Console
 from orchestrator.service.server.access.gate import BODY_BYTES_MAX, PAGES
 from orchestrator.service.server.routes import job_routes
 from orchestrator.service.terminal.expected import expected_table
+from orchestrator.service.terminal.plan_tables import explanation_panel
 from orchestrator.service.terminal.tables import (
     attempts_table,
-    explanation_panel,
     job_panel,
     promise_words,
     queue_table,
