@@ -1,0 +1,393 @@
+"""The core of `orc launch`, a child of its watcher: reads one question, and says what to start, or how it ends.
+
+It plans, judges and decides as the service does, by the same scheduler, evidence and requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.evidence import Ending, collect, read_ending, write_ending
+from orchestrator.backends.attempts.launch_request import LaunchNode
+from orchestrator.backends.attempts.launcher import free_port
+from orchestrator.backends.attempts.leftovers import mark_of
+from orchestrator.backends.attempts.output_scan import SearchResult
+from orchestrator.backends.attempts.script_output import FileAccess
+from orchestrator.backends.attempts.start import request_of, write_files
+from orchestrator.backends.local.drive import Drive
+from orchestrator.backends.redaction import without_secrets
+from orchestrator.planning.render import script_command
+from orchestrator.scheduling.options.asks import with_allowed
+from orchestrator.scheduling.reports.advice import help_for
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.commands.diagnose import ELSEWHERE
+from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
+from orchestrator.service.commands.launch.records import FOLDER, Records
+from orchestrator.service.commands.launch.typed_job import (
+    TypedJob,
+    content_of,
+    identity_of,
+    plain_argv,
+    read_typed,
+)
+from orchestrator.specs.actions import Launch
+from orchestrator.specs.attempt import Attempt, Failure
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.events import (
+    Finished,
+    NodesSeen,
+    Released,
+    RetryRequested,
+    Started,
+    Submitted,
+    TimerFired,
+    UpdateRequested,
+)
+from orchestrator.specs.job.trainer import Knob
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.profile import Source
+from orchestrator.specs.replace import replace
+
+OWN_ERROR = 125
+WAKES_MAX = 8  # back-offs and waits that are passed before the next launch
+HOLDER = "orc launch"  # who holds a job between two lines
+# Variables of a request that a command in the foreground has from its caller, or does without.
+LEFT_OUT = ("TORCH_EXTENSIONS_DIR", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OwnAccess(FileAccess):
+    """Sees only checkpoints that were written since this state began: older ones are another training's."""
+
+    since_s: float = 0.0
+
+    def search(
+        self, root: Path, patterns: Sequence[str], holds: Sequence[str] | None = None
+    ) -> SearchResult:
+        """Return the matches that were written since then."""
+        result = super().search(root, patterns, holds)
+        fresh = (match for match in result.matches if match.mtime_ns >= self.since_s * 1e9)
+        return replace(result, matches=tuple(fresh))
+
+
+def answer_to(question: Mapping[str, Any]) -> Answer:
+    """Return what the watcher does next."""
+    if "request" in question:
+        return _begin(question["request"], Path(question["cwd"]))
+    records = Records(Path(question["state"]))
+    number = _end_attempt(records, bool(question["signals"]))
+    return _follow(records, number, question)
+
+
+def _begin(request: Mapping[str, Any], folder: Path) -> Answer:
+    """Return the first attempt of a line, or the next of one that was left. Raises SpecError."""
+    command = request["command"]
+    machine = find_machine(request["devices"])
+    identity = identity_of((*command, request["devices"] or ""), folder, os.environ)
+    home = folder / FOLDER / identity
+    job = read_typed(command, folder, machine.node.devices, home)
+    records = Records(home)
+    holder = read_holder(records.lock)
+    if holder is not None and not request["dry_run"]:
+        text = f"process {holder.get('pid')} on {holder.get('host')} runs this line already"
+        return {"exit": OWN_ERROR, "lines": [text]}
+    records.writes = not request["dry_run"]
+    content, lines = content_of(command, folder), list(machine.notes)
+    before = records.drive.job if records.run else None
+    is_same = bool(records.run) and records.run["content"] == content
+    is_done = records.done > 0 or (before is not None and before.status is JobStatus.SUCCEEDED)
+    if is_done and is_same and request["once"]:
+        return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
+    goes_on = bool(records.run) and not is_done and (is_same or request["resume"])
+    if records.run and not is_done and not goes_on:
+        lines.append("its script or configuration has changed: it begins anew; --resume goes on")
+    if goes_on and before is not None:
+        lines.append(f"goes on with what attempt {len(before.attempts)} of this line left")
+        _take_up(records, job, before)
+    else:
+        _submit(records, job, request["devices"], content, afresh=not is_same)
+    lines += job.notes if request["dry_run"] else job.notes[:1]
+    answer = _next(records, machine)
+    if answer is None:
+        job_now = records.drive.job
+        assert job_now is not None, "a submitted job is recorded"
+        return {"exit": OWN_ERROR, "lines": [*lines, f"no plan: {job_now.asks or job_now.reason}"]}
+    if request["dry_run"]:
+        return {"exit": 0, "lines": [*lines, *answer["lines"], *_describe(job)]}
+    return {**answer, "lines": [*lines, *answer["lines"]]}
+
+
+def _submit(
+    records: Records, job: TypedJob, devices: str | None, content: str, *, afresh: bool
+) -> None:
+    """Begin a run of the job."""
+    order = 1 if afresh else records.drive.scheduler.state.submitted + 1
+    now_s = time.time()
+    name = f"{job.spec.name}-{order}"
+    run = {
+        "job": name,
+        "argv": job.argv,
+        "lead": job.lead,
+        "python": job.python,
+        "output": job.output,
+        "hints": job.hints,
+        "devices": devices,
+        "content": content,
+        "at_s": now_s,
+    }
+    records.begin(run, afresh=afresh)
+    records.tell(Submitted(job_id=name, order=order, spec=job.spec, at_s=now_s))
+
+
+def _take_up(records: Records, job: TypedJob, before: Job) -> None:
+    """Let a job that was left go on: one between attempts, or one that failed."""
+    now_s, last = time.time(), before.last
+    if last is not None and last.evidence is None:
+        ending = read_ending(records.folder.attempt(last.number))
+        _end_attempt(records, ending is None or ending.stopped)
+        before = records.drive.job or before
+    if before.held_by is not None:
+        records.tell(UpdateRequested(job_id=before.id, spec=before.spec, at_s=now_s))
+    elif before.status.ended or before.asks:
+        order = records.drive.scheduler.state.submitted + 1
+        name = f"{before.spec.name}-{order}"
+        records.begin({**records.run, "job": name, "goes_on": True}, afresh=False)
+        records.tell(
+            Submitted(job_id=name, order=order, spec=job.spec, retry_of=before.id, at_s=now_s)
+        )
+
+
+def _next(records: Records, machine: Machine) -> Answer | None:
+    """Return the next attempt as the watcher starts it; None where the scheduler starts none."""
+    drive, now_s = records.drive, time.time()
+    nodes = idle_nodes(machine.cluster)
+    records.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
+    at_s = now_s
+    for _ in range(WAKES_MAX):
+        if drive.launches:
+            break
+        wake_s = drive.scheduler.wake_at_s()
+        if wake_s is None:
+            return None
+        at_s = max(at_s, wake_s)
+        records.tell(TimerFired(at_s=at_s))
+    if not drive.launches:
+        return None
+    launch = drive.launches.pop()
+    records.tell(Started(job_id=launch.job.id, number=launch.attempt.number, at_s=at_s))
+    return _prepare(records, machine, launch) | {"wait_s": at_s - now_s}
+
+
+def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
+    """Return an attempt as the watcher starts it, with its files written."""
+    attempt, run = launch.attempt, records.run
+    folder = records.folder.attempt(attempt.number)
+    node = LaunchNode(
+        name=machine.node.name,
+        address="127.0.0.1",
+        device=machine.node.device,
+        devices=machine.node.devices,
+        cpus=os.cpu_count() or 1,
+        device_ids=machine.uuids or machine.node.device_ids,
+    )
+    request = request_of(
+        launch.job,
+        attempt,
+        records.home,
+        {node.name: node},
+        free_port(),
+        sys.executable,
+        _access(records),
+    )
+    if records.writes:
+        for path in (folder.path, records.folder.checkpoints):
+            path.mkdir(parents=True, exist_ok=True)
+        write_durably(records.folder.epoch, str(attempt.number))
+        write_files(request)
+        if machine.is_cpu:
+            guard = json.loads(folder.guard.read_text())
+            write_durably(folder.guard, json.dumps(guard | {"virtual_capacity_bytes": None}))
+    job = TypedJob(
+        spec=launch.job.spec,
+        argv=None if run["argv"] is None else tuple(run["argv"]),
+        lead=tuple(run["lead"]),
+        python=run["python"],
+    )
+    resumes = (str(folder.resume), json.dumps({"checkpoint": None})) not in request.files
+    (_, processes), *_ = request.ranks
+    is_typed = job.argv is not None and not resumes and _is_typed(records, launch)
+    ranks = []
+    for process in processes:
+        env = dict(process.env)
+        argv = plain_argv(job, process, launch.job.spec)
+        if is_typed and job.argv is not None:
+            argv = job.argv
+            env = {"ORC_GUARD": env["ORC_GUARD"]} | (env if machine.caps else {})
+        for name in LEFT_OUT:
+            env.pop(name, None)
+        ranks.append((process.rank, argv, env | dict(machine.env)))
+    lines = [f"attempt {attempt.number}: {shlex.join(ranks[0][1])}"]
+    return {
+        "state": str(records.home),
+        "record": str(records.path),
+        "folder": str(folder.path),
+        "epoch_path": str(records.folder.epoch),
+        "epoch": attempt.number,
+        "mark": mark_of(folder, node.name),
+        "watched": {
+            "node": node.name,
+            "devices": attempt.placement[0].devices,
+            "driver": machine.node.device.kind.traits.driver,
+            "device_ids": node.device_ids,
+        },
+        "ranks": ranks,
+        "workdir": request.workdir,
+        "count": len(attempt.placement[0].devices) // len(ranks),
+        "judges": run["argv"] is None,
+        "lines": lines,
+        "locks": _locks(records, machine, attempt),
+    }
+
+
+def _is_typed(records: Records, launch: Launch) -> bool:
+    """Return whether an attempt runs the argv as typed: the first of a run, and each whose plan is the first's."""
+    earlier = [attempt for attempt in launch.job.attempts if attempt.number < launch.attempt.number]
+    if records.run.get("goes_on"):
+        return False
+    return not earlier or launch.attempt.plan == earlier[0].plan
+
+
+def _access(records: Records) -> OwnAccess:
+    return OwnAccess(sys.executable, None, records.run["at_s"])
+
+
+def _locks(records: Records, machine: Machine, attempt: Attempt) -> list[Answer]:
+    """Return the locks that the watcher holds: its folder's, and each device's with the promised bytes."""
+    line = shlex.join(records.run["argv"] or ())[:200]
+    content: Answer = {"line": line, "host": machine.node.name}
+    locks: list[Answer] = [
+        {"path": str(records.lock), "content": content, "refuses": "another process took this line"}
+    ]
+    if attempt.estimate.source is not Source.ASSUMED:
+        content = {**content, "promise_bytes": attempt.needed_bytes}
+    for device in attempt.placement[0].devices:
+        path = lock_of(machine.uuids[device]) if machine.uuids else None
+        if path is not None:
+            locks.append({"path": str(path), "content": content, "refuses": ""})
+    return locks
+
+
+def _end_attempt(records: Records, is_stopped: bool) -> int:
+    """Judge the attempt that ran last by what it left, tell the scheduler, and return the attempt's number."""
+    job = records.drive.job
+    assert job is not None, "an attempt was started"
+    attempt, now_s = job.attempts[-1], time.time()
+    folder = records.folder.attempt(attempt.number)
+    ending = read_ending(folder)
+    if ending is None:  # its watcher was killed
+        ending = Ending(stopped=True)
+        write_ending(folder, ending)
+    if is_stopped:
+        records.tell(UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s))
+    evidence = collect(job.spec, attempt, records.folder, ending, _access(records))
+    evidence = without_secrets(evidence, job.spec, os.environ)
+    number = attempt.number
+    records.tell(Finished(job_id=job.id, number=number, evidence=evidence, at_s=now_s))
+    records.tell(Released(job_id=job.id, number=number, at_s=now_s))
+    return number
+
+
+def _follow(records: Records, number: int, question: Mapping[str, Any]) -> Answer:
+    """Return the next attempt after the one with this number, or the exit code."""
+    job, code = records.drive.job, question["code"]
+    assert job is not None, "an attempt has ended"
+    if job.status is JobStatus.SUCCEEDED:
+        return {"exit": 0, "lines": []}
+    failure = job.attempts[number - 1].failure
+    end = f"attempt {number} ended: {job.reason if failure is None else failure.reason}"
+    if question["signals"]:
+        return {"exit": code, "lines": [f"{end}; the same line again goes on from here"]}
+    machine = find_machine(records.run["devices"])
+    answer = _next(records, machine)
+    if answer is None:
+        return {"exit": code or 1, "lines": [end, *_what_would_help(records, machine, failure)]}
+    changed = job if records.drive.job is None else records.drive.job
+    changes = "; ".join(map(str, changed.attempts[-1].change)) or "the same plan again"
+    return {**answer, "lines": [f"{end}. Next: {changes}", *answer["lines"]]}
+
+
+def _what_would_help(records: Records, machine: Machine, failure: Failure | None) -> list[str]:
+    """Return what a person can do: other mathematics as flags of this script, else words."""
+    job = records.drive.job
+    assert job is not None, "a job has failed"
+    if not job.asks:
+        hints = (
+            records.run["hints"] if failure is not None and failure.kind.shortage is None else ""
+        )
+        return [f"what would help: {hints or help_for(failure, ELSEWHERE)}"]
+    allowed = dict(job.answer)
+    limit, batch = allowed.get("allow"), allowed.get("global_batch_size")
+    spec = with_allowed(
+        job.spec, None if limit is None else str(limit), None if batch is None else int(batch)
+    )
+    other = Drive(Scheduler(records.drive.scheduler.state))
+    other.tell(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
+    nodes = idle_nodes(machine.cluster)
+    other.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
+    flags = [shlex.join(_knob_words(launch)) for launch in other.launches]
+    meaning = f"{batch} samples a step" if batch is not None else f"{limit} changes"
+    return [
+        "no plan of the same training is left",
+        f"what would help: {' '.join(flags)} (another training: {meaning})",
+    ]
+
+
+def _knob_words(launch: Launch) -> tuple[str, ...]:
+    """Return the words by which a restart differs from the command as typed."""
+    spec = launch.job.spec
+    rendered = script_command(
+        spec, launch.attempt.plan, output_dir="", resume_from=None, deepspeed_config_path=None
+    )
+    return rendered.arguments[len(spec.command or ()) :]
+
+
+def _describe(job: TypedJob) -> list[str]:
+    """Return what a dry run adds: which flags a restart would change, and where it looks for checkpoints."""
+    knobs = [
+        f"{name} by {knob.flag or knob.override or knob.key or knob.env or knob.switch}"
+        for name, knob in job.spec.knobs
+        if isinstance(knob, Knob)
+    ]
+    places = ", ".join(job.spec.resume.checkpoints)
+    return [
+        f"a restart changes {'; '.join(knobs) or 'nothing: no flag of this command is known'}",
+        f"a restart goes on from the newest of {places} that this line wrote"
+        if job.spec.knobs.resume_from
+        else "a restart begins anew: no flag for a checkpoint is known",
+    ]
+
+
+def main() -> None:
+    """Answer one question on standard input."""
+    question = json.load(sys.stdin)
+    try:
+        answer = answer_to(question)
+    except OrchestratorError as error:
+        answer = {"exit": OWN_ERROR, "lines": [str(error)]}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
