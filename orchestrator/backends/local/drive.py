@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch, Record
-from orchestrator.specs.events import Event
+from orchestrator.specs.events import Event, Finished, Started
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 
@@ -17,10 +17,12 @@ class Drive:
 
     scheduler: Scheduler = field(default_factory=lambda: Scheduler(State()))
     job: Job | None = None  # as last recorded
-    launches: list[Launch] = field(default_factory=list)  # not taken yet, oldest first
+    launches: list[Launch] = field(default_factory=list)  # not started yet
 
     def tell(self, event: Event) -> None:
         """Apply an event, and keep the job and the launches that follow from it."""
+        if isinstance(event, Started | Finished):
+            self.launches.clear()
         for action in self.scheduler.step(event):
             if isinstance(action, Launch):
                 self.launches.append(action)

@@ -57,9 +57,10 @@ class Terminal:
 
     def take_over(self) -> None:
         """Pass single keys on, where the caller's terminal is in our hands; it still turns keys into signals."""
-        if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
-            self._before = termios.tcgetattr(0)
-            tty.setcbreak(0)
+        with contextlib.suppress(OSError):  # no terminal, or not that of this session
+            if os.tcgetpgrp(0) == os.getpgrp():
+                self._before = termios.tcgetattr(0)
+                tty.setcbreak(0)
 
     def give_back(self) -> None:
         """Restore the caller's terminal."""
@@ -76,7 +77,8 @@ class Terminal:
     def close(self) -> None:
         """Pass on what is left, and restore the caller's terminal."""
         self._ended.set()
-        self._pump.join(DRAIN_S)
+        if self._pump.is_alive():
+            self._pump.join(DRAIN_S)
         self.give_back()
         self._log.close()
 

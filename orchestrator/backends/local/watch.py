@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from orchestrator.backends.attempts.durable import open_to_append, write_durably
+from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.local.foreground import Foreground, OutputFiles, say
 from orchestrator.specs.run import AttemptFolder
@@ -70,12 +71,24 @@ class Refusal(Exception):
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `orc launch`, and return its exit code."""
+    """Run `orc launch` with these words, and return its exit code."""
     try:
-        return launch(read_options(words))
+        options = read_options(words)
     except Refusal as error:
         say(str(error))
         return OWN_ERROR
+    return run_line(options)
+
+
+def run_line(options: Options) -> int:
+    """Run a line to its end, and return its exit code."""
+    try:
+        return launch(options)
+    except Refusal as error:
+        say(str(error))
+    except Exception:  # the edge: a fault of ours is told apart from the command's
+        traceback.print_exc()
+    return OWN_ERROR
 
 
 def read_options(words: Sequence[str]) -> Options:
@@ -229,26 +242,22 @@ class Watch:
                 status = launcher.wait(status["version"], 0.25)
         self._launcher = None
         files.keep(folder.log(0))
-        if status["error"] and not status["pids"]:
-            say(status["error"])
-            return (NO_PROGRAM if status["no_program"] else OWN_ERROR), None
         first = status["first_ended"]
         ending = {
             "first_ended_rank": None if first is None else first[0],
             "host_oom_kills": status["host_oom_kills"],
             "launch_error": status["error"],
+            "no_program": status["no_program"],
             "stopped": bool(self._signals),
         }
         write_durably(folder.path / "ending.json", json.dumps(ending))
+        if status["error"] and not status["pids"]:
+            say(status["error"])
+            return (NO_PROGRAM if status["no_program"] else OWN_ERROR), None
         code = 0 if first is None else status["exit_codes"][first[0]] or 0
         code = 128 - code if code < 0 else code
-        reports = any(folder.path.glob("rank*.oom.json")) or any(
-            folder.path.glob("rank*.caught.json")
-        )
-        if code == 0 and not self._signals and not reports and not plan["judges"]:
-            with contextlib.suppress(OSError), open_to_append(Path(plan["record"])) as record:
-                record.write(f'{{"done": {plan["epoch"]}}}\n'.encode())
-            return 0, None
+        if not plan["judges"] and not self._signals and not has_evidence(folder, code):
+            return code, None
         return self._end_code(code), {"signals": self._signals, "requeue": self._options.requeue}
 
     def _end_code(self, code: int) -> int:
@@ -294,6 +303,19 @@ class Watch:
             if launcher.terminal is not None:
                 launcher.terminal.take_over()
             launcher.signal(signal.SIGCONT)
+
+
+def has_evidence(folder: AttemptFolder, code: int) -> bool:
+    """Return whether an attempt left anything to judge: a success only what it caught, a failure any trace."""
+    if code == 0:
+        return any(folder.path.glob("rank*.caught.json"))
+    log = folder.log(0)
+    is_killed = code == 128 + signal.SIGKILL
+    return (
+        is_killed
+        or any(folder.path.glob("rank*.json"))
+        or (log.exists() and log.stat().st_size > 0)
+    )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.backends.attempts.evidence import Ending, collect, read_ending, write_ending
+from orchestrator.backends.attempts.evidence import Ending, collect, read_ending
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import free_port
 from orchestrator.backends.attempts.leftovers import mark_of
@@ -87,7 +87,7 @@ def answer_to(question: Mapping[str, Any]) -> Answer:
     if "request" in question:
         return _begin(question["request"], Path(question["cwd"]))
     records = Records(Path(question["state"]))
-    number = _end_attempt(records, bool(question["signals"]))
+    number = settle(records)
     return _follow(records, number, question)
 
 
@@ -105,9 +105,10 @@ def _begin(request: Mapping[str, Any], folder: Path) -> Answer:
         return {"exit": OWN_ERROR, "lines": [text]}
     records.writes = not request["dry_run"]
     content, lines = content_of(command, folder), list(machine.notes)
-    before = records.drive.job if records.run else None
+    settle(records)
+    before = records.drive.job
     is_same = bool(records.run) and records.run["content"] == content
-    is_done = records.done > 0 or (before is not None and before.status is JobStatus.SUCCEEDED)
+    is_done = before is not None and before.status is JobStatus.SUCCEEDED
     if is_done and is_same and request["once"]:
         return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
     goes_on = bool(records.run) and not is_done and (is_same or request["resume"])
@@ -153,17 +154,13 @@ def _submit(
 
 def _take_up(records: Records, job: TypedJob, before: Job) -> None:
     """Let a job that was left go on: one between attempts, or one that failed."""
-    now_s, last = time.time(), before.last
-    if last is not None and last.evidence is None:
-        ending = read_ending(records.folder.attempt(last.number))
-        _end_attempt(records, ending is None or ending.stopped)
-        before = records.drive.job or before
+    now_s = time.time()
     if before.held_by is not None:
         records.tell(UpdateRequested(job_id=before.id, spec=before.spec, at_s=now_s))
     elif before.status.ended or before.asks:
         order = records.drive.scheduler.state.submitted + 1
         name = f"{before.spec.name}-{order}"
-        records.begin({**records.run, "job": name, "goes_on": True}, afresh=False)
+        records.begin({**records.run, "job": name}, afresh=False)
         records.tell(
             Submitted(job_id=name, order=order, spec=job.spec, retry_of=before.id, at_s=now_s)
         )
@@ -176,7 +173,7 @@ def _next(records: Records, machine: Machine) -> Answer | None:
     records.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
     at_s = now_s
     for _ in range(WAKES_MAX):
-        if drive.launches:
+        if drive.launches or (drive.job is not None and drive.job.asks):
             break
         wake_s = drive.scheduler.wake_at_s()
         if wake_s is None:
@@ -227,7 +224,9 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
     )
     resumes = (str(folder.resume), json.dumps({"checkpoint": None})) not in request.files
     (_, processes), *_ = request.ranks
-    is_typed = job.argv is not None and not resumes and _is_typed(records, launch)
+    if not records.typed:  # the first attempt is the command as typed
+        records.note_typed(str(attempt.plan))
+    is_typed = job.argv is not None and not resumes and records.typed == str(attempt.plan)
     ranks = []
     for process in processes:
         env = dict(process.env)
@@ -261,14 +260,6 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
     }
 
 
-def _is_typed(records: Records, launch: Launch) -> bool:
-    """Return whether an attempt runs the argv as typed: the first of a run, and each whose plan is the first's."""
-    earlier = [attempt for attempt in launch.job.attempts if attempt.number < launch.attempt.number]
-    if records.run.get("goes_on"):
-        return False
-    return not earlier or launch.attempt.plan == earlier[0].plan
-
-
 def _access(records: Records) -> OwnAccess:
     return OwnAccess(sys.executable, None, records.run["at_s"])
 
@@ -289,17 +280,17 @@ def _locks(records: Records, machine: Machine, attempt: Attempt) -> list[Answer]
     return locks
 
 
-def _end_attempt(records: Records, is_stopped: bool) -> int:
-    """Judge the attempt that ran last by what it left, tell the scheduler, and return the attempt's number."""
+def settle(records: Records) -> int:
+    """Judge the last attempt by what it left, where nobody has, and return its number; 0 without one.
+
+    Its watcher judges no success, and was killed where the attempt has no ending.
+    """
     job = records.drive.job
-    assert job is not None, "an attempt was started"
+    if job is None or not job.attempts or job.attempts[-1].evidence is not None:
+        return 0 if job is None else len(job.attempts)
     attempt, now_s = job.attempts[-1], time.time()
-    folder = records.folder.attempt(attempt.number)
-    ending = read_ending(folder)
-    if ending is None:  # its watcher was killed
-        ending = Ending(stopped=True)
-        write_ending(folder, ending)
-    if is_stopped:
+    ending = read_ending(records.folder.attempt(attempt.number)) or Ending(stopped=True)
+    if ending.stopped:
         records.tell(UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s))
     evidence = collect(job.spec, attempt, records.folder, ending, _access(records))
     evidence = without_secrets(evidence, job.spec, os.environ)

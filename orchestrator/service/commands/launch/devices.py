@@ -14,8 +14,9 @@ from typing import Any
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.local.watch import lock_folder
 from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.device_kind import DeviceKind
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_bytes
 
 VIRTUAL = re.compile(r"(?:(\d{1,2})x)?virtual-(.+)")
@@ -89,12 +90,17 @@ def _processor_node(memory: str, count: int) -> NodeSpec:
         "memory_bandwidth": "10GB/s",
         "link_bandwidth": "1MB/s",
     }
-    device = DeviceSpec.model_validate(
-        {"name": "virtual", "kind": "virtual", "memory": memory, **speeds}
-    )
-    return NodeSpec.model_validate(
-        {"name": node_name(), "devices": count, "device": device, "host_memory": f"{host_bytes()}B"}
-    )
+    device = {"name": "virtual", "kind": "virtual", "memory": memory, **speeds}
+    host = f"{host_bytes()}B"
+    try:
+        return NodeSpec.model_validate(
+            {"name": node_name(), "devices": count, "device": device, "host_memory": host}
+        )
+    except ValueError:
+        allowed = "such as 2xvirtual-256MiB"
+        raise SpecError(
+            "no virtual device", source="--devices", got=memory, allowed=allowed
+        ) from None
 
 
 def lock_of(uuid: str) -> Path | None:

@@ -26,7 +26,7 @@ class Records:
         self.path = home / "records.jsonl"
         self.lock = home / "lock"
         self.run: dict[str, Any] = {}  # the last one begun
-        self.done = 0  # number of its attempt that ended well without being judged
+        self.typed = ""  # the plan that the command has as typed
         self.drive = Drive()
         self.writes = True
         for line in self._lines():
@@ -47,16 +47,18 @@ class Records:
                 afresh = True
         self.drive = Drive() if afresh else Drive(self.drive.scheduler)
         self._write({"run": run})
-        self.run, self.done = dict(run), 0
+        self.run = dict(run)
+        self.typed = "" if afresh else self.typed
 
     def tell(self, event: Event) -> None:
         """Record an event, and apply it."""
         self._write({"event": json.loads(_events().write(event))})
         self.drive.tell(event)
 
-    def note(self, **line: Any) -> None:
-        """Record a line that is no event."""
-        self._write(line)
+    def note_typed(self, plan: str) -> None:
+        """Record the plan of the command as typed."""
+        self._write({"typed": plan})
+        self.typed = plan
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.writes:
@@ -80,9 +82,9 @@ class Records:
         if not isinstance(line, dict):
             return
         if "run" in line:
-            self.run, self.done, self.drive = line["run"], 0, Drive(self.drive.scheduler)
-        elif "done" in line:
-            self.done = line["done"]
+            self.run, self.drive = line["run"], Drive(self.drive.scheduler)
+        elif "typed" in line:
+            self.typed = line["typed"]
         elif "event" in line:
             try:
                 self.drive.tell(_events().read(json.dumps(line["event"])))

@@ -16,12 +16,15 @@ from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import take_flag
+from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Success, is_python
 from orchestrator.specs.parse import parse_job
 
 FILE_BYTES_MAX = 2**24  # of a script or configuration whose content is a part of a line's identity
 JOB_FILES = (".yaml", ".yml")
+# A signal that ended the script alone came from a person as likely as from a host.
+RETRIES = Retries(preemption=2)
 CONFIGURATIONS = (".py", ".json", ".toml", *JOB_FILES)
 
 
@@ -55,7 +58,7 @@ def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -
         hints = _hints(proposal)
         return _read_known(argv, folder, devices, proposal)
     except SpecError as error:
-        note = str(error)
+        note = str(error).splitlines()[0]
     except (
         Exception
     ) as error:  # a fault in reading other people's text keeps no command from running
@@ -87,6 +90,7 @@ def _unread(argv: tuple[str, ...], folder: Path) -> JobSpec:
         launch="self",
         global_batch_size=1,
         probe="never",
+        retries=RETRIES,
     )
 
 
@@ -108,6 +112,7 @@ def _read_known(argv: tuple[str, ...], folder: Path, devices: int, proposal: Pro
         "command": (*proposal.bare.command, *words),
         "success": Success(),  # the exit code alone, as of the bare command
         "env": tuple(inner.env.items()),
+        "retries": RETRIES,
     }
     if output is not None:
         begin = glob.escape(output.rstrip("/"))
