@@ -52,6 +52,7 @@ FORMS = {
     "plan": ("own.yaml --gpu rtx3090", 0),
     "estimate": ("own.yaml --gpu rtx3090", None),
     "fit": ("own.yaml", 0),
+    "launch": ("missing.yaml", None),
     "init": ("python train.py --batch-size 4", 0),
     "compare": ("missing.yaml", 1),
     "simulate": ("night.yaml", 0),

@@ -9,16 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from orchestrator.backends.attempts.durable import open_to_append, read_json
 from orchestrator.backends.devices.nvml import NvmlDevice
 from orchestrator.backends.devices.readers import read_devices
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.metric_row import is_bounded_number
 from orchestrator.specs.run import AttemptFolder
-
-if TYPE_CHECKING:
-    from orchestrator.specs.cluster import DeviceId
 
 # until the second sample; then twice as long each time, so that short attempts have some
 FIRST_S = 1.0

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.nvml import NvmlDevice, NvmlReading
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.replace import replace
-
-if TYPE_CHECKING:  # the watcher of `orc launch` reads devices, and has no room for pydantic
-    from orchestrator.specs.cluster import DeviceId
 
 READERS: Mapping[str, Callable[[], NvmlReading]] = {"nvml": nvml.devices}
 

@@ -60,7 +60,7 @@ class Terminal:
         with contextlib.suppress(OSError):  # no terminal, or not that of this session
             if os.tcgetpgrp(0) == os.getpgrp():
                 self._before = termios.tcgetattr(0)
-                tty.setcbreak(0)
+                tty.setcbreak(0, termios.TCSADRAIN)  # what was typed before stays
 
     def give_back(self) -> None:
         """Restore the caller's terminal."""
@@ -144,7 +144,6 @@ class Foreground(Launcher):
     ) -> None:
         super().__init__(str(folder.path), epoch_path, epoch, mark, watched)
         self.terminal: Terminal | None = None
-        self._is_first = True
 
     def use_terminal(self) -> None:
         """Give the one rank that follows a terminal of its own."""
@@ -154,10 +153,6 @@ class Foreground(Launcher):
     def signal(self, number: int) -> None:
         """Pass a signal on to every rank's process group."""
         self._signal(signal.Signals(number))
-
-    def kill(self, grace_s: float) -> None:
-        """Send SIGKILL to every rank that lives after `grace_s`."""
-        self._kill_within(grace_s)
 
     def _inherited_env(self) -> dict[str, str]:
         return dict(os.environ)

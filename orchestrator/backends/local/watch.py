@@ -6,6 +6,7 @@ after an end that is no success. So this process stays small: standard library a
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -16,12 +17,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.launcher import LauncherStatus
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.local.foreground import Foreground, OutputFiles, say
 from orchestrator.specs.run import AttemptFolder
@@ -31,19 +33,10 @@ OWN_ERROR = 125  # as of `timeout` and `docker run`: the command itself was not 
 NO_PROGRAM, NO_PERMISSION = 127, 126
 FLAGS = ("--dry-run", "--once", "--resume", "--requeue")
 GRACE_S = 30.0  # KillWait of Slurm (slurm.conf)
-REQUEUES_MAX = 64  # of one job of Slurm
-REQUEUE_TIMEOUT_S = 30.0
 LOCK_WAIT_S = 60.0  # another line plans within seconds
-PASSED_ON = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGWINCH,
-    signal.SIGTSTP,
-)
+TICK_S = 0.25
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (*ENDS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
 # Variables by which a starter of several processes says how many there are, and which one this is.
 STARTERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -53,37 +46,47 @@ STARTERS = (
 )
 
 
-@dataclass(slots=True)
-class Options:
-    """What stands before the command."""
-
-    command: list[str] = field(default_factory=list)
-    devices: str | None = None
-    grace_s: float = GRACE_S
-    dry_run: bool = False
-    once: bool = False
-    resume: bool = False
-    requeue: bool = False
-
-
 class Refusal(Exception):
     """An error of ours, or of what stands before the command."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser of what stands before the command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error, whose exit code is ours."""
+        raise Refusal(message)
+
+
 def main(words: Sequence[str]) -> int:
     """Run `orc launch` with these words, and return its exit code."""
+    parser = Parser(prog="orc launch", add_help=False, allow_abbrev=False)
+    for name in FLAGS:
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--devices")
+    parser.add_argument("--grace", type=float, default=GRACE_S)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
     try:
-        options = read_options(words)
+        options = parser.parse_args(words)
     except Refusal as error:
         say(str(error))
         return OWN_ERROR
     return run_line(options)
 
 
-def run_line(options: Options) -> int:
+def run_line(options: Namespace) -> int:
     """Run a line to its end, and return its exit code."""
+    if options.command[:1] == ["--"]:
+        del options.command[0]
     try:
-        return launch(options)
+        if not options.command:
+            raise Refusal("nothing to launch: orc launch python train.py --lr 1e-3")
+        count, number = tasks(os.environ)
+        if count == 1 or options.dry_run:
+            return Watch(options).run()
+        if number == 0:
+            say(f"{count} processes are started side by side: each runs its command as typed")
+        become(options.command)
     except Refusal as error:
         say(str(error))
     except Exception:  # the edge: a fault of ours is told apart from the command's
@@ -91,45 +94,8 @@ def run_line(options: Options) -> int:
     return OWN_ERROR
 
 
-def read_options(words: Sequence[str]) -> Options:
-    """Return the options and the command after them. Raises Refusal."""
-    options, rest = Options(), list(words)
-    while rest and rest[0].startswith("-"):
-        name, equals, value = rest.pop(0).partition("=")
-        if name == "--":
-            break
-        if name in FLAGS and not equals:
-            setattr(options, name[2:].replace("-", "_"), True)
-            continue
-        if name not in ("--devices", "--grace"):
-            raise Refusal(f"{name} is no option: --devices, --grace, {', '.join(FLAGS)}")
-        if not equals:
-            value = rest.pop(0) if rest else ""
-        if name == "--devices":
-            options.devices = value
-            continue
-        number = value.removesuffix("s")
-        if not number.isdecimal():
-            raise Refusal(f"--grace takes seconds, such as 60: got {value!r}")
-        options.grace_s = float(number)
-    options.command = rest
-    if not rest:
-        raise Refusal("nothing to launch: orc launch python train.py --lr 1e-3")
-    return options
-
-
-def launch(options: Options) -> int:
-    """Run the command to its end, and return its exit code. Raises Refusal."""
-    count, number = tasks(os.environ)
-    if count > 1 and not options.dry_run:
-        if number == 0:
-            say(f"{count} processes are started side by side: each runs its command as typed")
-        become(options.command)
-    return Watch(options).run()
-
-
-def tasks(environment: Any) -> tuple[int, int]:
-    """Return how many processes a starter runs side by side, and the number of this one; (1, 0) without one."""
+def tasks(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return how many processes a starter runs side by side, and this one's number; (1, 0) without one."""
     for size, rank in STARTERS:
         count, number = environment.get(size, ""), environment.get(rank, "")
         if count.isdecimal() and int(count) > 1 and number.isdecimal():
@@ -149,7 +115,7 @@ def become(command: Sequence[str]) -> NoReturn:
 class Watch:
     """One run of `orc launch`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Namespace) -> None:
         self._options = options
         self._launcher: Foreground | None = None
         self._core: subprocess.Popen[str] | None = None
@@ -162,17 +128,17 @@ class Watch:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._on_signal)
         with planning_turn():
-            plan = self._ask({"request": asdict(self._options), "cwd": os.getcwd()})
+            plan = self._ask({"request": vars(self._options), "cwd": os.getcwd()})
             for lock in plan.get("locks", ()):
                 self._lock(**lock)
         while "exit" not in plan:
-            if not self._wait(plan["wait_s"]):
-                return self._end_code(0)
-            code, left = self._attempt(plan)
-            if left is None:
+            self._wait(plan["wait_s"])
+            code = self._attempt(plan)
+            if code is not None:
                 return code
-            answer = self._ask({"state": plan["state"], "code": code, **left})
-            plan = {**plan, **answer}
+            plan |= self._ask(
+                {"state": plan["state"], "code": self._code, "signals": self._signals}
+            )
         return int(plan["exit"])
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -188,24 +154,24 @@ class Watch:
             start_new_session=True,
         )
         text, _ = self._core.communicate(json.dumps(question))
-        if self._signals and not text:
-            sys.exit(self._end_code(0))
+        self._core = None
         try:
             answer: dict[str, Any] = json.loads(text)
         except ValueError:
+            if self._signals:  # which ended it
+                return {"exit": self._end_code(0)}
             if "request" in question and not self._options.dry_run:
                 say("its core failed: the command runs as typed, without it")
                 become(self._options.command)
             raise Refusal("its core failed, and says why above") from None
-        for line in answer.get("lines", ()):
+        for line in answer["lines"]:
             say(line)
         return answer
 
     def _lock(self, path: str, content: dict[str, Any], refuses: str) -> None:
         """Hold a lock to the end of this process; `refuses` is the error where another one has it, "" for none."""
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            file = os.fdopen(descriptor, "r+b")
+            file = open_lock(path)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if refuses and isinstance(error, BlockingIOError):
@@ -216,31 +182,19 @@ class Watch:
         file.flush()
         self._locks.append(file)
 
-    def _wait(self, wait_s: float) -> bool:
-        """Wait before an attempt; return whether nothing asked for an end."""
+    def _wait(self, wait_s: float) -> None:
+        """Wait before an attempt, until something asks for an end."""
         end_s = time.monotonic() + wait_s
         while not self._signals and time.monotonic() < end_s:
-            time.sleep(min(0.2, wait_s))
-        return not self._signals
+            time.sleep(min(TICK_S, wait_s))
 
-    def _attempt(self, plan: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-        """Run an attempt; return its exit code, and what the core is told of its end, None where it need not judge."""
+    def _attempt(self, plan: dict[str, Any]) -> int | None:
+        """Run an attempt; return the exit code where the core need not judge, else None, and keep it."""
+        if self._signals:
+            return self._end_code(0)
         folder = AttemptFolder(plan["folder"])
-        launcher = Foreground(
-            folder, plan["epoch_path"], plan["epoch"], plan["mark"], Watched(**plan["watched"])
-        )
-        ranks = [(rank, tuple(argv), env) for rank, argv, env in plan["ranks"]]
-        if len(ranks) == 1 and os.isatty(1):
-            launcher.use_terminal()
         files = OutputFiles()
-        with in_turn(launcher.terminal):
-            status = launcher.start(ranks, plan["workdir"], plan["count"])
-            self._launcher = launcher
-            if launcher.terminal is not None:
-                launcher.terminal.begin()
-            while status["state"] != "ended":  # the ranks', or a signal's
-                status = launcher.wait(status["version"], 0.25)
-        self._launcher = None
+        status = self._run_ranks(plan, folder)
         files.keep(folder.log(0))
         first = status["first_ended"]
         ending = {
@@ -253,15 +207,36 @@ class Watch:
         write_durably(folder.path / "ending.json", json.dumps(ending))
         if status["error"] and not status["pids"]:
             say(status["error"])
-            return (NO_PROGRAM if status["no_program"] else OWN_ERROR), None
+            return NO_PROGRAM if status["no_program"] else OWN_ERROR
         code = 0 if first is None else status["exit_codes"][first[0]] or 0
         code = 128 - code if code < 0 else code
-        if not plan["judges"] and not self._signals and not has_evidence(folder, code):
-            return code, None
-        return self._end_code(code), {"signals": self._signals, "requeue": self._options.requeue}
+        self._code = self._end_code(code)
+        is_judged = plan["judges"] or self._signals or has_evidence(folder, code)
+        return None if is_judged else code
+
+    def _run_ranks(self, plan: dict[str, Any], folder: AttemptFolder) -> LauncherStatus:
+        """Run the ranks to their end, in a terminal of its own where one has ours."""
+        launcher = Foreground(
+            folder, plan["epoch_path"], plan["epoch"], plan["mark"], Watched(**plan["watched"])
+        )
+        ranks = [(rank, tuple(argv), env) for rank, argv, env in plan["ranks"]]
+        if len(ranks) == 1 and os.isatty(1):
+            launcher.use_terminal()
+        try:
+            status = launcher.start(ranks, plan["workdir"], plan["count"])
+            self._launcher = launcher
+            if launcher.terminal is not None:
+                launcher.terminal.begin()
+            while status["state"] != "ended":  # by the ranks, or by a signal
+                status = launcher.wait(status["version"], TICK_S)
+        finally:
+            self._launcher = None
+            if launcher.terminal is not None:
+                launcher.terminal.close()
+        return status
 
     def _end_code(self, code: int) -> int:
-        """Return the exit code after the script's own: after our SIGTERM 143, unless the core says that it is done."""
+        """Return the exit code after the script's own: 143 after our SIGTERM, unless the core says that it is done."""
         if signal.SIGTERM in self._signals:
             return 128 + signal.SIGTERM
         return code or (128 + self._signals[0] if self._signals else 0)
@@ -269,39 +244,34 @@ class Watch:
     def _on_signal(self, number: int, _: Any) -> None:
         """Pass a signal on; an end has its grace, and a second interrupt kills."""
         launcher = self._launcher
-        terminal = None if launcher is None else launcher.terminal
-        if number == signal.SIGWINCH:
-            if terminal is not None:
-                terminal.resize()
-            return
-        if number == signal.SIGTSTP:
-            self._stop_with_ranks(launcher)
-            return
-        is_end = number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
         is_second = number == signal.SIGINT and number in self._signals
-        if is_end:
+        if number in ENDS:
             self._signals.append(number)
-        if launcher is None:
-            if self._core is not None and is_end:
-                self._core.terminate()
-            return
-        if is_second:
-            launcher.kill(0.0)
-            return
-        launcher.signal(number)
-        if number in (signal.SIGTERM, signal.SIGHUP):
-            launcher.kill(self._options.grace_s)
+        if number == signal.SIGTSTP:
+            self._stop_with_ranks()
+        elif launcher is not None:
+            if number == signal.SIGWINCH and launcher.terminal is not None:
+                launcher.terminal.resize()
+            launcher.signal(number)
+            if is_second:
+                launcher.abort(0.0)
+            elif number in (signal.SIGTERM, signal.SIGHUP):
+                launcher.abort(self._options.grace)
+        elif self._core is not None and number in ENDS:
+            self._core.terminate()
 
-    def _stop_with_ranks(self, launcher: Foreground | None) -> None:
+    def _stop_with_ranks(self) -> None:
         """Stop the ranks and this process, as a shell's Ctrl-Z does, until it is continued."""
+        launcher = self._launcher
+        terminal = None if launcher is None else launcher.terminal
         if launcher is not None:
             launcher.signal(signal.SIGSTOP)
-            if launcher.terminal is not None:
-                launcher.terminal.give_back()
+        if terminal is not None:
+            terminal.give_back()
         os.kill(os.getpid(), signal.SIGSTOP)
+        if terminal is not None:
+            terminal.take_over()
         if launcher is not None:
-            if launcher.terminal is not None:
-                launcher.terminal.take_over()
             launcher.signal(signal.SIGCONT)
 
 
@@ -311,21 +281,8 @@ def has_evidence(folder: AttemptFolder, code: int) -> bool:
         return any(folder.path.glob("rank*.caught.json"))
     log = folder.log(0)
     is_killed = code == 128 + signal.SIGKILL
-    return (
-        is_killed
-        or any(folder.path.glob("rank*.json"))
-        or (log.exists() and log.stat().st_size > 0)
-    )
-
-
-@contextlib.contextmanager
-def in_turn(terminal: Any) -> Iterator[None]:
-    """Close the rank's terminal at the end, whatever happens."""
-    try:
-        yield
-    finally:
-        if terminal is not None:
-            terminal.close()
+    has_log = log.exists() and log.stat().st_size > 0
+    return is_killed or has_log or any(folder.path.glob("rank*.json"))
 
 
 @contextlib.contextmanager
@@ -335,25 +292,32 @@ def planning_turn() -> Iterator[None]:
     if folder is None:
         yield
         return
-    with open(
-        os.open(folder / "planning", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b"
-    ) as file:
+    with open_lock(str(folder / "planning")) as file:
         end_s = time.monotonic() + LOCK_WAIT_S
         while time.monotonic() < end_s:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                time.sleep(0.1)
+                time.sleep(TICK_S)
         yield
+
+
+def open_lock(path: str) -> BinaryIO:
+    """Return a lock's file, which other users may lock, too. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with contextlib.suppress(OSError):  # another user's
+        os.fchmod(descriptor, 0o666)
+    return os.fdopen(descriptor, "r+b")
 
 
 def lock_folder() -> Path | None:
     """Return the folder of this machine's locks, which all users share; None where there can be none."""
     folder = Path(tempfile.gettempdir()) / "orc-launch"
-    with contextlib.suppress(OSError):
+    try:
         folder.mkdir(exist_ok=True)
-        with contextlib.suppress(PermissionError):  # another user's
+        if folder.stat().st_uid == os.getuid():
             folder.chmod(0o1777)
-        return folder
-    return None
+    except OSError:
+        return None
+    return folder

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.cluster import ClusterSpec, DeviceId, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.devices import DEVICES, NVML_NAMES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_bytes

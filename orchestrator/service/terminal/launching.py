@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Annotated
 
 import typer
 
-from orchestrator.backends.local.watch import GRACE_S, Options, run_line
+from orchestrator.backends.local.watch import GRACE_S, run_line
 
 
 def launch(
@@ -36,5 +37,4 @@ def launch(
     ] = False,
 ) -> None:
     """Run one training to its end, here and now; after a failure go on from its checkpoint with the next plan."""
-    options = Options(command, devices, grace, dry_run, once, resume, requeue)
-    raise typer.Exit(run_line(options))
+    raise typer.Exit(run_line(Namespace(**locals())))

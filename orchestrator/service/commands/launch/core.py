@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect, read_ending
-from orchestrator.backends.attempts.launch_request import LaunchNode
+from orchestrator.backends.attempts.launch_request import LaunchNode, RankRequest
 from orchestrator.backends.attempts.launcher import free_port
 from orchestrator.backends.attempts.leftovers import mark_of
 from orchestrator.backends.attempts.output_scan import SearchResult
@@ -38,6 +39,7 @@ from orchestrator.service.commands.launch.typed_job import (
     identity_of,
     plain_argv,
     read_typed,
+    unread_spec,
 )
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Attempt, Failure
@@ -53,16 +55,23 @@ from orchestrator.specs.events import (
     TimerFired,
     UpdateRequested,
 )
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.profile import Source
 from orchestrator.specs.replace import replace
 
 OWN_ERROR = 125
+GUARD_SETTINGS = "ORC_GUARD"  # variable by which each Python process of a script is guarded
+TRACKER = "MLFLOW_TRACKING_URI"
+REQUEUES_MAX = 64  # of one job of Slurm
+REQUEUE_TIMEOUT_S = 30.0
 WAKES_MAX = 8  # back-offs and waits that are passed before the next launch
 HOLDER = "orc launch"  # who holds a job between two lines
 # Variables of a request that a command in the foreground has from its caller, or does without.
 LEFT_OUT = ("TORCH_EXTENSIONS_DIR", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
+
+RECORDED = ("argv", "lead", "python", "output", "hints")  # of a typed job, in its run
 
 Answer = dict[str, Any]
 
@@ -93,77 +102,58 @@ def answer_to(question: Mapping[str, Any]) -> Answer:
 
 def _begin(request: Mapping[str, Any], folder: Path) -> Answer:
     """Return the first attempt of a line, or the next of one that was left. Raises SpecError."""
-    command = request["command"]
+    command, is_dry = request["command"], request["dry_run"]
     machine = find_machine(request["devices"])
     identity = identity_of((*command, request["devices"] or ""), folder, os.environ)
     home = folder / FOLDER / identity
-    job = read_typed(command, folder, machine.node.devices, home)
     records = Records(home)
     holder = read_holder(records.lock)
-    if holder is not None and not request["dry_run"]:
+    if holder is not None and not is_dry:
         text = f"process {holder.get('pid')} on {holder.get('host')} runs this line already"
         return {"exit": OWN_ERROR, "lines": [text]}
-    records.writes = not request["dry_run"]
-    content, lines = content_of(command, folder), list(machine.notes)
+    records.writes = not is_dry
     settle(records)
-    before = records.drive.job
-    is_same = bool(records.run) and records.run["content"] == content
+    content = content_of(command, folder)
+    is_same = records.run.get("content") == content
+    job, before = read_typed(command, folder, machine.node.devices, home), records.drive.job
     is_done = before is not None and before.status is JobStatus.SUCCEEDED
     if is_done and is_same and request["once"]:
         return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
-    goes_on = bool(records.run) and not is_done and (is_same or request["resume"])
-    if records.run and not is_done and not goes_on:
-        lines.append("its script or configuration has changed: it begins anew; --resume goes on")
-    if goes_on and before is not None:
-        lines.append(f"goes on with what attempt {len(before.attempts)} of this line left")
-        _take_up(records, job, before)
+    lines = [*machine.notes, *(job.notes if is_dry else job.notes[:1])]
+    run = {name: getattr(job, name) for name in RECORDED} | {"content": content, **request}
+    if before is None or is_done or not (is_same or request["resume"]):
+        if before is not None and not is_done:
+            lines.append("its script or configuration has changed: it begins anew")
+        _submit(records, job.spec, run, afresh=not is_same)
     else:
-        _submit(records, job, request["devices"], content, afresh=not is_same)
-    lines += job.notes if request["dry_run"] else job.notes[:1]
+        lines.append(f"goes on with what attempt {len(before.attempts)} of this line left")
+        _take_up(records, job.spec, before)
     answer = _next(records, machine)
+    if answer is None and job.argv is not None:  # such as a batch that cannot be cut
+        _submit(records, unread_spec(job.argv, folder), run, afresh=True)
+        answer = _next(records, machine)
     if answer is None:
-        job_now = records.drive.job
-        assert job_now is not None, "a submitted job is recorded"
-        return {"exit": OWN_ERROR, "lines": [*lines, f"no plan: {job_now.asks or job_now.reason}"]}
-    if request["dry_run"]:
-        return {"exit": 0, "lines": [*lines, *answer["lines"], *_describe(job)]}
-    return {**answer, "lines": [*lines, *answer["lines"]]}
+        return {"exit": OWN_ERROR, "lines": [*lines, f"no plan: {records.job.reason}"]}
+    lines += answer["lines"]
+    if is_dry:
+        return {"exit": 0, "lines": [*lines, *_describe(job)]}
+    return {**answer, "lines": lines}
 
 
-def _submit(
-    records: Records, job: TypedJob, devices: str | None, content: str, *, afresh: bool
-) -> None:
-    """Begin a run of the job."""
+def _submit(records: Records, spec: JobSpec, run: Answer, *, afresh: bool, after: str = "") -> None:
+    """Begin a run of a job, which goes on with the job `after`."""
     order = 1 if afresh else records.drive.scheduler.state.submitted + 1
-    now_s = time.time()
-    name = f"{job.spec.name}-{order}"
-    run = {
-        "job": name,
-        "argv": job.argv,
-        "lead": job.lead,
-        "python": job.python,
-        "output": job.output,
-        "hints": job.hints,
-        "devices": devices,
-        "content": content,
-        "at_s": now_s,
-    }
-    records.begin(run, afresh=afresh)
-    records.tell(Submitted(job_id=name, order=order, spec=job.spec, at_s=now_s))
+    now_s, name = time.time(), f"{spec.name}-{order}"
+    records.begin({"at_s": now_s, **run, "job": name}, afresh=afresh)
+    records.tell(Submitted(job_id=name, order=order, spec=spec, retry_of=after or None, at_s=now_s))
 
 
-def _take_up(records: Records, job: TypedJob, before: Job) -> None:
+def _take_up(records: Records, spec: JobSpec, before: Job) -> None:
     """Let a job that was left go on: one between attempts, or one that failed."""
-    now_s = time.time()
     if before.held_by is not None:
-        records.tell(UpdateRequested(job_id=before.id, spec=before.spec, at_s=now_s))
+        records.tell(UpdateRequested(job_id=before.id, spec=before.spec, at_s=time.time()))
     elif before.status.ended or before.asks:
-        order = records.drive.scheduler.state.submitted + 1
-        name = f"{before.spec.name}-{order}"
-        records.begin({**records.run, "job": name}, afresh=False)
-        records.tell(
-            Submitted(job_id=name, order=order, spec=job.spec, retry_of=before.id, at_s=now_s)
-        )
+        _submit(records, spec, records.run, afresh=False, after=before.id)
 
 
 def _next(records: Records, machine: Machine) -> Answer | None:
@@ -173,12 +163,10 @@ def _next(records: Records, machine: Machine) -> Answer | None:
     records.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
     at_s = now_s
     for _ in range(WAKES_MAX):
-        if drive.launches or (drive.job is not None and drive.job.asks):
-            break
         wake_s = drive.scheduler.wake_at_s()
-        if wake_s is None:
-            return None
-        at_s = max(at_s, wake_s)
+        if drive.launches or records.job.asks or wake_s is None:
+            break
+        at_s = wake_s
         records.tell(TimerFired(at_s=at_s))
     if not drive.launches:
         return None
@@ -189,7 +177,7 @@ def _next(records: Records, machine: Machine) -> Answer | None:
 
 def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
     """Return an attempt as the watcher starts it, with its files written."""
-    attempt, run = launch.attempt, records.run
+    attempt = launch.attempt
     folder = records.folder.attempt(attempt.number)
     node = LaunchNode(
         name=machine.node.name,
@@ -199,48 +187,28 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
         cpus=os.cpu_count() or 1,
         device_ids=machine.uuids or machine.node.device_ids,
     )
+    nodes, access = {node.name: node}, _access(records)
     request = request_of(
-        launch.job,
-        attempt,
-        records.home,
-        {node.name: node},
-        free_port(),
-        sys.executable,
-        _access(records),
+        launch.job, attempt, records.home, nodes, free_port(), sys.executable, access
     )
     if records.writes:
-        for path in (folder.path, records.folder.checkpoints):
-            path.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
         write_durably(records.folder.epoch, str(attempt.number))
         write_files(request)
         if machine.is_cpu:
             guard = json.loads(folder.guard.read_text())
             write_durably(folder.guard, json.dumps(guard | {"virtual_capacity_bytes": None}))
-    job = TypedJob(
-        spec=launch.job.spec,
-        argv=None if run["argv"] is None else tuple(run["argv"]),
-        lead=tuple(run["lead"]),
-        python=run["python"],
-    )
     resumes = (str(folder.resume), json.dumps({"checkpoint": None})) not in request.files
-    (_, processes), *_ = request.ranks
     if not records.typed:  # the first attempt is the command as typed
         records.note_typed(str(attempt.plan))
-    is_typed = job.argv is not None and not resumes and records.typed == str(attempt.plan)
-    ranks = []
-    for process in processes:
-        env = dict(process.env)
-        argv = plain_argv(job, process, launch.job.spec)
-        if is_typed and job.argv is not None:
-            argv = job.argv
-            env = {"ORC_GUARD": env["ORC_GUARD"]} | (env if machine.caps else {})
-        for name in LEFT_OUT:
-            env.pop(name, None)
-        ranks.append((process.rank, argv, env | dict(machine.env)))
-    lines = [f"attempt {attempt.number}: {shlex.join(ranks[0][1])}"]
+    is_typed = not resumes and records.typed == str(attempt.plan)
+    ((_, processes),) = request.ranks
+    ranks = [_process(process, records, launch.job.spec, is_typed) for process in processes]
+    for _, _, env in ranks:
+        env |= machine.env
+    is_command = records.run["argv"] is not None
     return {
         "state": str(records.home),
-        "record": str(records.path),
         "folder": str(folder.path),
         "epoch_path": str(records.folder.epoch),
         "epoch": attempt.number,
@@ -254,10 +222,24 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
         "ranks": ranks,
         "workdir": request.workdir,
         "count": len(attempt.placement[0].devices) // len(ranks),
-        "judges": run["argv"] is None,
-        "lines": lines,
+        "judges": not is_command or TRACKER in os.environ,
+        "lines": [f"attempt {attempt.number}: {shlex.join(ranks[0][1])}"],
         "locks": _locks(records, machine, attempt),
     }
+
+
+def _process(
+    process: RankRequest, records: Records, spec: JobSpec, is_typed: bool
+) -> tuple[int, Sequence[str], dict[str, str]]:
+    """Return a process to start: its rank, argv and further variables."""
+    env, run = dict(process.env), records.run
+    if run["argv"] is None:
+        return process.rank, process.argv, env
+    if is_typed:
+        return process.rank, run["argv"], {GUARD_SETTINGS: env[GUARD_SETTINGS]}
+    for name in LEFT_OUT:
+        env.pop(name, None)
+    return process.rank, plain_argv(process, spec, run["lead"], run["python"]), env
 
 
 def _access(records: Records) -> OwnAccess:
@@ -286,8 +268,10 @@ def settle(records: Records) -> int:
     Its watcher judges no success, and was killed where the attempt has no ending.
     """
     job = records.drive.job
-    if job is None or not job.attempts or job.attempts[-1].evidence is not None:
-        return 0 if job is None else len(job.attempts)
+    if job is None or not job.attempts:
+        return 0
+    if job.attempts[-1].evidence is not None:
+        return len(job.attempts)
     attempt, now_s = job.attempts[-1], time.time()
     ending = read_ending(records.folder.attempt(attempt.number)) or Ending(stopped=True)
     if ending.stopped:
@@ -302,27 +286,40 @@ def settle(records: Records) -> int:
 
 def _follow(records: Records, number: int, question: Mapping[str, Any]) -> Answer:
     """Return the next attempt after the one with this number, or the exit code."""
-    job, code = records.drive.job, question["code"]
-    assert job is not None, "an attempt has ended"
+    job, code = records.job, question["code"]
     if job.status is JobStatus.SUCCEEDED:
         return {"exit": 0, "lines": []}
     failure = job.attempts[number - 1].failure
     end = f"attempt {number} ended: {job.reason if failure is None else failure.reason}"
     if question["signals"]:
-        return {"exit": code, "lines": [f"{end}; the same line again goes on from here"]}
+        left = "the same line again goes on from here"
+        if records.run["requeue"]:
+            left = _requeue()
+        return {"exit": code, "lines": [f"{end}; {left}"]}
     machine = find_machine(records.run["devices"])
     answer = _next(records, machine)
     if answer is None:
         return {"exit": code or 1, "lines": [end, *_what_would_help(records, machine, failure)]}
-    changed = job if records.drive.job is None else records.drive.job
-    changes = "; ".join(map(str, changed.attempts[-1].change)) or "the same plan again"
+    changes = "; ".join(map(str, records.job.attempts[-1].change)) or "the same plan again"
     return {**answer, "lines": [f"{end}. Next: {changes}", *answer["lines"]]}
+
+
+def _requeue() -> str:
+    """Have Slurm queue this job again, and return a phrase on that."""
+    job, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not job or not count.isdecimal() or int(count) >= REQUEUES_MAX:
+        return f"not queued again: job {job or 'unknown'} of Slurm, restarted {count} times"
+    words = ("scontrol", "requeue", job)
+    try:
+        subprocess.run(words, check=True, timeout=REQUEUE_TIMEOUT_S, stdout=sys.stderr)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not queued again: {error}"
+    return f"job {job} of Slurm is queued again"
 
 
 def _what_would_help(records: Records, machine: Machine, failure: Failure | None) -> list[str]:
     """Return what a person can do: other mathematics as flags of this script, else words."""
-    job = records.drive.job
-    assert job is not None, "a job has failed"
+    job = records.job
     if not job.asks:
         hints = (
             records.run["hints"] if failure is not None and failure.kind.shortage is None else ""

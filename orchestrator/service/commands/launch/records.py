@@ -12,6 +12,7 @@ from orchestrator.backends.attempts.durable import open_to_append
 from orchestrator.backends.journal.history import EVENTS, Codec, Unreadable, codec_of
 from orchestrator.backends.local.drive import Drive
 from orchestrator.specs.events import Event
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 
 FOLDER = ".orc-launch"
@@ -36,6 +37,12 @@ class Records:
     def folder(self) -> JobFolder:
         """The folder of the run's job."""
         return JobFolder(self.home, self.run["job"])
+
+    @property
+    def job(self) -> Job:
+        """The job of the run."""
+        assert self.drive.job is not None, "a submitted job is recorded"
+        return self.drive.job
 
     def begin(self, run: Mapping[str, Any], *, afresh: bool) -> None:
         """Begin a run; `afresh` forgets the earlier ones, whose file is kept beside it once."""

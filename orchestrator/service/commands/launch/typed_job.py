@@ -64,7 +64,7 @@ def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -
     ) as error:  # a fault in reading other people's text keeps no command from running
         note = f"{type(error).__name__}: {error}"
     notes = (f"runs as typed, and no plan changes it: {note}",)
-    return TypedJob(spec=_unread(argv, folder), argv=argv, hints=hints, notes=notes)
+    return TypedJob(spec=unread_spec(argv, folder), argv=argv, hints=hints, notes=notes)
 
 
 def _hints(proposal: Proposal) -> str:
@@ -80,7 +80,7 @@ def _hints(proposal: Proposal) -> str:
     return " ".join(hints)
 
 
-def _unread(argv: tuple[str, ...], folder: Path) -> JobSpec:
+def unread_spec(argv: tuple[str, ...], folder: Path) -> JobSpec:
     """Return a job without knobs: all of its plans run the command as typed."""
     name = re.sub(r"[^a-z0-9._-]+", "-", Path(argv[0]).name.lower()).strip("-._")[:63] or "job"
     return JobSpec(
@@ -107,9 +107,9 @@ def _read_known(argv: tuple[str, ...], folder: Path, devices: int, proposal: Pro
         raise SpecError(what, source="orc launch")
     if ranks > devices:
         raise SpecError(f"it starts {ranks} ranks on {devices} devices", source="orc launch")
-    output, words = _output(proposal, spec.knobs.output_dir)
+    output, typed_output = _output(proposal, spec.knobs.output_dir)
     changes: dict[str, object] = {
-        "command": (*proposal.bare.command, *words),
+        "command": (*proposal.bare.command, *typed_output),
         "success": Success(),  # the exit code alone, as of the bare command
         "env": tuple(inner.env.items()),
         "retries": RETRIES,
@@ -144,11 +144,15 @@ def _output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, tuple[st
         defaults = (flag.default for flag in proposal.script.flags if flag.name == knob.flag)
         default = next(defaults, None)
         return (default if isinstance(default, str) else None), ()
-    words = [word for word in typed if word.startswith(f"{knob.override}=")]
-    return (words[-1].partition("=")[2] if words else None), tuple(words[-1:])
+    for word in reversed(typed):
+        if word.startswith(f"{knob.override}="):
+            return word.partition("=")[2], (word,)
+    return None, ()
 
 
-def plain_argv(job: TypedJob, request: RankRequest, spec: JobSpec) -> tuple[str, ...]:
+def plain_argv(
+    request: RankRequest, spec: JobSpec, lead: Sequence[str], python: str | None
+) -> tuple[str, ...]:
     """Return the argv of a restart: wrappers and interpreter as typed, guarded by its environment alone.
 
     An interpreter that ignores its environment (-I, -E, -S) runs the guard by its path.
@@ -159,9 +163,9 @@ def plain_argv(job: TypedJob, request: RankRequest, spec: JobSpec) -> tuple[str,
         flags = "".join(word for word in argv[1:place] if re.fullmatch("-[A-Za-z]+", word))
         if not {"I", "E", "S"} & set(flags):
             argv = (*argv[:place], *argv[place + 3 :])
-    if job.python is not None and spec.command is not None and spec.launch in ("ranks", "self"):
-        argv = (job.python, *argv[1:])
-    return (*job.lead, *argv)
+    if python is not None and spec.launch in ("ranks", "self"):
+        argv = (python, *argv[1:])
+    return (*lead, *argv)
 
 
 def identity_of(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
