@@ -13,10 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.launch.core import answer_to, settle
 from orchestrator.service.commands.launch.records import Records
-from orchestrator.specs.job_record import JobStatus
+from orchestrator.service.demo.run import write_files
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.parse import parse_job
+from orchestrator.specs.plan import Plan
 from tests.backends.local.lines import ORC, SCRIPT, VIRTUAL, WAIT_S, Line, wait_for
+from tests.trainers.driver import Drive, cluster
 
 ANYTHING = st.text(
     st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=12
@@ -43,8 +48,10 @@ START_CPU_S_MAX = 2.5
 
 
 @pytest.fixture
-def line(tmp_path: Path) -> Line:
-    return Line(tmp_path)
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
+    line = Line(tmp_path)
+    monkeypatch.setenv("PATH", line.env["PATH"])
+    return line
 
 
 @given(words=st.lists(FLAGS | ANYTHING, max_size=8))
@@ -241,3 +248,49 @@ def test_what_comes_before_the_script_costs_little(line: Line) -> None:
     )
     words = [sys.executable, "-c", code, *ORC, *VIRTUAL, "true"]
     assert subprocess.run(words, cwd=line.folder, env=line.env).returncode == 0
+
+
+def plans_of(job: Job) -> list[tuple[Plan, str]]:
+    """Return each attempt's plan with its outcome."""
+    outcomes = [str(attempt.failure.kind) if attempt.failure else "" for attempt in job.attempts]
+    return list(zip((attempt.plan for attempt in job.attempts), outcomes, strict=True))
+
+
+def test_a_line_decides_as_the_service(line: Line, tmp_path: Path) -> None:
+    command = ["python", "train.py", "--limit", "40"]
+    assert line.run(*VIRTUAL, *command) == 0
+    (home,) = (line.folder / ".orc-launch").iterdir()
+    records = Records(home)
+    settle(records)
+    spec = parse_job(proposal(command, line.folder, {}), "proposal", [("probe", "never")])
+    job = Drive(tmp_path / "home", cluster("1GiB", devices=1)).run(spec)
+    assert len(job.attempts) > 1
+    assert plans_of(records.job) == plans_of(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("command", "memory"),
+    [
+        (["python", "train_bytes.py", "--batch-size", "256", "--data", "corpus/ast.txt"], "256MiB"),
+        (["python", "train_bytes.py", "--batch-size", "96", "--data", "corpus/ast.txt"], "64MiB"),
+        (["env", "A=1", "python", "train_bytes.py", "--data", "corpus/ast.txt"], "128MiB"),
+        (
+            ["torchrun", "train_bytes.py", "--batch-size", "256", "--data", "corpus/ast.txt"],
+            "256MiB",
+        ),
+    ],
+)
+def test_a_line_of_a_trainer_decides_as_the_service(
+    line: Line, tmp_path: Path, command: list[str], memory: str
+) -> None:
+    write_files(tmp_path)
+    command = [*command, "--steps", "2", "--output", "out"]
+    assert line.run("--devices", f"virtual-{memory}", *command) == 0, line.text
+    (home,) = (line.folder / ".orc-launch").iterdir()
+    records = Records(home)
+    settle(records)
+    spec = parse_job(proposal(command, tmp_path, {}), "proposal", [("probe", "never")])
+    job = Drive(tmp_path / "home", cluster(memory, devices=1)).run(spec)
+    assert len(job.attempts) > 1
+    assert plans_of(records.job) == plans_of(job)
