@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.launch.core import answer_to, settle
 from orchestrator.service.commands.launch.records import Records
+from orchestrator.service.commands.launch.shown import explain_folder, report_folder, show_folder
 from orchestrator.service.demo.run import write_files
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Plan
@@ -237,6 +240,24 @@ def test_the_records_can_be_read_back_and_hold_each_attempt(line: Line) -> None:
     job = records.drive.job
     assert [attempt.number for attempt in job.attempts] == [1, 2]
     assert job.status is JobStatus.SUCCEEDED
+    assert show_folder(line.folder)["id"] == explain_folder(line.folder / "out")["job"]["id"]
+    assert report_folder(line.folder, 0.0, time.time())["recovered"]
+    with pytest.raises(SpecError, match="no line ran here"):
+        show_folder(line.folder / "..")
+
+
+@pytest.mark.long
+def test_mlflow_gets_a_run_of_each_attempt_unless_the_script_logs_itself(line: Line) -> None:
+    from mlflow import MlflowClient  # which takes seconds
+
+    uri = f"sqlite:///{line.folder}/mlflow.db"
+    line.env["MLFLOW_TRACKING_URI"] = uri
+    assert line.run(*VIRTUAL, "python", "train.py", "--limit", "64") == 0
+    runs = MlflowClient(uri).search_runs(["0", "1"])
+    assert len(runs) == 3, line.text
+    (line.folder / "train.py").write_text(f"if False:\n    import mlflow\n{SCRIPT}")
+    assert line.run(*VIRTUAL, "python", "train.py", "--limit", "64") == 0
+    assert len(MlflowClient(uri).search_runs(["0", "1"])) == 3
 
 
 def test_what_comes_before_the_script_costs_little(line: Line) -> None:

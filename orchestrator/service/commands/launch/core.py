@@ -64,6 +64,7 @@ from orchestrator.specs.replace import replace
 OWN_ERROR = 125
 GUARD_SETTINGS = "ORC_GUARD"  # variable by which each Python process of a script is guarded
 TRACKER = "MLFLOW_TRACKING_URI"
+TRACK_TIMEOUT_S = 120.0  # importing MLflow takes seconds
 REQUEUES_MAX = 64  # of one job of Slurm
 REQUEUE_TIMEOUT_S = 30.0
 WAKES_MAX = 8  # back-offs and waits that are passed before the next launch
@@ -71,7 +72,14 @@ HOLDER = "orc launch"  # who holds a job between two lines
 # Variables of a request that a command in the foreground has from its caller, or does without.
 LEFT_OUT = ("TORCH_EXTENSIONS_DIR", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
 
-RECORDED = ("argv", "lead", "python", "output", "hints")  # of a typed job, in its run
+RECORDED = (
+    "argv",
+    "lead",
+    "python",
+    "output",
+    "hints",
+    "logs_itself",
+)  # of a typed job, in its run
 
 Answer = dict[str, Any]
 
@@ -113,31 +121,42 @@ def _begin(request: Mapping[str, Any], folder: Path) -> Answer:
         return {"exit": OWN_ERROR, "lines": [text]}
     records.writes = not is_dry
     settle(records)
-    content = content_of(command, folder)
-    is_same = records.run.get("content") == content
-    job, before = read_typed(command, folder, machine.node.devices, home), records.drive.job
-    is_done = before is not None and before.status is JobStatus.SUCCEEDED
-    if is_done and is_same and request["once"]:
-        return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
+    job = read_typed(command, folder, machine.node.devices, home)
+    run = {name: getattr(job, name) for name in RECORDED}
+    run |= {"content": content_of(command, folder), **request}
     lines = [*machine.notes, *(job.notes if is_dry else job.notes[:1])]
-    run = {name: getattr(job, name) for name in RECORDED} | {"content": content, **request}
-    if before is None or is_done or not (is_same or request["resume"]):
-        if before is not None and not is_done:
-            lines.append("its script or configuration has changed: it begins anew")
-        _submit(records, job.spec, run, afresh=not is_same)
-    else:
-        lines.append(f"goes on with what attempt {len(before.attempts)} of this line left")
-        _take_up(records, job.spec, before)
+    note = _open_run(records, job.spec, run)
+    if note is None:
+        return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
     answer = _next(records, machine)
     if answer is None and job.argv is not None:  # such as a batch that cannot be cut
         _submit(records, unread_spec(job.argv, folder), run, afresh=True)
         answer = _next(records, machine)
     if answer is None:
         return {"exit": OWN_ERROR, "lines": [*lines, f"no plan: {records.job.reason}"]}
-    lines += answer["lines"]
+    lines += [*filter(None, [note]), *answer["lines"]]
     if is_dry:
         return {"exit": 0, "lines": [*lines, *_describe(job)]}
     return {**answer, "lines": lines}
+
+
+def _open_run(records: Records, spec: JobSpec, run: Answer) -> str | None:
+    """Begin a run, or let the last one go on; return a note on that, None where it has finished and runs once."""
+    before = records.drive.job
+    is_same = records.run.get("content") == run["content"]
+    if before is None:
+        _submit(records, spec, run, afresh=True)
+        return ""
+    if before.status is JobStatus.SUCCEEDED:
+        if is_same and run["once"]:
+            return None
+        _submit(records, spec, run, afresh=not is_same)
+        return ""
+    if is_same or run["resume"]:
+        _take_up(records, spec, before)
+        return f"goes on with what attempt {len(before.attempts)} of this line left"
+    _submit(records, spec, run, afresh=True)
+    return "its script or configuration has changed: it begins anew"
 
 
 def _submit(records: Records, spec: JobSpec, run: Answer, *, afresh: bool, after: str = "") -> None:
@@ -222,7 +241,7 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
         "ranks": ranks,
         "workdir": request.workdir,
         "count": len(attempt.placement[0].devices) // len(ranks),
-        "judges": not is_command or TRACKER in os.environ,
+        "judges": not records.run["logs_itself"] and (not is_command or TRACKER in os.environ),
         "lines": [f"attempt {attempt.number}: {shlex.join(ranks[0][1])}"],
         "locks": _locks(records, machine, attempt),
     }
@@ -288,7 +307,7 @@ def _follow(records: Records, number: int, question: Mapping[str, Any]) -> Answe
     """Return the next attempt after the one with this number, or the exit code."""
     job, code = records.job, question["code"]
     if job.status is JobStatus.SUCCEEDED:
-        return {"exit": 0, "lines": []}
+        return {"exit": 0, "lines": _track(records)}
     failure = job.attempts[number - 1].failure
     end = f"attempt {number} ended: {job.reason if failure is None else failure.reason}"
     if question["signals"]:
@@ -299,9 +318,28 @@ def _follow(records: Records, number: int, question: Mapping[str, Any]) -> Answe
     machine = find_machine(records.run["devices"])
     answer = _next(records, machine)
     if answer is None:
-        return {"exit": code or 1, "lines": [end, *_what_would_help(records, machine, failure)]}
+        lines = [end, *_what_would_help(records, machine, failure), *_track(records)]
+        return {"exit": code or 1, "lines": lines}
     changes = "; ".join(map(str, records.job.attempts[-1].change)) or "the same plan again"
     return {**answer, "lines": [f"{end}. Next: {changes}", *answer["lines"]]}
+
+
+def _track(records: Records) -> list[str]:
+    """Send the run to MLflow where the caller names one and the script does not log itself; return what failed."""
+    uri = os.environ.get(TRACKER)
+    if not uri or records.run["logs_itself"]:
+        return []
+    module = "orchestrator.service.commands.launch.track"
+    words = [sys.executable, "-m", module, str(records.home), uri]
+    try:
+        child = subprocess.run(
+            words, timeout=TRACK_TIMEOUT_S, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [f"not recorded in MLflow: no answer within {TRACK_TIMEOUT_S:.0f} s"]
+    if child.returncode:
+        return [f"not recorded in MLflow: {child.stderr.strip().splitlines()[-1:]}"]
+    return []
 
 
 def _requeue() -> str:

@@ -38,6 +38,7 @@ class TypedJob:
     python: str | None = None  # the typed word of its interpreter
     output: str | None = None  # its output folder, where that is known
     hints: str = ""  # flags of a command that no plan changes, by which it may need less memory
+    logs_itself: bool = True  # to MLflow; a command that cannot be read may
     notes: tuple[str, ...] = ()
 
 
@@ -48,7 +49,7 @@ def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -
     """
     if len(command) == 1 and command[0].endswith(JOB_FILES) and (folder / command[0]).is_file():
         spec = read_job(folder / command[0], [("probe", "never")], home)
-        return TypedJob(spec=spec, argv=None)
+        return TypedJob(spec=spec, argv=None, logs_itself=False)
     argv = tuple(command)
     if argv[0].endswith(".py") and not os.access(folder / argv[0], os.X_OK):
         argv = ("python", *argv)
@@ -128,8 +129,16 @@ def _read_known(argv: tuple[str, ...], folder: Path, devices: int, proposal: Pro
         lead=argv[: len(argv) - len(tail)],
         python=inner.argv[0] if is_python(inner.argv[0]) and not inner.prefix else None,
         output=output,
+        logs_itself=_logs_itself(proposal, argv),
         notes=tuple(note for note in proposal.bare.notes if note.startswith("CHECK")),
     )
+
+
+def _logs_itself(proposal: Proposal, argv: Sequence[str]) -> bool:
+    """Return whether a script may log to MLflow: by its imports or words, or as trainers of transformers do."""
+    script = proposal.script
+    named = any("mlflow" in word.lower() for word in (*script.imports, *argv))
+    return named or (script.training_arguments is not None and "--report_to" not in argv)
 
 
 def _output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, tuple[str, ...]]:
