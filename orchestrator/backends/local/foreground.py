@@ -185,7 +185,7 @@ class Foreground(Launcher):
 def say(text: str) -> None:
     """Print a line of ours to stderr, where anybody reads it."""
     try:
-        print(f"orc launch: {text}", file=sys.stderr, flush=True)
+        print(f"[orc] {text}", file=sys.stderr, flush=True)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
             raise

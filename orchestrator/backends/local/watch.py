@@ -125,7 +125,8 @@ class Watch:
     def run(self) -> int:
         """Return the exit code after the last attempt. Raises Refusal."""
         for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN  # as under nohup
+            if not is_ignored and not self._options.dry_run:
                 signal.signal(number, self._on_signal)
         with planning_turn():
             plan = self._ask({"request": vars(self._options), "cwd": os.getcwd()})

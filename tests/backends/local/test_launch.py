@@ -57,21 +57,21 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
     return line
 
 
-@given(words=st.lists(FLAGS | ANYTHING, max_size=8))
+@given(argv=st.lists(FLAGS | ANYTHING, max_size=8))
 @settings(max_examples=25, deadline=None)
 def test_what_is_planned_first_is_the_argv_as_typed(
-    tmp_path_factory: pytest.TempPathFactory, words: list[str]
+    tmp_path_factory: pytest.TempPathFactory, argv: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("line")
     (folder / "train.py").write_text(SCRIPT)
     request = {"devices": "virtual-1GiB", "dry_run": False, "once": False, "resume": False}
-    for command in (["python", "train.py", *words], ["env", "A=1", "torchrun", "train.py", *words]):
+    for command in (["python", "train.py", *argv], ["env", "A=1", "torchrun", "train.py", *argv]):
         answer = answer_to({"request": {**request, "command": command}, "cwd": str(folder)})
         assert [argv for _, argv, _ in answer["ranks"]] == [tuple(command)]
 
 
 def test_what_runs_is_the_argv_word_for_word(line: Line) -> None:
-    words = [
+    argv = [
         "--limit",
         "300",
         ";",
@@ -89,8 +89,8 @@ def test_what_runs_is_the_argv_word_for_word(line: Line) -> None:
         "",
         "é\n",
     ]
-    assert line.run(*VIRTUAL, "python", "train.py", *words) == 0
-    assert line.argvs == [["train.py", *words]]
+    assert line.run(*VIRTUAL, "python", "train.py", *argv) == 0
+    assert line.argvs == [["train.py", *argv]]
 
 
 def test_a_line_that_runs_out_goes_on_from_its_checkpoint_with_the_same_batch(line: Line) -> None:
@@ -106,20 +106,18 @@ def test_a_line_that_runs_out_goes_on_from_its_checkpoint_with_the_same_batch(li
     values = dict(zip(second[3::2], second[4::2], strict=True))
     assert int(values["--batch-size"]) * int(values["--accumulate"]) == 256
     assert values["--resume"] == str(line.folder / "out/checkpoint-2.pt")
-    ends = [
-        text for text in line.text.splitlines() if text.startswith("orc launch: attempt 1 ended")
-    ]
+    ends = [text for text in line.text.splitlines() if text.startswith("[orc] attempt 1 ended")]
     assert len(ends) == 1, line.text
     assert "CUDA out of memory" in ends[0]
     assert "micro_batch_size 256 -> " in ends[0]
 
 
 def test_a_line_that_was_ended_goes_on_and_a_finished_one_runs_again(line: Line) -> None:
-    words = (*VIRTUAL, "python", "train.py", "--wait", "2")
-    process = line.start(*words)
+    argv = (*VIRTUAL, "python", "train.py", "--wait", "2")
+    process = line.start(*argv)
     wait_for(lambda: "waits" in line.text, "it never waited")
     other = subprocess.run(
-        [*ORC, *words],
+        [*ORC, *argv],
         cwd=line.folder,
         env=line.env,
         capture_output=True,
@@ -132,12 +130,12 @@ def test_a_line_that_was_ended_goes_on_and_a_finished_one_runs_again(line: Line)
     assert peak_kib < WATCHER_MIB_MAX * 1024
     process.send_signal(signal.SIGTERM)
     assert process.wait(WAIT_S) == 128 + signal.SIGTERM
-    assert line.run(*words) == 0, line.text
+    assert line.run(*argv) == 0, line.text
     assert "goes on" in line.text
     assert line.argvs[-1][-2:] == ["--resume", str(line.folder / "out/checkpoint-2.pt")]
-    assert line.run("--once", *words) == 0
+    assert line.run("--once", *argv) == 0
     assert len(line.argvs) == 2, "a finished line was run once more"
-    again = line.start(*words)
+    again = line.start(*argv)
     wait_for(lambda: "waits" in line.text, "a finished line did not begin anew")
     (line.folder / "train.py").write_text(
         SCRIPT.replace("range(step + 1, 5)", "range(step + 1, 6)")
@@ -145,17 +143,15 @@ def test_a_line_that_was_ended_goes_on_and_a_finished_one_runs_again(line: Line)
     again.send_signal(signal.SIGKILL)
     again.wait(WAIT_S)
     assert line.argvs[-1] == ["train.py", "--wait", "2"]
-    assert line.run("--resume", *words) == 0, line.text
+    assert line.run("--resume", *argv) == 0, line.text
     assert line.argvs[-1][-1].endswith("checkpoint-2.pt")
 
 
 def test_a_changed_script_begins_anew(line: Line) -> None:
-    words = (*VIRTUAL, "python", "train.py", "--code", "3")
-    assert (
-        line.start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(WAIT_S) == 3
-    )
+    argv = (*VIRTUAL, "python", "train.py", "--code", "3")
+    assert line.start(*argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).wait(WAIT_S) == 3
     (line.folder / "train.py").write_text(f"{SCRIPT}#")
-    again = line.start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    again = line.start(*argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     _, text = again.communicate(timeout=WAIT_S)
     assert (again.returncode, b"has changed: it begins anew" in text) == (3, True), text
     assert line.argvs == [["train.py", "--code", "3"]] * 2
@@ -267,8 +263,8 @@ def test_what_comes_before_the_script_costs_little(line: Line) -> None:
         "use = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
         "sys.exit(use.ru_utime + use.ru_stime > float(" + repr(str(START_CPU_S_MAX)) + "))\n"
     )
-    words = [sys.executable, "-c", code, *ORC, *VIRTUAL, "true"]
-    assert subprocess.run(words, cwd=line.folder, env=line.env).returncode == 0
+    argv = [sys.executable, "-c", code, *ORC, *VIRTUAL, "true"]
+    assert subprocess.run(argv, cwd=line.folder, env=line.env).returncode == 0
 
 
 def plans_of(job: Job) -> list[tuple[Plan, str]]:

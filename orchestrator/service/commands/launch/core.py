@@ -330,10 +330,10 @@ def _track(records: Records) -> list[str]:
     if not uri or records.run["logs_itself"]:
         return []
     module = "orchestrator.service.commands.launch.track"
-    words = [sys.executable, "-m", module, str(records.home), uri]
+    argv = [sys.executable, "-m", module, str(records.home), uri]
     try:
         child = subprocess.run(
-            words, timeout=TRACK_TIMEOUT_S, capture_output=True, text=True, check=False
+            argv, timeout=TRACK_TIMEOUT_S, capture_output=True, text=True, check=False
         )
     except subprocess.TimeoutExpired:
         return [f"not recorded in MLflow: no answer within {TRACK_TIMEOUT_S:.0f} s"]
@@ -347,16 +347,16 @@ def _requeue() -> str:
     job, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not count.isdecimal() or int(count) >= REQUEUES_MAX:
         return f"not queued again: job {job or 'unknown'} of Slurm, restarted {count} times"
-    words = ("scontrol", "requeue", job)
+    argv = ("scontrol", "requeue", job)
     try:
-        subprocess.run(words, check=True, timeout=REQUEUE_TIMEOUT_S, stdout=sys.stderr)
+        subprocess.run(argv, check=True, timeout=REQUEUE_TIMEOUT_S, stdout=sys.stderr)
     except (OSError, subprocess.SubprocessError) as error:
         return f"not queued again: {error}"
     return f"job {job} of Slurm is queued again"
 
 
 def _what_would_help(records: Records, machine: Machine, failure: Failure | None) -> list[str]:
-    """Return what a person can do: other mathematics as flags of this script, else words."""
+    """Return what a person can do: other mathematics as flags of this script, else argv."""
     job = records.job
     if not job.asks:
         hints = (

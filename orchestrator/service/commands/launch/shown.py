@@ -34,9 +34,9 @@ def read_records(folder: Path) -> Records:
 
 def _lines(folder: Path) -> Iterator[Path]:
     """Yield the records of each line in a work folder; else of those whose output folder it is."""
-    own = [*folder.glob(f"{FOLDER}/*/records.jsonl")]
-    yield from own
-    for parent in () if own else list(folder.parents)[:PARENTS_MAX]:
+    lines = [*folder.glob(f"{FOLDER}/*/records.jsonl")]
+    yield from lines
+    for parent in () if lines else list(folder.parents)[:PARENTS_MAX]:
         for path in parent.glob(f"{FOLDER}/*/records.jsonl"):
             output = Records(path.parent).run.get("output")
             if output is not None and (parent / output).resolve() == folder:
