@@ -113,7 +113,7 @@ def become(command: Sequence[str]) -> NoReturn:
 
 
 class Watch:
-    """One run of `orc launch`."""
+    """A run of `orc launch`."""
 
     def __init__(self, options: Namespace) -> None:
         self._options = options

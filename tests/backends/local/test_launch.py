@@ -23,6 +23,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Plan
+from tests import fake_card
 from tests.backends.local.lines import ORC, SCRIPT, VIRTUAL, WAIT_S, Line, wait_for
 from tests.trainers.driver import Drive, cluster
 
@@ -311,3 +312,38 @@ def test_a_line_of_a_trainer_decides_as_the_service(
     job = Drive(tmp_path / "home", cluster(memory, devices=1)).run(spec)
     assert len(job.attempts) > 1
     assert plans_of(records.job) == plans_of(job)
+
+
+CARD_SCRIPT = """
+import argparse, os, time, torch
+p = argparse.ArgumentParser()
+p.add_argument("--batch-size", type=int, default=32768)
+p.add_argument("--accumulate", type=int, default=1)
+p.add_argument("--wait", action="store_true")
+a = p.parse_args()
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(a.accumulate):
+    batch = torch.randn(a.batch_size, 1024, device="cuda")
+    (model(batch).square().mean() / a.accumulate).backward()
+optimizer.step()
+print("trained on", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+time.sleep(100 * a.wait)
+"""
+
+
+@pytest.mark.long
+def test_a_line_on_a_card_names_it_recovers_there_and_holds_it(line: Line, tmp_path: Path) -> None:
+    line.env |= fake_card.environment(tmp_path, [1024, 1024])
+    (line.folder / "train.py").write_text(CARD_SCRIPT)
+    assert line.run("--devices", "1", "python", "train.py") == 0, line.text
+    assert "device 0 = GPU-00000001" in line.text
+    assert "attempt 1 ended: rank 0 ran out of device memory" in line.text
+    assert "trained on 1" in line.text
+    process = line.start("python", "train.py", "--batch-size", "64", "--wait")
+    wait_for(lambda: "trained on None" in line.text, "it never trained")
+    argv = [*ORC, "--dry-run", "python", "train.py"]
+    other = subprocess.run(argv, cwd=line.folder, env=line.env, stderr=subprocess.PIPE, text=True)
+    assert f"which process {process.pid} uses too" in other.stderr
+    process.terminate()
+    assert process.wait(WAIT_S) == 128 + signal.SIGTERM

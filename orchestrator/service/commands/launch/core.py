@@ -191,6 +191,9 @@ def _next(records: Records, machine: Machine) -> Answer | None:
         return None
     launch = drive.launches.pop()
     records.tell(Started(job_id=launch.job.id, number=launch.attempt.number, at_s=at_s))
+    if not records.typed and records.run["argv"] is not None:
+        records.start_as_typed()
+    launch = Launch(job=records.job, attempt=records.job.attempts[-1])
     return _prepare(records, machine, launch) | {"wait_s": at_s - now_s}
 
 
@@ -204,7 +207,7 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
         device=machine.node.device,
         devices=machine.node.devices,
         cpus=os.cpu_count() or 1,
-        device_ids=machine.uuids or machine.node.device_ids,
+        device_ids=machine.node.device_ids,
     )
     nodes, access = {node.name: node}, _access(records)
     request = request_of(
@@ -218,8 +221,6 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
             guard = json.loads(folder.guard.read_text())
             write_durably(folder.guard, json.dumps(guard | {"virtual_capacity_bytes": None}))
     resumes = (str(folder.resume), json.dumps({"checkpoint": None})) not in request.files
-    if not records.typed:  # the first attempt is the command as typed
-        records.note_typed(str(attempt.plan))
     is_typed = not resumes and records.typed == str(attempt.plan)
     ((_, processes),) = request.ranks
     ranks = [_process(process, records, launch.job.spec, is_typed) for process in processes]

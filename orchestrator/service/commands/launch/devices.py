@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.local.watch import lock_folder
 from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
@@ -25,7 +26,7 @@ PROMISE_BYTES_MAX = 4096  # of a lock's content
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """This node with the devices of a line."""
+    """The node with the devices of a line."""
 
     node: NodeSpec
     caps: bool = False  # virtual devices, which the guard caps
@@ -53,7 +54,7 @@ def find_machine(words: str | None) -> Machine:
         os.environ["CUDA_VISIBLE_DEVICES"] = words
         return _seen_machine({"CUDA_VISIBLE_DEVICES": words})
     count = int(virtual[1] or 1)
-    node = _processor_node(virtual[2], count)
+    node = _plain_node("virtual", virtual[2], count)
     numbers = ", ".join(map(str, range(count)))
     note = f"virtual device {numbers}: {format_bytes(node.device.memory)} each, on the processor"
     return Machine(
@@ -62,13 +63,24 @@ def find_machine(words: str | None) -> Machine:
 
 
 def _seen_machine(env: Mapping[str, str]) -> Machine:
-    machine = detect_machine(node_name())
-    if machine.node.device.kind.traits.is_virtual:
-        note = "no NVIDIA device is seen: the command runs where its own code takes it"
-        return Machine(node=_processor_node(f"{host_bytes()}B", 1), env=env, notes=(note,))
-    node = machine.node
-    reading = read_devices(node.device.kind.traits.driver, node.device_ids).devices[: node.devices]
     notes, free = list[str](), list[int]()
+    try:
+        node = detect_machine(node_name()).node
+    except SpecError as error:
+        if env and error.path == "CUDA_VISIBLE_DEVICES":  # a mistake in --devices
+            raise
+        sizes = [device.total_bytes for device in nvml.devices().devices if not device.error]
+        names = env["CUDA_VISIBLE_DEVICES"].split(",") if env else []
+        count = len(names) or len(sizes) or 1
+        node = _plain_node("cuda", f"{min(sizes, default=host_bytes())}B", count)
+        ids = tuple(int(name) if name.isdecimal() else name for name in names)
+        node = node.model_copy(update={"device_ids": ids})
+        notes.append(error.what)
+    if node.device.kind.traits.is_virtual:
+        note = "no NVIDIA device is seen: the command runs where its own code takes it"
+        node = _plain_node("virtual", f"{host_bytes()}B", 1)
+        return Machine(node=node, env=env, notes=(note,))
+    reading = read_devices(node.device.kind.traits.driver, node.device_ids).devices[: node.devices]
     for device in reading:
         left, note = _beside_others(device.uuid, device.free_bytes, device.total_bytes)
         free.append(left)
@@ -82,15 +94,15 @@ def _seen_machine(env: Mapping[str, str]) -> Machine:
     return Machine(node=node, uuids=uuids, env=env, notes=tuple(notes))
 
 
-def _processor_node(memory: str, count: int) -> NodeSpec:
-    """Return a node of virtual devices, of which two are never faster than one. Raises SpecError."""
+def _plain_node(kind: str, memory: str, count: int) -> NodeSpec:
+    """Return a node of devices whose rates nobody knows: two are never faster than one. Raises SpecError."""
     speeds = {
         "bf16_tflops": 0.05,
         "fp32_tflops": 0.05,
         "memory_bandwidth": "10GB/s",
         "link_bandwidth": "1MB/s",
     }
-    device = {"name": "virtual", "kind": "virtual", "memory": memory, **speeds}
+    device = {"name": kind, "kind": kind, "memory": memory, **speeds}
     host = f"{host_bytes()}B"
     try:
         return NodeSpec.model_validate(

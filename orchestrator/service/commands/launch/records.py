@@ -62,10 +62,10 @@ class Records:
         self._write({"event": json.loads(_events().write(event))})
         self.drive.tell(event)
 
-    def note_typed(self, plan: str) -> None:
-        """Record the plan of the command as typed."""
-        self._write({"typed": plan})
-        self.typed = plan
+    def start_as_typed(self) -> None:
+        """Record that the attempt just started runs the command as typed."""
+        self._write({"typed": True})
+        self._apply({"typed": True})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.writes:
@@ -91,7 +91,8 @@ class Records:
         if "run" in line:
             self.run, self.drive = line["run"], Drive(self.drive.scheduler)
         elif "typed" in line:
-            self.typed = line["typed"]
+            self.drive.start_as_typed()
+            self.typed = str(self.job.attempts[-1].plan)
         elif "event" in line:
             try:
                 self.drive.tell(_events().read(json.dumps(line["event"])))
