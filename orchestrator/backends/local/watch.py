@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -213,7 +214,7 @@ class Watch:
         code = 128 - code if code < 0 else code
         self._code = self._end_code(code)
         is_judged = plan["judges"] or self._signals or has_evidence(folder, code)
-        return None if is_judged else code
+        return None if is_judged and not has_lost_reader() else self._code
 
     def _run_ranks(self, plan: dict[str, Any], folder: AttemptFolder) -> LauncherStatus:
         """Run the ranks to their end, in a terminal of its own where one has ours."""
@@ -284,6 +285,13 @@ def has_evidence(folder: AttemptFolder, code: int) -> bool:
     is_killed = code == 128 + signal.SIGKILL
     has_log = log.exists() and log.stat().st_size > 0
     return is_killed or has_log or any(folder.path.glob("rank*.json"))
+
+
+def has_lost_reader() -> bool:
+    """Return whether whoever read our output has closed it, as `head` does: nobody waits for more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 @contextlib.contextmanager

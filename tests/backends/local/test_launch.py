@@ -210,6 +210,16 @@ def test_keys_of_a_terminal_reach_a_script_that_has_one_of_its_own(line: Line) -
     os.close(terminal)
 
 
+def test_a_script_whose_reader_has_gone_ends(line: Line) -> None:
+    (line.folder / "train.py").write_text("for number in range(100_000): print('line', number)\n")
+    process = line.start(*VIRTUAL, "python", "train.py", stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"line 0\n"
+    process.stdout.close()
+    assert process.wait(WAIT_S) == 1
+    assert line.text.count("attempt") == 1, line.text
+
+
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(line: Line) -> None:
     assert line.run("--dry-run", *VIRTUAL, "python", "train.py") == 0
     assert "attempt 1: python train.py" in line.text

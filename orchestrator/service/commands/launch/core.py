@@ -221,12 +221,12 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
             guard = json.loads(folder.guard.read_text())
             write_durably(folder.guard, json.dumps(guard | {"virtual_capacity_bytes": None}))
     resumes = (str(folder.resume), json.dumps({"checkpoint": None})) not in request.files
-    is_typed = not resumes and records.typed == str(attempt.plan)
+    is_command = records.run["argv"] is not None
+    is_typed = is_command and not resumes and records.typed == str(attempt.plan)
     ((_, processes),) = request.ranks
     ranks = [_process(process, records, launch.job.spec, is_typed) for process in processes]
     for _, _, env in ranks:
         env |= machine.env
-    is_command = records.run["argv"] is not None
     return {
         "state": str(records.home),
         "folder": str(folder.path),
@@ -253,7 +253,7 @@ def _process(
 ) -> tuple[int, Sequence[str], dict[str, str]]:
     """Return a process to start: its rank, argv and further variables."""
     env, run = dict(process.env), records.run
-    if run["argv"] is None:
+    if not spec.is_script:
         return process.rank, process.argv, env
     if is_typed:
         return process.rank, run["argv"], {GUARD_SETTINGS: env[GUARD_SETTINGS]}
