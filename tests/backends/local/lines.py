@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Runs out of memory above --limit samples after two checkpoints; waits after --wait of them.
+# Runs out of memory above --limit samples after two checkpoints; waits after --wait of them, and
+# ends with 0 when it is told to.
 SCRIPT = """
-import argparse, json, os, pathlib, sys, time
+import argparse, json, os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 p = argparse.ArgumentParser()
 p.add_argument("--batch-size", type=int, default=256)
 p.add_argument("--accumulate", type=int, default=1)

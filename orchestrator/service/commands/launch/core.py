@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ from orchestrator.service.commands.launch.typed_job import (
     unread_spec,
 )
 from orchestrator.specs.actions import Launch
-from orchestrator.specs.attempt import Attempt, Failure
+from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.events import (
@@ -80,6 +81,17 @@ RECORDED = (
     "hints",
     "logs_itself",
 )  # of a typed job, in its run
+
+TOLD_TO_END = Heartbeat(
+    rank=0,
+    step=0,
+    steps_done=0,
+    step_s=None,
+    peak_bytes=0,
+    phase=Phase.STARTUP,
+    at_s=0.0,
+    signal=signal.SIGTERM,
+)
 
 Answer = dict[str, Any]
 
@@ -298,6 +310,8 @@ def settle(records: Records) -> int:
         records.tell(UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s))
     evidence = collect(job.spec, attempt, records.folder, ending, _access(records))
     evidence = without_secrets(evidence, job.spec, os.environ)
+    if ending.stopped and not evidence.heartbeats:  # our signal, which no guard saw come
+        evidence = replace(evidence, heartbeats=(TOLD_TO_END,))
     number = attempt.number
     records.tell(Finished(job_id=job.id, number=number, evidence=evidence, at_s=now_s))
     records.tell(Released(job_id=job.id, number=number, at_s=now_s))
@@ -312,6 +326,7 @@ def _follow(records: Records, number: int, question: Mapping[str, Any]) -> Answe
     failure = job.attempts[number - 1].failure
     end = f"attempt {number} ended: {job.reason if failure is None else failure.reason}"
     if question["signals"]:
+        end = f"attempt {number} was ended by {signal.Signals(question['signals'][0]).name}"
         left = "the same line again goes on from here"
         if records.run["requeue"]:
             left = _requeue()
