@@ -236,23 +236,6 @@ def test_a_script_without_another_plan_ends_with_its_code_and_flags_that_would_h
     assert "what would help: --batch-size 128 (another training" in line.text
 
 
-def test_the_records_can_be_read_back_and_hold_each_attempt(line: Line) -> None:
-    assert line.run(*VIRTUAL, "python", "train.py", "--limit", "64") == 0
-    (home,) = (line.folder / ".orc-launch").iterdir()
-    with (home / "records.jsonl").open("a") as file:
-        file.write('{"event": {"type": "fin')  # cut off
-    records = Records(home)
-    assert records.drive.job is not None
-    settle(records)
-    job = records.drive.job
-    assert [attempt.number for attempt in job.attempts] == [1, 2]
-    assert job.status is JobStatus.SUCCEEDED
-    assert show_folder(line.folder)["id"] == explain_folder(line.folder / "out")["job"]["id"]
-    assert report_folder(line.folder, 0.0, time.time())["recovered"]
-    with pytest.raises(SpecError, match="no line ran here"):
-        show_folder(line.folder / "..")
-
-
 @pytest.mark.long
 def test_mlflow_gets_a_run_of_each_attempt_unless_the_script_logs_itself(line: Line) -> None:
     from mlflow import MlflowClient  # which takes seconds
@@ -284,16 +267,25 @@ def plans_of(job: Job) -> list[tuple[Plan, str]]:
     return list(zip((attempt.plan for attempt in job.attempts), outcomes, strict=True))
 
 
-def test_a_line_decides_as_the_service(line: Line, tmp_path: Path) -> None:
+def test_a_line_decides_as_the_service_and_its_records_can_be_read_back(
+    line: Line, tmp_path: Path
+) -> None:
     command = ["python", "train.py", "--limit", "40"]
     assert line.run(*VIRTUAL, *command) == 0
     (home,) = (line.folder / ".orc-launch").iterdir()
+    with (home / "records.jsonl").open("a") as file:
+        file.write('{"event": {"type": "fin')  # cut off
     records = Records(home)
     settle(records)
     spec = parse_job(proposal(command, line.folder, {}), "proposal", [("probe", "never")])
     job = Drive(tmp_path / "home", cluster("1GiB", devices=1)).run(spec)
     assert len(job.attempts) > 1
     assert plans_of(records.job) == plans_of(job)
+    assert show_folder(line.folder)["status"] == JobStatus.SUCCEEDED
+    assert explain_folder(line.folder / "out")["job"]["id"] == records.job.id
+    assert report_folder(line.folder, 0.0, time.time())["recovered"]
+    with pytest.raises(SpecError, match="no line ran here"):
+        show_folder(line.folder / "..")
 
 
 @pytest.mark.long
