@@ -26,6 +26,7 @@ from orchestrator.backends.attempts.output_scan import SearchResult
 from orchestrator.backends.attempts.script_output import FileAccess
 from orchestrator.backends.attempts.start import request_of, write_files
 from orchestrator.backends.local.drive import Drive
+from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.planning.render import script_command
 from orchestrator.scheduling.options.asks import with_allowed
@@ -42,7 +43,7 @@ from orchestrator.service.commands.launch.typed_job import (
     read_typed,
     unread_spec,
 )
-from orchestrator.specs.actions import Launch
+from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import OrchestratorError
@@ -65,7 +66,6 @@ from orchestrator.specs.replace import replace
 OWN_ERROR = 125
 GUARD_SETTINGS = "ORC_GUARD"  # variable by which each Python process of a script is guarded
 TRACKER = "MLFLOW_TRACKING_URI"
-TRACK_TIMEOUT_S = 120.0  # importing MLflow takes seconds
 REQUEUES_MAX = 64  # of one job of Slurm
 REQUEUE_TIMEOUT_S = 30.0
 WAKES_MAX = 8  # back-offs and waits that are passed before the next launch
@@ -345,16 +345,16 @@ def _track(records: Records) -> list[str]:
     uri = os.environ.get(TRACKER)
     if not uri or records.run["logs_itself"]:
         return []
-    module = "orchestrator.service.commands.launch.track"
-    argv = [sys.executable, "-m", module, str(records.home), uri]
+    # Importing MLflow takes seconds.
+    from orchestrator.backends.mlflow.tracker import MlflowTracker
+
+    job, state = records.job, records.drive.scheduler.state
+    lookups = Lookups(state=lambda: state, job=lambda _: job, sweep=lambda _: None)
+    attempts = [Record(job=job, attempt=attempt) for attempt in job.attempts]
     try:
-        child = subprocess.run(
-            argv, timeout=TRACK_TIMEOUT_S, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return [f"not recorded in MLflow: no answer within {TRACK_TIMEOUT_S:.0f} s"]
-    if child.returncode:
-        return [f"not recorded in MLflow: {child.stderr.strip().splitlines()[-1:]}"]
+        MlflowTracker(uri, records.home, lookups).send([*enumerate(attempts)])
+    except Exception as error:  # the edge: a server that is away costs no training
+        return [f"not recorded in MLflow: {type(error).__name__}: {error}"]
     return []
 
 
@@ -423,12 +423,15 @@ def _describe(job: TypedJob) -> list[str]:
 
 def main() -> None:
     """Answer one question on standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
     question = json.load(sys.stdin)
     try:
         answer = answer_to(question)
     except OrchestratorError as error:
         answer = {"exit": OWN_ERROR, "lines": [str(error)]}
-    json.dump(answer, sys.stdout)
+    json.dump(answer, answers)
+    answers.close()
 
 
 if __name__ == "__main__":
