@@ -22,6 +22,7 @@ from orchestrator.service.terminal import (
     forecast,
     home,
     jobs,
+    launching,
     machines,
     notify,
     planning,
@@ -184,6 +185,9 @@ for command in COMMANDS:
 app.command("open")(browse.open_pages)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     files.init
+)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    launching.launch
 )
 app.add_typer(machines.clusters, name="cluster")
 access.tokens.command("join")(machines.join_token)

@@ -52,6 +52,7 @@ FORMS = {
     "plan": ("own.yaml --gpu rtx3090", 0),
     "estimate": ("own.yaml --gpu rtx3090", None),
     "fit": ("own.yaml", 0),
+    "launch": ("--dry-run python train.py", 0),
     "init": ("python train.py --batch-size 4", 0),
     "compare": ("missing.yaml", 1),
     "simulate": ("night.yaml", 0),
@@ -143,7 +144,8 @@ def options_of(command: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 OPTIONS = [pair for pair in options_of(typer.main.get_command(app)) if pair[0] in FORMS]
-ALONE = ("doctor", "demo")  # doctor looks at the whole machine each time; a demo would begin
+# doctor looks at the whole machine each time; a demo would begin, and launch would run the word
+ALONE = ("doctor", "demo", "launch")
 
 
 def ask_with(desk: Shell, name: str, option: str, value: str) -> Answer:

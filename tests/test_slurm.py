@@ -17,6 +17,7 @@ import pytest
 
 from orchestrator.service.demo.run import write_files
 from orchestrator.specs.run import JobFolder
+from tests.backends.local.lines import SCRIPT as TRAINER
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs/guides/coming-from.md").read_text()
@@ -24,7 +25,7 @@ SCRIPT = next(block for block in GUIDE.split("```bash\n") if block.startswith("#
     "```"
 )[0]
 DAEMONS = ("slurmctld", "slurmd")
-WAIT_S = 120.0
+WAIT_S = 200.0  # a job that is queued again waits for 120 s
 
 pytestmark = [
     pytest.mark.long,
@@ -60,7 +61,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} Gres=gpu:4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -72,6 +74,10 @@ Run = Callable[..., str]
 def run(tmp_path: Path) -> Iterator[Run]:
     """Return a function that runs a command as a user of this Slurm and of the queue in `home`; it must end well."""
     (tmp_path / "slurm.conf").write_text(configuration(tmp_path))
+    # four GPUs, which no driver knows: Slurm counts their files
+    cards = ("null", "zero", "full", "random")
+    gres = "".join(f"Name=gpu File=/dev/{name}\n" for name in cards)
+    (tmp_path / "gres.conf").write_text(gres)
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {
         **os.environ,
@@ -143,3 +149,50 @@ def test_a_second_allocation_goes_on_with_the_queue_of_the_first(run: Run, tmp_p
     assert json.loads(metrics.read_text().splitlines()[0])["step"] > 1
     run("scancel", "--signal=TERM", "--batch", second)
     wait_for("the end of the second allocation", lambda: is_over(second))
+
+
+def has_text(log: Path, text: str) -> bool:
+    return log.exists() and text in log.read_text()
+
+
+def submit_line(run: Run, folder: Path, *options: str) -> str:
+    """Submit the guide's batch script with the tests' trainer; return the job's id."""
+    (folder / "train.py").write_text(TRAINER)
+    lines = (
+        "#!/bin/bash",
+        "exec orc launch --requeue --grace 5 --devices virtual-1GiB python train.py --wait 2",
+    )
+    (folder / "my.sh").write_text("\n".join(lines))
+    output = (
+        f"--output={folder}/slurm.%a.out"
+        if "--array=0-1" in options
+        else f"--output={folder}/slurm.out"
+    )
+    common = ("--parsable", "--time=10", "--requeue", "--open-mode=append", output)
+    return run("sbatch", *common, *options, "my.sh").strip()
+
+
+def test_a_line_that_slurm_ends_is_queued_again_and_goes_on(run: Run, tmp_path: Path) -> None:
+    job = submit_line(run, tmp_path, "--gres=gpu:1", f"--output={tmp_path}/slurm.out")
+    log = tmp_path / "slurm.out"
+    wait_for("its script never began", lambda: has_text(log, "waits"))
+    run("scancel", "--batch", "--signal=TERM", job)
+    wait_for("it was not queued again", lambda: "trained 4 steps" in log.read_text())
+    text = log.read_text()
+    assert f"job {job} of Slurm is queued again" in text
+    assert "goes on with what attempt 1 of this line left" in text
+    assert f"--resume {tmp_path}/out/checkpoint-2.pt" in text
+
+
+def test_tasks_of_an_array_have_states_of_their_own_and_a_cancelled_one_ends(
+    run: Run, tmp_path: Path
+) -> None:
+    output = f"--output={tmp_path}/slurm.%a.out"
+    job = submit_line(run, tmp_path, "--gres=gpu:1", "--array=0-1", output)
+    logs = [tmp_path / f"slurm.{task}.out" for task in (0, 1)]
+    wait_for("a task never began", lambda: all(has_text(log, "waits") for log in logs))
+    assert len(list((tmp_path / ".orc-launch").iterdir())) == 2
+    run("scancel", job)
+    wait_for("it did not end", lambda: not run("squeue", "--noheader", "--states=R,CG"))
+    names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(str(tmp_path).encode() in name or b"--wait" in name for name in names)

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.device_kind import DeviceKind
+from orchestrator.specs.device_kind import DeviceId, DeviceKind
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
@@ -38,7 +38,6 @@ LAUNCH_COST_S = 30.0
 TFLOPS_MAX = 1e6
 MULTIPROCESSORS_MAX = 100_000
 PRICE_MAX = 1e9
-DeviceId = int | str  # of a device, as its driver counts, or its UUID
 DEVICE_ID = re.compile(r"\d{1,4}|[A-Z]{2,8}-[\w/-]{1,80}")
 DEVICE_ID_SCHEMA = {
     "anyOf": [

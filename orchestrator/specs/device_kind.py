@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from orchestrator.specs.str_enum import StrEnum
 
+DeviceId = int | str  # of a device, as its driver counts, or its UUID
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTraits:

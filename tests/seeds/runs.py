@@ -190,7 +190,9 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
     job = drive.run(
         spec, Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None
     )
-    lookups = Lookups(state=lambda: drive.state, job=lambda _: job, sweep=lambda _: None)
+    lookups = Lookups(
+        state=lambda: drive.drive.scheduler.state, job=lambda _: job, sweep=lambda _: None
+    )
     uri = f"sqlite:///{folder}/mlflow.db"
     MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
     return _row(

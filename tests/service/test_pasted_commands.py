@@ -563,3 +563,27 @@ def test_no_draw_of_wrapper_launcher_parser_and_settings_loses_what_was_typed(
             case.typed,
             propose(case, tmp_path / f"t{index}")[0],
         )
+
+
+OPERATORS = (";", "|", "&", ">", "&&", "||", "<", "2>&1", ">log", "&>x", ",", "a;b")
+
+
+@pytest.mark.parametrize("word", OPERATORS)
+def test_a_word_that_looks_like_an_operator_of_a_shell_is_a_word(tmp_path: Path, word: str) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    options = ["--ignore", word, "--lr", "0.5", "--tail"]
+    argv = ["python", "train.py", *options]
+    quoted = [f"python train.py --ignore '{word}' --lr 0.5 --tail 2>&1 | tee log"]
+    for typed in (argv, quoted):
+        spec = parse_job(proposal(typed, tmp_path, {}), "proposal")
+        assert spec.command is not None
+        assert list(spec.command[2:]) == options
+
+
+def test_a_flag_that_another_parser_requires_is_named_and_not_added(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import other\n{PLAIN}")
+    other = "import argparse\nargparse.ArgumentParser().add_argument('--src', required=True)\n"
+    (tmp_path / "other.py").write_text(other)
+    text = proposal(["python", "train.py", "--lr", "0.5"], tmp_path, {})
+    assert parse_job(text, "proposal").command[2:] == ("--lr", "0.5")  # type: ignore[index]
+    assert "CHECK: not typed, though a parser here requires: --src" in text

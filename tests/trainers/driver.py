@@ -17,8 +17,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.watch import AttemptWatch, World
-from orchestrator.scheduling.step import step
-from orchestrator.specs.actions import Launch, Record
+from orchestrator.backends.local import drive as local
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, idle_nodes
 from orchestrator.specs.device_kind import DeviceKind
@@ -27,7 +26,6 @@ from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import State
 from tests.backends.ray_jobs import Alone
 from tests.local_cluster import LocalLaunchers, LocalNodes
 
@@ -80,44 +78,35 @@ class Drive:
     home: Path
     nodes: ClusterSpec
     limit_s: float = ATTEMPT_TIMEOUT_S * ATTEMPTS_MAX
-    state: State = field(default_factory=State)
-    job: Job | None = None
-    _waiting: list[Launch] = field(default_factory=list)
+    drive: local.Drive = field(default_factory=local.Drive)
     _clock_s: float = 0.0
 
     def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
         """The job after its last attempt; its first meets the fault. Raises Overrun."""
         end_s = time.monotonic() + self.limit_s
         nodes = idle_nodes(self.nodes)
-        self._tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
-        self._tell(Submitted(job_id="job", order=1, spec=spec, fault=fault, at_s=0.0))
+        tell = self.drive.tell
+        tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
+        tell(Submitted(job_id="job", order=1, spec=spec, fault=fault, at_s=0.0))
         for _ in range(ATTEMPTS_MAX):
-            if not self._waiting:
+            if not self.drive.launches:
                 break
-            launch = self._waiting.pop(0)
+            launch = self.drive.launches[0]
             key = {"job_id": launch.job.id, "number": launch.attempt.number}
-            self._tell(Started(**key, at_s=self._tick()))
+            tell(Started(**key, at_s=self._tick()))
             evidence = attempt(
                 launch.job, launch.attempt, self.home, self.nodes, end_s - time.monotonic()
             )
-            self._tell(Finished(**key, evidence=evidence, at_s=self._tick()))
-            self._tell(Released(**key, at_s=self._tick()))
-            self._tell(
-                NodesSeen(nodes=nodes, declared=nodes, at_s=self._tick())
-            )  # a back-off is over
-        assert self.job is not None
-        return self.job
+            tell(Finished(**key, evidence=evidence, at_s=self._tick()))
+            tell(Released(**key, at_s=self._tick()))
+            # a back-off is over
+            tell(NodesSeen(nodes=nodes, declared=nodes, at_s=self._tick()))
+        assert self.drive.job is not None
+        return self.drive.job
 
     def _tick(self) -> float:
         self._clock_s += 1000.0
         return self._clock_s
-
-    def _tell(self, event: Event) -> None:
-        self.state, actions = step(self.state, event)
-        self._waiting += [action for action in actions if isinstance(action, Launch)]
-        self.job = next(
-            (action.job for action in reversed(actions) if isinstance(action, Record)), self.job
-        )
 
 
 def attempt(

@@ -20,7 +20,8 @@ from orchestrator.planning.render import (
     script_command,
 )
 from orchestrator.specs.attempt import Attempt, Placement
-from orchestrator.specs.cluster import DeviceId, DeviceSpec
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, BinaryIO, TypedDict
 
 from orchestrator.backends.attempts.durable import (
     DISK_AWAY,
@@ -269,7 +269,7 @@ class Launcher:
                 self._kill_within(0)
 
     def _start_all(self, ranks: list[RankStart], workdir: str) -> None:
-        base = base_env()
+        base = self._inherited_env()
         self._folder.path.mkdir(parents=True, exist_ok=True)
         for number, argv, env in ranks:
             env = {**base, **env}
@@ -291,11 +291,9 @@ class Launcher:
                     cwd=workdir,
                     **user,
                     env=_with_guard(env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
+                    **self._streams(log),
                     start_new_session=True,
-                    preexec_fn=_begins_afresh(),
+                    preexec_fn=self._before_exec(),
                 )
             except OSError as error:
                 if error.errno not in EXEC_ERRORS:
@@ -304,6 +302,18 @@ class Launcher:
                     why_not_started(argv[0], workdir, env) or f"{error.strerror}: {error.filename}"
                 )
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
+
+    def _inherited_env(self) -> dict[str, str]:
+        """Return the variables that ranks have beside their own."""
+        return base_env()
+
+    def _streams(self, log: BinaryIO) -> dict[str, Any]:
+        """Return Popen's arguments for the standard streams of a rank."""
+        return {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+
+    def _before_exec(self) -> Callable[[], None]:
+        """Return what a rank's process runs before its program."""
+        return begins_afresh()
 
     def _reap(self, rank: Rank) -> None:
         code, ended_ns = rank.process.wait(), time.time_ns()
@@ -381,7 +391,7 @@ def _with_guard(env: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _begins_afresh() -> Callable[[], None]:
+def begins_afresh() -> Callable[[], None]:
     """Return `dies_with_parent` for a rank, which also gets SIGINT as a fresh process does: workers of Ray block it."""
     tie_to_parent = dies_with_parent()
 

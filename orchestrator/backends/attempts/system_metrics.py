@@ -13,7 +13,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import open_to_append, read_json
 from orchestrator.backends.devices.nvml import NvmlDevice
 from orchestrator.backends.devices.readers import read_devices
-from orchestrator.specs.cluster import DeviceId
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.metric_row import is_bounded_number
 from orchestrator.specs.run import AttemptFolder
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.nvml import NvmlDevice, NvmlReading
-from orchestrator.specs.cluster import DeviceId
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.replace import replace
 
 READERS: Mapping[str, Callable[[], NvmlReading]] = {"nvml": nvml.devices}

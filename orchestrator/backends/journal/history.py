@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import CoreConfig, PydanticSerializationError, SchemaSerializer, SchemaValidator
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
+from orchestrator.specs.events import Event
 from orchestrator.specs.report_bounds import bounded_report
 from orchestrator.specs.spec_model import HISTORY
 
+EVENTS = Annotated[Event, Field(discriminator="type")]
 # What a core schema says of values beyond their type
 # (docs.pydantic.dev/latest/api/pydantic_core_schema).
 RULES = (

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
 
 import sqlalchemy as sa
-from pydantic import Field
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.history import Unreadable, codec_of
+from orchestrator.backends.journal.history import EVENTS, Unreadable, codec_of
 from orchestrator.backends.journal.outbox import Notices, Outbox
 from orchestrator.backends.journal.salvage import salvage_job, salvage_submission
 from orchestrator.backends.journal.set_aside import SetAside
@@ -42,8 +40,6 @@ _jobs = table(
     ended_at=sa.Float,  # when the last device was given back
     body=sa.Text,
 )
-
-EVENTS = Annotated[Event, Field(discriminator="type")]
 
 
 class Journal:

@@ -29,7 +29,7 @@ from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.ray import connection
 from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.cluster import DeviceId
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.run import AttemptFolder, JobFolder
 

@@ -12,7 +12,8 @@ from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.ray.link import Link, read_devices
-from orchestrator.specs.cluster import ClusterSpec, DeviceId, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.device_kind import DeviceId
 
 NODE_LABEL, DEVICE_LABEL = "orc-node", "orc-device"
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.cluster import ClusterSpec, DeviceId, DeviceSpec, NodeSpec, catalogue_device
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
+from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.devices import load_devices, load_nvml_names
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_bytes

@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from orchestrator.service.commands.init.proposal import proposal
-from orchestrator.service.commands.init.shell_text import split_line
+from orchestrator.service.commands.init.shell_text import first_command
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.written import as_yaml, as_yaml_line
@@ -138,7 +138,7 @@ def propose(command: str, folder: str) -> str:
     if not os.path.isabs(folder) or not os.path.isdir(folder):
         hint = "write an absolute path on the service's machine, or use `orc init` on your own"
         raise SpecError("no such folder", source=SOURCE, path="folder", got=folder, hint=hint)
-    return proposal(split_line(command), FilePath(folder), {})
+    return proposal(first_command(command), FilePath(folder), {})
 
 
 def field_values(text: str) -> dict[str, str]:

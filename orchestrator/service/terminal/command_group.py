@@ -11,7 +11,7 @@ from orchestrator.specs.errors import SpecError
 
 # in the order in which help shows them; a command of no panel comes last, under "Others"
 PANELS = {
-    "Begin": ("demo", "doctor", "up", "down", "open", "init"),
+    "Begin": ("demo", "doctor", "up", "down", "open", "init", "launch"),
     "Plan, before anything starts": ("plan", "estimate", "fit", "simulate", "calibrate", "schema"),
     "Submit and follow": (
         "submit",

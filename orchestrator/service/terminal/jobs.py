@@ -16,6 +16,7 @@ from orchestrator.service.terminal.options import (
     Home,
     JobFile,
     JobId,
+    JobOrFolder,
     Pinned,
     Settings,
     client_of,
@@ -118,12 +119,18 @@ def rehearse(
     )
 
 
-def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show everything about one job: attempts, changes, predicted and measured peaks, failures; or a sweep's trials."""
     from orchestrator.service.terminal.sweep_tables import sweep_panel
     from orchestrator.service.terminal.tables import job_panel
     from orchestrator.specs.job.sweep import SWEEP
 
+    if Path(job_id).is_dir():
+        from orchestrator.service.commands.launch.shown import show_folder
+
+        launched = show_folder(Path(job_id))
+        tell(dict(launched), as_json, job_panel(launched, console_on(sys.stdout).width))
+        return
     client = client_of(home)
     if job_id.startswith(SWEEP) and any(sweep.id == job_id for sweep in client.sweeps()):
         sweep = client.sweep(job_id)
@@ -133,12 +140,17 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
     tell(dict(job), as_json, job_panel(job, console_on(sys.stdout).width))
 
 
-def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+def explain(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Explain a job: what would start it sooner, predicted and measured bytes by cause, what each attempt changed."""
     from orchestrator.service.terminal.plan_tables import explanation_panel
 
-    with show_spinner("asking what would start it sooner"):
-        explanation = client_of(home).explanation(job_id)
+    if Path(job_id).is_dir():
+        from orchestrator.service.commands.launch.shown import explain_folder
+
+        explanation = explain_folder(Path(job_id))
+    else:
+        with show_spinner("asking what would start it sooner"):
+            explanation = client_of(home).explanation(job_id)
     tell(dict(explanation), as_json, explanation_panel(explanation))
 
 

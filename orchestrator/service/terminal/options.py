@@ -39,6 +39,14 @@ JobId = Annotated[
         metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids
     ),
 ]
+JobOrFolder = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB|FOLDER",
+        help="Id of the job, or a folder in which `orc launch` ran.",
+        autocompletion=job_ids,
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

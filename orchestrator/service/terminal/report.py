@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,6 +37,10 @@ class ReportFormat(StrEnum):
 
 
 def report(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Folder in which `orc launch` ran; without it, the service's night."),
+    ] = None,
     home: Home = DEFAULT_HOME,
     since: Annotated[
         str,
@@ -49,7 +54,13 @@ def report(
     """Report what ended, failed, recovered or is late, what it cost, and what to do now."""
     from orchestrator.service.views.report import html, markdown, parse_since
 
-    answer = client_of(home).report(parse_since(since, time.time()))
+    since_s = parse_since(since, time.time())
+    if folder is None:
+        answer = client_of(home).report(since_s)
+    else:
+        from orchestrator.service.commands.launch.shown import report_folder
+
+        answer = report_folder(folder, since_s, time.time())
     if as_json or form is ReportFormat.TEXT:
         tell(asdict(answer), as_json, _panel(answer))
     else:

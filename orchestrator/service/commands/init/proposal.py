@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ FILES_MAX = 64  # JSON files beside a script that are searched for a DeepSpeed c
 INHERITS = ("hf", "trl", "lightning", "litgpt", "llamafactory", "axolotl", "torchtune")
 SAYS_SUCCESS = ("trl", "litgpt", "llamafactory", "axolotl", "torchtune")
 HUB_TOKEN = "HF_TOKEN"
+UNKNOWN_BATCH = "global_batch_size: 1"  # where nothing says it, so that the rest can be read
 HUBS = {
     "huggingface_hub",
     "transformers",
@@ -44,6 +46,16 @@ HUBS = {
     "trl",
 }  # that load from the Hugging Face hub
 OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A command as it was read: its parts, what controls it, and the text of a job file."""
+
+    typed: TypedCommand
+    script: Script
+    bare: BareCommand
+    text: str  # without `global_batch_size` where nothing says it
 
 
 def proposal(
@@ -56,6 +68,13 @@ def proposal(
 
     Raises SpecError if the command starts no training.
     """
+    return read_proposal(argv, folder, environment, run_help).text
+
+
+def read_proposal(
+    argv: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False
+) -> Proposal:
+    """Return the command's parts beside the text of `proposal`. Raises SpecError if it starts no training."""
     typed = read_command(argv, folder)
     readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
     script = (
@@ -66,14 +85,19 @@ def proposal(
     if run_help:
         script = with_help(script, typed)
     framework, source = _framework(typed, script), f"the proposal for {shlex.join(argv)}"
-    head, *lines = (*_lines(typed, script, run_help), *_secrets(typed, script, environment))
+    bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
+    head, *lines = (
+        *_lines(typed, script, bare, run_help),
+        *_secrets(typed, script, environment),
+    )
     is_whole = any(line.startswith("global_batch_size:") for line in lines)
-    batch = [] if is_whole else ["global_batch_size: 1"]
+    batch = [] if is_whole else [UNKNOWN_BATCH]
     spec = parse_jobs("\n".join((*lines, *batch)), source)[0]
     has_success = framework in SAYS_SUCCESS or bool(spec.success.artifacts)
     lines += results(spec, script, framework, has_success=has_success)
     spec = parse_jobs("\n".join((*lines, *batch)), source)[0]
-    return "\n".join((head, *verdict(spec, script, framework, is_whole=is_whole), *lines)) + "\n"
+    text = "\n".join((head, *verdict(spec, script, framework, is_whole=is_whole), *lines))
+    return Proposal(typed=typed, script=script, bare=bare, text=text + "\n")
 
 
 def _framework(typed: TypedCommand, script: Script) -> Framework | None:
@@ -94,10 +118,9 @@ def _framework(typed: TypedCommand, script: Script) -> Framework | None:
     return "deepspeed" if load_preset("deepspeed")["config_flag"] in flags else None
 
 
-def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
+def _lines(typed: TypedCommand, script: Script, bare: BareCommand, has_run: bool) -> Iterator[str]:
     framework, folder = _framework(typed, script), typed.folder
     differing = _missing_knobs(framework, script) if framework and framework not in INHERITS else {}
-    bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
     knobs = {**differing, **bare.knobs}
     names = {
         name
@@ -106,12 +129,12 @@ def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
         for name in _names(knob)
     }
     arguments = typed.command[typed.arguments :]
-    required = [flag for flag in script.flags if flag.required and flag.name not in names]
-    needed = [
-        flag
-        for flag in required
-        if not (arguments and flag.kind == "positional") and flag.name not in bare.names
-    ]
+    needed = [flag for flag in script.flags if flag.required and flag.name not in names]
+    missing = list[str]()
+    if arguments:  # a parser of its package may be another program's: what was typed is whole
+        missing = [flag.name for flag in needed if flag.kind != "positional"]
+        needed = []
+    missing = [name for name in missing if name not in bare.names]
     command = [*bare.command, *_command(framework, folder, needed, bare=not arguments)]
     read = (
         typed.script.name
@@ -124,6 +147,8 @@ def _lines(typed: TypedCommand, script: Script, has_run: bool) -> Iterator[str]:
     for way in script.unread:
         yield f"# Not read: settings by {way}."
     yield f"name: {_name(folder, typed)}"
+    if missing:
+        yield f"# {CHECK}not typed, though a parser here requires: {', '.join(missing)}."
     if needed:
         names_needed = ", ".join(flag.name for flag in needed)
         yield f"# {CHECK}required: {names_needed}; replace by your own values."

@@ -20,7 +20,10 @@ from orchestrator.specs.job.trainer import is_python, program_name
 
 SCRIPT_BYTES_MAX = 2**20
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-SHELL_WORD = re.compile(r"[|&;]+|\d?>>?.*|&>.*|<.*")  # a redirection, a pipe, the end of a command
+# A quoted or escaped part of a line, or where its command ends: a redirection, a pipe, the next one.
+SHELL_PART = re.compile(
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<end>[|&;]+(?=\s|$)|\d?>|&>|<)"""
+)
 HIDDEN = re.compile(
     r"login|token|secret|passw|api.?key", re.IGNORECASE
 )  # in a line that may hold a secret
@@ -91,10 +94,10 @@ def split_line(line: str) -> list[str]:
         return line.split()
 
 
-def first_command(argv: Sequence[str]) -> tuple[str, ...]:
-    """Return the words before a redirection, a pipe or a second command."""
-    ends = (index for index, word in enumerate(argv) if SHELL_WORD.fullmatch(word))
-    return tuple(argv[: next(ends, len(argv))])
+def first_command(line: str) -> tuple[str, ...]:
+    """Return the words of a shell line before a redirection, a pipe or a second command; quoted operators are words."""
+    ends = (match.start() for match in SHELL_PART.finditer(line) if match["end"])
+    return tuple(split_line(line[: next(ends, len(line))]))
 
 
 def find_shell_text(argv: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> ShellText | None:
@@ -190,7 +193,7 @@ def read_shell(
         values[TASK_VARIABLE] = f"{{{TASK}}}"
     folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
     for line in _lines(re.sub(folder_of_script, script.beside, script.text)):
-        parts = first_command(split_line(_fill_variables(line, values, arguments)))
+        parts = first_command(_fill_variables(line, values, arguments))
         if not parts:
             continue
         if parts[0] == "cd" and len(parts) > 1 and "$" not in parts[1]:

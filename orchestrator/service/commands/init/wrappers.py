@@ -18,7 +18,6 @@ from orchestrator.service.commands.init.shell_text import (
     ASSIGNMENT,
     SHELLS,
     find_shell_text,
-    first_command,
     read_shell,
     starts_training,
 )
@@ -73,7 +72,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
     """
     env, notes = dict[str, str](), list[str]()
     slurm, prefix, environment = dict[str, str](), tuple[str, ...](), tuple[str, ...]()
-    rest, has_srun = first_command(argv), False
+    rest, has_srun = tuple(argv), False
     for _ in range(DEPTH_MAX):
         if not rest:
             break

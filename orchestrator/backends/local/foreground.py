@@ -1,0 +1,191 @@
+"""Ranks in the foreground: with the caller's environment and streams, or with a terminal of their own.
+
+Standard library and pynvml only, as the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pty
+import select
+import signal
+import stat
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from orchestrator.backends.attempts.durable import open_to_append
+from orchestrator.backends.attempts.launcher import Launcher, begins_afresh
+from orchestrator.backends.attempts.system_metrics import Watched
+from orchestrator.specs.run import AttemptFolder
+
+LOG_BYTES_MAX = 64 * 2**20  # that are kept of a rank's output as evidence
+CHUNK_BYTES = 64 * 1024
+DRAIN_S = 1.0  # for what a terminal still holds after its program has ended
+# A rank that reported its own end ends by itself, after the uploads of its loggers; one that waits
+# for ever in a destructor does not.
+GRACE_S = 60.0
+
+
+class Terminal:
+    """A pseudo-terminal of one rank, between it and the terminal of the caller."""
+
+    def __init__(self, log: Path) -> None:
+        self.main, self.rank_side = pty.openpty()
+        self._log = open_to_append(log)
+        self._log_bytes = 0
+        self._before: list[Any] | None = None  # settings of the caller's terminal
+        settings = termios.tcgetattr(self.rank_side)
+        settings[1] &= ~termios.OPOST  # the caller's terminal turns line feeds
+        termios.tcsetattr(self.rank_side, termios.TCSANOW, settings)
+        self._ended = threading.Event()
+        self._pump = threading.Thread(target=self._copy, daemon=True)
+
+    def begin(self) -> None:
+        """Pass input and output on from now on."""
+        os.close(self.rank_side)
+        self.resize()
+        self.take_over()
+        self._pump.start()
+
+    def take_over(self) -> None:
+        """Pass single keys on, where the caller's terminal is in our hands; it still turns keys into signals."""
+        with contextlib.suppress(OSError):  # no terminal, or not that of this session
+            if os.tcgetpgrp(0) == os.getpgrp():
+                self._before = termios.tcgetattr(0)
+                tty.setcbreak(0, termios.TCSADRAIN)  # what was typed before stays
+
+    def give_back(self) -> None:
+        """Restore the caller's terminal."""
+        if self._before is not None:
+            termios.tcsetattr(0, termios.TCSADRAIN, self._before)
+            self._before = None
+
+    def resize(self) -> None:
+        """Give the rank's terminal the size of the caller's."""
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(1, termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(self.main, termios.TIOCSWINSZ, size)
+
+    def close(self) -> None:
+        """Pass on what is left, and restore the caller's terminal."""
+        self._ended.set()
+        if self._pump.is_alive():
+            self._pump.join(DRAIN_S)
+        self.give_back()
+        self._log.close()
+
+    def _copy(self) -> None:
+        """Copy until the rank's side is closed by all; after its end until nothing comes any more."""
+        while True:
+            sources = [self.main] if self._before is None else [self.main, 0]
+            ready, _, _ = select.select(sources, [], [], 0.1)
+            if not ready and self._ended.is_set():
+                return
+            if self.main in ready:
+                try:
+                    data = os.read(self.main, CHUNK_BYTES)
+                except OSError:  # EIO: nobody has the other side open
+                    return
+                self._show(data)
+            if 0 in ready and (typed := os.read(0, CHUNK_BYTES)):
+                os.write(self.main, typed)
+
+    def _show(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a terminal that went away
+            os.write(1, data)
+        self._log_bytes += len(data)
+        with contextlib.suppress(OSError):  # a full disk must not end the training
+            if self._log_bytes > LOG_BYTES_MAX:
+                os.ftruncate(self._log.fileno(), 0)
+                self._log_bytes = len(data)
+            self._log.write(data)
+
+
+class OutputFiles:
+    """Regular files behind the caller's streams, with their sizes at the begin of an attempt."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[tuple[int, int], tuple[int, int]] = {}  # file -> (stream, offset)
+        for stream in (1, 2):
+            with contextlib.suppress(OSError):
+                status = os.fstat(stream)
+                if stat.S_ISREG(status.st_mode):
+                    file = (status.st_dev, status.st_ino)
+                    self._offsets.setdefault(file, (stream, status.st_size))
+
+    def keep(self, log: Path) -> None:
+        """Append what was written to the files since then to a log, the last LOG_BYTES_MAX of each."""
+        for stream, offset in self._offsets.values():
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/self/fd/{stream}", "rb") as source,
+                open_to_append(log) as target,
+            ):
+                source.seek(max(offset, os.fstat(stream).st_size - LOG_BYTES_MAX))
+                left = LOG_BYTES_MAX
+                while left > 0 and (data := source.read(CHUNK_BYTES)):
+                    target.write(data)
+                    left -= len(data)
+
+
+class Foreground(Launcher):
+    """The launcher of the caller's own processes: nothing of what they inherit is changed but by their plan."""
+
+    def __init__(
+        self, folder: AttemptFolder, epoch_path: str, epoch: int, mark: str, watched: Watched
+    ) -> None:
+        super().__init__(str(folder.path), epoch_path, epoch, mark, watched)
+        self.terminal: Terminal | None = None
+
+    def use_terminal(self) -> None:
+        """Give the one rank that follows a terminal of its own."""
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        self.terminal = Terminal(self._folder.log(0))
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to every rank's process group."""
+        self._signal(signal.Signals(number))
+
+    def _inherited_env(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def _streams(self, _log: BinaryIO) -> dict[str, Any]:
+        if self.terminal is None:
+            return {}
+        streams = zip((0, 1, 2), ("stdin", "stdout", "stderr"), strict=True)
+        return {name: self.terminal.rank_side for stream, name in streams if os.isatty(stream)}
+
+    def _before_exec(self) -> Callable[[], None]:
+        afresh, terminal = begins_afresh(), self.terminal
+
+        def hook() -> None:
+            afresh()
+            if terminal is not None:
+                fcntl.ioctl(terminal.rank_side, termios.TIOCSCTTY, 0)
+
+        return hook
+
+    def _notice_failure(self) -> None:
+        if len(self._ranks) > 1:
+            super()._notice_failure()
+            return
+        for rank in self._ranks.values():
+            if self._any(self._folder.oom, rank.number):
+                self._kill_within(GRACE_S)
+
+
+def say(text: str) -> None:
+    """Print a line of ours to stderr, where anybody reads it."""
+    try:
+        print(f"[orc] {text}", file=sys.stderr, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
+            raise

@@ -1,0 +1,332 @@
+"""`orc launch` while the training runs: starts what its core planned, passes signals on, and waits.
+
+The core (`orchestrator.service.commands.launch.core`) is a child that ends before the ranks start, and is run again
+after an end that is no success. So this process stays small: standard library and pynvml only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.launcher import LauncherStatus
+from orchestrator.backends.attempts.system_metrics import Watched
+from orchestrator.backends.local.foreground import Foreground, OutputFiles, say
+from orchestrator.specs.run import AttemptFolder
+
+CORE = "orchestrator.service.commands.launch.core"
+OWN_ERROR = 125  # as of `timeout` and `docker run`: the command itself was not the cause
+NO_PROGRAM, NO_PERMISSION = 127, 126
+FLAGS = ("--dry-run", "--once", "--resume", "--requeue")
+GRACE_S = 30.0  # KillWait of Slurm (slurm.conf)
+LOCK_WAIT_S = 60.0  # another line plans within seconds
+TICK_S = 0.25
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_ON = (*ENDS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTSTP)
+# Variables by which a starter of several processes says how many there are, and which one this is.
+STARTERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("WORLD_SIZE", "RANK"),
+)
+
+
+class Refusal(Exception):
+    """An error of ours, or of what stands before the command."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of what stands before the command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error, whose exit code is ours."""
+        raise Refusal(message)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `orc launch` with these words, and return its exit code."""
+    parser = Parser(prog="orc launch", add_help=False, allow_abbrev=False)
+    for name in FLAGS:
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--devices")
+    parser.add_argument("--grace", type=float, default=GRACE_S)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    try:
+        options = parser.parse_args(words)
+    except Refusal as error:
+        say(str(error))
+        return OWN_ERROR
+    return run_line(options)
+
+
+def run_line(options: Namespace) -> int:
+    """Run a line to its end, and return its exit code."""
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    try:
+        if not options.command:
+            raise Refusal("nothing to launch: orc launch python train.py --lr 1e-3")
+        count, number = tasks(os.environ)
+        if count == 1 or options.dry_run:
+            return Watch(options).run()
+        if number == 0:
+            say(f"{count} processes are started side by side: each runs its command as typed")
+        become(options.command)
+    except Refusal as error:
+        say(str(error))
+    except Exception:  # the edge: a fault of ours is told apart from the command's
+        traceback.print_exc()
+    return OWN_ERROR
+
+
+def tasks(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return how many processes a starter runs side by side, and this one's number; (1, 0) without one."""
+    for size, rank in STARTERS:
+        count, number = environment.get(size, ""), environment.get(rank, "")
+        if count.isdecimal() and int(count) > 1 and number.isdecimal():
+            return int(count), int(number)
+    return 1, 0
+
+
+def become(command: Sequence[str]) -> NoReturn:
+    """Replace this process by the command as typed."""
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        say(f"{command[0]}: {error.strerror}")
+        os._exit(NO_PERMISSION if isinstance(error, PermissionError) else NO_PROGRAM)
+
+
+class Watch:
+    """A run of `orc launch`."""
+
+    def __init__(self, options: Namespace) -> None:
+        self._options = options
+        self._launcher: Foreground | None = None
+        self._core: subprocess.Popen[str] | None = None
+        self._signals: list[int] = []  # that asked for an end
+        self._locks: list[BinaryIO] = []  # held as long as this process lives
+
+    def run(self) -> int:
+        """Return the exit code after the last attempt. Raises Refusal."""
+        for number in PASSED_ON:
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN  # as under nohup
+            if not is_ignored and not self._options.dry_run:
+                signal.signal(number, self._on_signal)
+        with planning_turn():
+            plan = self._ask({"request": vars(self._options), "cwd": os.getcwd()})
+            for lock in plan.get("locks", ()):
+                self._lock(**lock)
+        while "exit" not in plan:
+            self._wait(plan["wait_s"])
+            code = self._attempt(plan)
+            if code is not None:
+                return code
+            plan |= self._ask(
+                {"state": plan["state"], "code": self._code, "signals": self._signals}
+            )
+        return int(plan["exit"])
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the core's answer, whose lines are printed; without one before any attempt the command runs bare.
+
+        Raises Refusal.
+        """
+        self._core = subprocess.Popen(
+            [sys.executable, "-m", CORE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        text, _ = self._core.communicate(json.dumps(question))
+        self._core = None
+        try:
+            answer: dict[str, Any] = json.loads(text)
+        except ValueError:
+            if self._signals:  # which ended it
+                return {"exit": self._end_code(0)}
+            if "request" in question and not self._options.dry_run:
+                say("its core failed: the command runs as typed, without it")
+                become(self._options.command)
+            raise Refusal("its core failed, and says why above") from None
+        for line in answer["lines"]:
+            say(line)
+        return answer
+
+    def _lock(self, path: str, content: dict[str, Any], refuses: str) -> None:
+        """Hold a lock to the end of this process; `refuses` is the error where another one has it, "" for none."""
+        try:
+            file = open_lock(path)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if refuses and isinstance(error, BlockingIOError):
+                raise Refusal(refuses) from None
+            return
+        file.truncate()
+        file.write(json.dumps({**content, "pid": os.getpid()}).encode())
+        file.flush()
+        self._locks.append(file)
+
+    def _wait(self, wait_s: float) -> None:
+        """Wait before an attempt, until something asks for an end."""
+        end_s = time.monotonic() + wait_s
+        while not self._signals and time.monotonic() < end_s:
+            time.sleep(min(TICK_S, wait_s))
+
+    def _attempt(self, plan: dict[str, Any]) -> int | None:
+        """Run an attempt; return the exit code where the core need not judge, else None, and keep it."""
+        if self._signals:
+            return self._end_code(0)
+        folder = AttemptFolder(plan["folder"])
+        files = OutputFiles()
+        status = self._run_ranks(plan, folder)
+        files.keep(folder.log(0))
+        first = status["first_ended"]
+        ending = {
+            "first_ended_rank": None if first is None else first[0],
+            "host_oom_kills": status["host_oom_kills"],
+            "launch_error": status["error"],
+            "no_program": status["no_program"],
+            "stopped": bool(self._signals),
+        }
+        write_durably(folder.path / "ending.json", json.dumps(ending))
+        if status["error"] and not status["pids"]:
+            say(status["error"])
+            return NO_PROGRAM if status["no_program"] else OWN_ERROR
+        code = 0 if first is None else status["exit_codes"][first[0]] or 0
+        code = 128 - code if code < 0 else code
+        self._code = self._end_code(code)
+        is_judged = plan["judges"] or self._signals or has_evidence(folder, code)
+        return None if is_judged and not has_lost_reader() else self._code
+
+    def _run_ranks(self, plan: dict[str, Any], folder: AttemptFolder) -> LauncherStatus:
+        """Run the ranks to their end, in a terminal of its own where one has ours."""
+        launcher = Foreground(
+            folder, plan["epoch_path"], plan["epoch"], plan["mark"], Watched(**plan["watched"])
+        )
+        ranks = [(rank, tuple(argv), env) for rank, argv, env in plan["ranks"]]
+        if len(ranks) == 1 and os.isatty(1):
+            launcher.use_terminal()
+        try:
+            status = launcher.start(ranks, plan["workdir"], plan["count"])
+            self._launcher = launcher
+            if launcher.terminal is not None:
+                launcher.terminal.begin()
+            while status["state"] != "ended":  # by the ranks, or by a signal
+                status = launcher.wait(status["version"], TICK_S)
+        finally:
+            self._launcher = None
+            if launcher.terminal is not None:
+                launcher.terminal.close()
+        return status
+
+    def _end_code(self, code: int) -> int:
+        """Return the exit code after the script's own: 143 after our SIGTERM, unless the core says that it is done."""
+        if signal.SIGTERM in self._signals:
+            return 128 + signal.SIGTERM
+        return code or (128 + self._signals[0] if self._signals else 0)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        """Pass a signal on; an end has its grace, and a second interrupt kills."""
+        launcher = self._launcher
+        is_second = number == signal.SIGINT and number in self._signals
+        if number in ENDS:
+            self._signals.append(number)
+        if number == signal.SIGTSTP:
+            self._stop_with_ranks()
+        elif launcher is not None:
+            if number == signal.SIGWINCH and launcher.terminal is not None:
+                launcher.terminal.resize()
+            launcher.signal(number)
+            if is_second:
+                launcher.abort(0.0)
+            elif number in (signal.SIGTERM, signal.SIGHUP):
+                launcher.abort(self._options.grace)
+        elif self._core is not None and number in ENDS:
+            self._core.terminate()
+
+    def _stop_with_ranks(self) -> None:
+        """Stop the ranks and this process, as a shell's Ctrl-Z does, until it is continued."""
+        launcher = self._launcher
+        terminal = None if launcher is None else launcher.terminal
+        if launcher is not None:
+            launcher.signal(signal.SIGSTOP)
+        if terminal is not None:
+            terminal.give_back()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if terminal is not None:
+            terminal.take_over()
+        if launcher is not None:
+            launcher.signal(signal.SIGCONT)
+
+
+def has_evidence(folder: AttemptFolder, code: int) -> bool:
+    """Return whether an attempt left anything to judge: a success only what it caught, a failure any trace."""
+    if code == 0:
+        return any(folder.path.glob("rank*.caught.json"))
+    log = folder.log(0)
+    is_killed = code == 128 + signal.SIGKILL
+    has_log = log.exists() and log.stat().st_size > 0
+    return is_killed or has_log or any(folder.path.glob("rank*.json"))
+
+
+def has_lost_reader() -> bool:
+    """Return whether whoever read our output has closed it, as `head` does: nobody waits for more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+@contextlib.contextmanager
+def planning_turn() -> Iterator[None]:
+    """Let one line of this machine plan at a time, so that no two count on the same free bytes; bounded."""
+    folder = lock_folder()
+    if folder is None:
+        yield
+        return
+    with open_lock(str(folder / "planning")) as file:
+        end_s = time.monotonic() + LOCK_WAIT_S
+        while time.monotonic() < end_s:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(TICK_S)
+        yield
+
+
+def open_lock(path: str) -> BinaryIO:
+    """Return a lock's file, which other users may lock, too. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with contextlib.suppress(OSError):  # another user's
+        os.fchmod(descriptor, 0o666)
+    return os.fdopen(descriptor, "r+b")
+
+
+def lock_folder() -> Path | None:
+    """Return the folder of this machine's locks, which all users share; None where there can be none."""
+    folder = Path(tempfile.gettempdir()) / "orc-launch"
+    try:
+        folder.mkdir(exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            folder.chmod(0o1777)
+    except OSError:
+        return None
+    return folder

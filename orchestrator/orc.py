@@ -1,0 +1,20 @@
+"""The `orc` command. `orc launch` starts without the libraries of the other commands."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run one command; ends the process with its exit code."""
+    if sys.argv[1:2] == ["launch"] and sys.argv[2:3] not in ([], ["--help"]):
+        from orchestrator.backends.local.watch import main as launch
+
+        sys.exit(launch(sys.argv[2:]))
+    from orchestrator.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

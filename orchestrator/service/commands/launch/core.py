@@ -1,0 +1,438 @@
+"""The core of `orc launch`, a child of its watcher: reads one question, and says what to start, or how it ends.
+
+It plans, judges and decides as the service does, by the same scheduler, evidence and requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.evidence import Ending, collect, read_ending
+from orchestrator.backends.attempts.launch_request import LaunchNode, RankRequest
+from orchestrator.backends.attempts.launcher import free_port
+from orchestrator.backends.attempts.leftovers import mark_of
+from orchestrator.backends.attempts.output_scan import SearchResult
+from orchestrator.backends.attempts.script_output import FileAccess
+from orchestrator.backends.attempts.start import request_of, write_files
+from orchestrator.backends.local.drive import Drive
+from orchestrator.backends.ports import Lookups
+from orchestrator.backends.redaction import without_secrets
+from orchestrator.planning.render import script_command
+from orchestrator.scheduling.options.asks import with_allowed
+from orchestrator.scheduling.reports.advice import help_for
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.commands.diagnose import ELSEWHERE
+from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
+from orchestrator.service.commands.launch.records import FOLDER, Records
+from orchestrator.service.commands.launch.typed_job import (
+    TypedJob,
+    content_of,
+    identity_of,
+    plain_argv,
+    read_typed,
+    unread_spec,
+)
+from orchestrator.specs.actions import Launch, Record
+from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.events import (
+    Finished,
+    NodesSeen,
+    Released,
+    RetryRequested,
+    Started,
+    Submitted,
+    TimerFired,
+    UpdateRequested,
+)
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import Knob
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.profile import Source
+from orchestrator.specs.replace import replace
+
+OWN_ERROR = 125
+GUARD_SETTINGS = "ORC_GUARD"  # variable by which each Python process of a script is guarded
+TRACKER = "MLFLOW_TRACKING_URI"
+REQUEUES_MAX = 64  # of one job of Slurm
+REQUEUE_TIMEOUT_S = 30.0
+WAKES_MAX = 8  # back-offs and waits that are passed before the next launch
+HOLDER = "orc launch"  # who holds a job between two lines
+# Variables of a request that a command in the foreground has from its caller, or does without.
+LEFT_OUT = ("TORCH_EXTENSIONS_DIR", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")
+
+RECORDED = (
+    "argv",
+    "lead",
+    "python",
+    "output",
+    "hints",
+    "logs_itself",
+)  # of a typed job, in its run
+
+TOLD_TO_END = Heartbeat(
+    rank=0,
+    step=0,
+    steps_done=0,
+    step_s=None,
+    peak_bytes=0,
+    phase=Phase.STARTUP,
+    at_s=0.0,
+    signal=signal.SIGTERM,
+)
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OwnAccess(FileAccess):
+    """Sees only checkpoints that were written since this state began: older ones are another training's."""
+
+    since_s: float = 0.0
+
+    def search(
+        self, root: Path, patterns: Sequence[str], holds: Sequence[str] | None = None
+    ) -> SearchResult:
+        """Return the matches that were written since then."""
+        result = super().search(root, patterns, holds)
+        fresh = (match for match in result.matches if match.mtime_ns >= self.since_s * 1e9)
+        return replace(result, matches=tuple(fresh))
+
+
+def answer_to(question: Mapping[str, Any]) -> Answer:
+    """Return what the watcher does next."""
+    if "request" in question:
+        return _begin(question["request"], Path(question["cwd"]))
+    records = Records(Path(question["state"]))
+    number = settle(records)
+    return _follow(records, number, question)
+
+
+def _begin(request: Mapping[str, Any], folder: Path) -> Answer:
+    """Return the first attempt of a line, or the next of one that was left. Raises SpecError."""
+    command, is_dry = request["command"], request["dry_run"]
+    machine = find_machine(request["devices"])
+    identity = identity_of((*command, request["devices"] or ""), folder, os.environ)
+    home = folder / FOLDER / identity
+    records = Records(home)
+    holder = read_holder(records.lock)
+    if holder is not None and not is_dry:
+        text = f"process {holder.get('pid')} on {holder.get('host')} runs this line already"
+        return {"exit": OWN_ERROR, "lines": [text]}
+    records.writes = not is_dry
+    settle(records)
+    job = read_typed(command, folder, machine.node.devices, home)
+    run = {name: getattr(job, name) for name in RECORDED}
+    run |= {"content": content_of(command, folder), **request}
+    lines = [*machine.notes, *(job.notes if is_dry else job.notes[:1])]
+    note = _open_run(records, job.spec, run)
+    if note is None:
+        return {"exit": 0, "lines": ["this line has finished before: --once runs it once"]}
+    answer = _next(records, machine)
+    if answer is None and job.argv is not None:  # such as a batch that cannot be cut
+        _submit(records, unread_spec(job.argv, folder), run, afresh=True)
+        answer = _next(records, machine)
+    if answer is None:
+        return {"exit": OWN_ERROR, "lines": [*lines, f"no plan: {records.job.reason}"]}
+    lines += [*filter(None, [note]), *answer["lines"]]
+    if is_dry:
+        return {"exit": 0, "lines": [*lines, *_describe(job)]}
+    return {**answer, "lines": lines}
+
+
+def _open_run(records: Records, spec: JobSpec, run: Answer) -> str | None:
+    """Begin a run, or let the last one go on; return a note on that, None where it has finished and runs once."""
+    before = records.drive.job
+    is_same = records.run.get("content") == run["content"]
+    if before is None:
+        _submit(records, spec, run, afresh=True)
+        return ""
+    if before.status is JobStatus.SUCCEEDED:
+        if is_same and run["once"]:
+            return None
+        _submit(records, spec, run, afresh=not is_same)
+        return ""
+    if is_same or run["resume"]:
+        _take_up(records, spec, before)
+        return f"goes on with what attempt {len(before.attempts)} of this line left"
+    _submit(records, spec, run, afresh=True)
+    return "its script or configuration has changed: it begins anew"
+
+
+def _submit(records: Records, spec: JobSpec, run: Answer, *, afresh: bool, after: str = "") -> None:
+    """Begin a run of a job, which goes on with the job `after`."""
+    order = 1 if afresh else records.drive.scheduler.state.submitted + 1
+    now_s, name = time.time(), f"{spec.name}-{order}"
+    records.begin({"at_s": now_s, **run, "job": name}, afresh=afresh)
+    records.tell(Submitted(job_id=name, order=order, spec=spec, retry_of=after or None, at_s=now_s))
+
+
+def _take_up(records: Records, spec: JobSpec, before: Job) -> None:
+    """Let a job that was left go on: one between attempts, or one that failed."""
+    if before.held_by is not None:
+        records.tell(UpdateRequested(job_id=before.id, spec=before.spec, at_s=time.time()))
+    elif before.status.ended or before.asks:
+        _submit(records, spec, records.run, afresh=False, after=before.id)
+
+
+def _next(records: Records, machine: Machine) -> Answer | None:
+    """Return the next attempt as the watcher starts it; None where the scheduler starts none."""
+    drive, now_s = records.drive, time.time()
+    nodes = idle_nodes(machine.cluster)
+    records.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
+    at_s = now_s
+    for _ in range(WAKES_MAX):
+        wake_s = drive.scheduler.wake_at_s()
+        if drive.launches or records.job.asks or wake_s is None:
+            break
+        at_s = wake_s
+        records.tell(TimerFired(at_s=at_s))
+    if not drive.launches:
+        return None
+    launch = drive.launches.pop()
+    records.tell(Started(job_id=launch.job.id, number=launch.attempt.number, at_s=at_s))
+    if not records.typed and records.run["argv"] is not None:
+        records.start_as_typed()
+    launch = Launch(job=records.job, attempt=records.job.attempts[-1])
+    return _prepare(records, machine, launch) | {"wait_s": at_s - now_s}
+
+
+def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
+    """Return an attempt as the watcher starts it, with its files written."""
+    attempt = launch.attempt
+    folder = records.folder.attempt(attempt.number)
+    node = LaunchNode(
+        name=machine.node.name,
+        address="127.0.0.1",
+        device=machine.node.device,
+        devices=machine.node.devices,
+        cpus=os.cpu_count() or 1,
+        device_ids=machine.node.device_ids,
+    )
+    nodes, access = {node.name: node}, _access(records)
+    request = request_of(
+        launch.job, attempt, records.home, nodes, free_port(), sys.executable, access
+    )
+    if records.writes:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_durably(records.folder.epoch, str(attempt.number))
+        write_files(request)
+        if machine.is_cpu:
+            guard = json.loads(folder.guard.read_text())
+            write_durably(folder.guard, json.dumps(guard | {"virtual_capacity_bytes": None}))
+    resumes = (str(folder.resume), json.dumps({"checkpoint": None})) not in request.files
+    is_command = records.run["argv"] is not None
+    is_typed = is_command and not resumes and records.typed == str(attempt.plan)
+    ((_, processes),) = request.ranks
+    ranks = [_process(process, records, launch.job.spec, is_typed) for process in processes]
+    for _, _, env in ranks:
+        env |= machine.env
+    return {
+        "state": str(records.home),
+        "folder": str(folder.path),
+        "epoch_path": str(records.folder.epoch),
+        "epoch": attempt.number,
+        "mark": mark_of(folder, node.name),
+        "watched": {
+            "node": node.name,
+            "devices": attempt.placement[0].devices,
+            "driver": machine.node.device.kind.traits.driver,
+            "device_ids": node.device_ids,
+        },
+        "ranks": ranks,
+        "workdir": request.workdir,
+        "count": len(attempt.placement[0].devices) // len(ranks),
+        "judges": not records.run["logs_itself"] and (not is_command or TRACKER in os.environ),
+        "lines": [f"attempt {attempt.number}: {shlex.join(ranks[0][1])}"],
+        "locks": _locks(records, machine, attempt),
+    }
+
+
+def _process(
+    process: RankRequest, records: Records, spec: JobSpec, is_typed: bool
+) -> tuple[int, Sequence[str], dict[str, str]]:
+    """Return a process to start: its rank, argv and further variables."""
+    env, run = dict(process.env), records.run
+    if not spec.is_script:
+        return process.rank, process.argv, env
+    if is_typed:
+        return process.rank, run["argv"], {GUARD_SETTINGS: env[GUARD_SETTINGS]}
+    for name in LEFT_OUT:
+        env.pop(name, None)
+    return process.rank, plain_argv(process, spec, run["lead"], run["python"]), env
+
+
+def _access(records: Records) -> OwnAccess:
+    return OwnAccess(sys.executable, None, records.run["at_s"])
+
+
+def _locks(records: Records, machine: Machine, attempt: Attempt) -> list[Answer]:
+    """Return the locks that the watcher holds: its folder's, and each device's with the promised bytes."""
+    line = shlex.join(records.run["argv"] or ())[:200]
+    content: Answer = {"line": line, "host": machine.node.name}
+    locks: list[Answer] = [
+        {"path": str(records.lock), "content": content, "refuses": "another process took this line"}
+    ]
+    if attempt.estimate.source is not Source.ASSUMED:
+        content = {**content, "promise_bytes": attempt.needed_bytes}
+    for device in attempt.placement[0].devices:
+        path = lock_of(machine.uuids[device]) if machine.uuids else None
+        if path is not None:
+            locks.append({"path": str(path), "content": content, "refuses": ""})
+    return locks
+
+
+def settle(records: Records) -> int:
+    """Judge the last attempt by what it left, where nobody has, and return its number; 0 without one.
+
+    Its watcher judges no success, and was killed where the attempt has no ending.
+    """
+    job = records.drive.job
+    if job is None or not job.attempts:
+        return 0
+    if job.attempts[-1].evidence is not None:
+        return len(job.attempts)
+    attempt, now_s = job.attempts[-1], time.time()
+    ending = read_ending(records.folder.attempt(attempt.number)) or Ending(stopped=True)
+    if ending.stopped:
+        records.tell(UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s))
+    evidence = collect(job.spec, attempt, records.folder, ending, _access(records))
+    evidence = without_secrets(evidence, job.spec, os.environ)
+    if ending.stopped and not evidence.heartbeats:  # our signal, which no guard saw come
+        evidence = replace(evidence, heartbeats=(TOLD_TO_END,))
+    number = attempt.number
+    records.tell(Finished(job_id=job.id, number=number, evidence=evidence, at_s=now_s))
+    records.tell(Released(job_id=job.id, number=number, at_s=now_s))
+    return number
+
+
+def _follow(records: Records, number: int, question: Mapping[str, Any]) -> Answer:
+    """Return the next attempt after the one with this number, or the exit code."""
+    job, code = records.job, question["code"]
+    if job.status is JobStatus.SUCCEEDED:
+        return {"exit": 0, "lines": _track(records)}
+    failure = job.attempts[number - 1].failure
+    end = f"attempt {number} ended: {job.reason if failure is None else failure.reason}"
+    if question["signals"]:
+        end = f"attempt {number} was ended by {signal.Signals(question['signals'][0]).name}"
+        left = "the same line again goes on from here"
+        if records.run["requeue"]:
+            left = _requeue()
+        return {"exit": code, "lines": [f"{end}; {left}"]}
+    machine = find_machine(records.run["devices"])
+    answer = _next(records, machine)
+    if answer is None:
+        lines = [end, *_what_would_help(records, machine, failure), *_track(records)]
+        return {"exit": code or 1, "lines": lines}
+    changes = "; ".join(map(str, records.job.attempts[-1].change)) or "the same plan again"
+    return {**answer, "lines": [f"{end}. Next: {changes}", *answer["lines"]]}
+
+
+def _track(records: Records) -> list[str]:
+    """Send the run to MLflow where the caller names one and the script does not log itself; return what failed."""
+    uri = os.environ.get(TRACKER)
+    if not uri or records.run["logs_itself"]:
+        return []
+    # Importing MLflow takes seconds.
+    from orchestrator.backends.mlflow.tracker import MlflowTracker
+
+    job, state = records.job, records.drive.scheduler.state
+    lookups = Lookups(state=lambda: state, job=lambda _: job, sweep=lambda _: None)
+    attempts = [Record(job=job, attempt=attempt) for attempt in job.attempts]
+    try:
+        MlflowTracker(uri, records.home, lookups).send([*enumerate(attempts)])
+    except Exception as error:  # the edge: a server that is away costs no training
+        return [f"not recorded in MLflow: {type(error).__name__}: {error}"]
+    return []
+
+
+def _requeue() -> str:
+    """Have Slurm queue this job again, and return a phrase on that."""
+    job, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not job or not count.isdecimal() or int(count) >= REQUEUES_MAX:
+        return f"not queued again: job {job or 'unknown'} of Slurm, restarted {count} times"
+    argv = ("scontrol", "requeue", job)
+    try:
+        subprocess.run(argv, check=True, timeout=REQUEUE_TIMEOUT_S, stdout=sys.stderr)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not queued again: {error}"
+    return f"job {job} of Slurm is queued again"
+
+
+def _what_would_help(records: Records, machine: Machine, failure: Failure | None) -> list[str]:
+    """Return what a person can do: other mathematics as flags of this script, else argv."""
+    job = records.job
+    if not job.asks:
+        hints = (
+            records.run["hints"] if failure is not None and failure.kind.shortage is None else ""
+        )
+        return [f"what would help: {hints or help_for(failure, ELSEWHERE)}"]
+    allowed = dict(job.answer)
+    limit, batch = allowed.get("allow"), allowed.get("global_batch_size")
+    spec = with_allowed(
+        job.spec, None if limit is None else str(limit), None if batch is None else int(batch)
+    )
+    other = Drive(Scheduler(records.drive.scheduler.state))
+    other.tell(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
+    nodes = idle_nodes(machine.cluster)
+    other.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
+    flags = [shlex.join(_knob_words(launch)) for launch in other.launches]
+    meaning = f"{batch} samples a step" if batch is not None else f"{limit} changes"
+    return [
+        "no plan of the same training is left",
+        f"what would help: {' '.join(flags)} (another training: {meaning})",
+    ]
+
+
+def _knob_words(launch: Launch) -> tuple[str, ...]:
+    """Return the words by which a restart differs from the command as typed."""
+    spec = launch.job.spec
+    rendered = script_command(
+        spec, launch.attempt.plan, output_dir="", resume_from=None, deepspeed_config_path=None
+    )
+    return rendered.arguments[len(spec.command or ()) :]
+
+
+def _describe(job: TypedJob) -> list[str]:
+    """Return what a dry run adds: which flags a restart would change, and where it looks for checkpoints."""
+    knobs = [
+        f"{name} by {knob.flag or knob.override or knob.key or knob.env or knob.switch}"
+        for name, knob in job.spec.knobs
+        if isinstance(knob, Knob)
+    ]
+    places = ", ".join(job.spec.resume.checkpoints)
+    return [
+        f"a restart changes {'; '.join(knobs) or 'nothing: no flag of this command is known'}",
+        f"a restart goes on from the newest of {places} that this line wrote"
+        if job.spec.knobs.resume_from
+        else "a restart begins anew: no flag for a checkpoint is known",
+    ]
+
+
+def main() -> None:
+    """Answer one question on standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    question = json.load(sys.stdin)
+    try:
+        answer = answer_to(question)
+    except OrchestratorError as error:
+        answer = {"exit": OWN_ERROR, "lines": [str(error)]}
+    json.dump(answer, answers)
+    answers.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The devices that `orc launch` may use: those that its process sees, by identity, with what is free on each."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.devices import nvml
+from orchestrator.backends.devices.readers import read_devices
+from orchestrator.backends.local.watch import lock_folder
+from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.device_kind import DeviceKind
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.units import format_bytes
+
+VIRTUAL = re.compile(r"(?:(\d{1,2})x)?virtual-(.+)")
+PROMISE_BYTES_MAX = 4096  # of a lock's content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The node with the devices of a line."""
+
+    node: NodeSpec
+    caps: bool = False  # virtual devices, which the guard caps
+    uuids: tuple[str, ...] = ()  # by device
+    env: Mapping[str, str]  # that selects them, where the caller's own does not
+    notes: tuple[str, ...]
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """A cluster of this node alone."""
+        return ClusterSpec(name="local", nodes=(self.node,))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether there is no device: the command runs on the processor, without a cap."""
+        return self.node.device.kind.traits.is_virtual and not self.caps
+
+
+def find_machine(words: str | None) -> Machine:
+    """Return the devices that `--devices` names, or all that this process sees. Raises SpecError."""
+    if words is None:
+        return _seen_machine({})
+    virtual = VIRTUAL.fullmatch(words)
+    if virtual is None:  # numbers or UUIDs, as SLURM_JOB_GPUS has them
+        os.environ["CUDA_VISIBLE_DEVICES"] = words
+        return _seen_machine({"CUDA_VISIBLE_DEVICES": words})
+    count = int(virtual[1] or 1)
+    node = _plain_node("virtual", virtual[2], count)
+    numbers = ", ".join(map(str, range(count)))
+    note = f"virtual device {numbers}: {format_bytes(node.device.memory)} each, on the processor"
+    return Machine(
+        node=node, caps=True, env=dict(DeviceKind.VIRTUAL.traits.variables), notes=(note,)
+    )
+
+
+def _seen_machine(env: Mapping[str, str]) -> Machine:
+    notes, free = list[str](), list[int]()
+    try:
+        node = detect_machine(node_name()).node
+    except SpecError as error:
+        if env and error.path == "CUDA_VISIBLE_DEVICES":  # a mistake in --devices
+            raise
+        sizes = [device.total_bytes for device in nvml.devices().devices if not device.error]
+        names = env["CUDA_VISIBLE_DEVICES"].split(",") if env else []
+        count = len(names) or len(sizes) or 1
+        node = _plain_node("cuda", f"{min(sizes, default=host_bytes())}B", count)
+        ids = tuple(int(name) if name.isdecimal() else name for name in names)
+        node = node.model_copy(update={"device_ids": ids})
+        notes.append(error.what)
+    if node.device.kind.traits.is_virtual:
+        note = "no NVIDIA device is seen: the command runs where its own code takes it"
+        node = _plain_node("virtual", f"{host_bytes()}B", 1)
+        return Machine(node=node, env=env, notes=(note,))
+    reading = read_devices(node.device.kind.traits.driver, node.device_ids).devices[: node.devices]
+    for device in reading:
+        left, note = _beside_others(device.uuid, device.free_bytes, device.total_bytes)
+        free.append(left)
+        notes.append(
+            f"device {device.index} = {device.uuid} ({device.name}, {format_bytes(left)} free){note}"
+        )
+    least = min((left for left in free if left > 0), default=node.device.memory)
+    kind = node.device.model_copy(update={"memory": min(least, node.device.memory)})
+    uuids = tuple(device.uuid for device in reading)
+    node = node.model_copy(update={"device": kind})
+    return Machine(node=node, uuids=uuids, env=env, notes=tuple(notes))
+
+
+def _plain_node(kind: str, memory: str, count: int) -> NodeSpec:
+    """Return a node of devices whose rates nobody knows: two are never faster than one. Raises SpecError."""
+    speeds = {
+        "bf16_tflops": 0.05,
+        "fp32_tflops": 0.05,
+        "memory_bandwidth": "10GB/s",
+        "link_bandwidth": "1MB/s",
+    }
+    device = {"name": kind, "kind": kind, "memory": memory, **speeds}
+    host = f"{host_bytes()}B"
+    try:
+        return NodeSpec.model_validate(
+            {"name": node_name(), "devices": count, "device": device, "host_memory": host}
+        )
+    except ValueError:
+        allowed = "such as 2xvirtual-256MiB"
+        raise SpecError(
+            "no virtual device", source="--devices", got=memory, allowed=allowed
+        ) from None
+
+
+def lock_of(uuid: str) -> Path | None:
+    """Return the path of a device's lock on this machine; None where there can be none."""
+    folder = lock_folder()
+    return None if folder is None or not uuid else folder / re.sub(r"[^\w-]", "-", uuid)
+
+
+def _beside_others(uuid: str, free_bytes: int, total_bytes: int) -> tuple[int, str]:
+    """Return the bytes free beside another line's promise, and a note on who that is."""
+    path = lock_of(uuid)
+    holder = None if path is None else read_holder(path)
+    if holder is None:
+        return free_bytes, ""
+    promised = holder.get("promise_bytes")
+    if not isinstance(promised, int):
+        return free_bytes, f", which process {holder.get('pid')} uses too: {holder.get('line')}"
+    left = max(0, min(free_bytes, total_bytes - promised))
+    return left, f", beside the {format_bytes(promised)} of process {holder.get('pid')}"
+
+
+def read_holder(path: Path) -> dict[str, Any] | None:
+    """Return what the holder of a lock wrote into it; None where nobody holds it."""
+    try:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                content = json.loads(file.read(PROMISE_BYTES_MAX) or b"{}")
+                return content if isinstance(content, dict) else {}
+    except (OSError, ValueError):
+        return None
+    return None

@@ -1,0 +1,104 @@
+"""The state of `orc launch`: one file of JSON lines, which is folded through the scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.durable import open_to_append
+from orchestrator.backends.journal.history import EVENTS, Codec, Unreadable, codec_of
+from orchestrator.backends.local.drive import Drive
+from orchestrator.specs.events import Event
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.run import JobFolder
+
+FOLDER = ".orc-launch"
+BYTES_MAX = 8 * 2**20  # of the records of earlier runs: a new run then begins a new file
+
+
+class Records:
+    """The runs of one line: what was started, what happened, and what the scheduler makes of it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.path = home / "records.jsonl"
+        self.lock = home / "lock"
+        self.run: dict[str, Any] = {}  # the last one begun
+        self.typed = ""  # the plan that the command has as typed
+        self.drive = Drive()
+        self.writes = True
+        for line in self._lines():
+            self._apply(line)
+
+    @property
+    def folder(self) -> JobFolder:
+        """The folder of the run's job."""
+        return JobFolder(self.home, self.run["job"])
+
+    @property
+    def job(self) -> Job:
+        """The job of the run."""
+        assert self.drive.job is not None, "a submitted job is recorded"
+        return self.drive.job
+
+    def begin(self, run: Mapping[str, Any], *, afresh: bool) -> None:
+        """Begin a run; `afresh` forgets the earlier ones, whose file is kept beside it once."""
+        if self.writes:
+            self.home.mkdir(parents=True, exist_ok=True)
+            size = self.path.stat().st_size if self.path.exists() else 0
+            if size and (afresh or size > BYTES_MAX):
+                self.path.replace(self.path.with_suffix(".old.jsonl"))
+                afresh = True
+        self.drive = Drive() if afresh else Drive(self.drive.scheduler)
+        self._write({"run": run})
+        self.run = dict(run)
+        self.typed = "" if afresh else self.typed
+
+    def tell(self, event: Event) -> None:
+        """Record an event, and apply it."""
+        self._write({"event": json.loads(_events().write(event))})
+        self.drive.tell(event)
+
+    def start_as_typed(self) -> None:
+        """Record that the attempt just started runs the command as typed."""
+        self._write({"typed": True})
+        self._apply({"typed": True})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self.writes:
+            with open_to_append(self.path) as file:
+                file.write(json.dumps(line).encode() + b"\n")
+                os.fsync(file.fileno())
+
+    def _lines(self) -> Iterator[Any]:
+        """Yield what each line holds; one that was cut off is left out."""
+        try:
+            text = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return
+        for line in text.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+    def _apply(self, line: Any) -> None:
+        if not isinstance(line, dict):
+            return
+        if "run" in line:
+            self.run, self.drive = line["run"], Drive(self.drive.scheduler)
+        elif "typed" in line:
+            self.drive.start_as_typed()
+            self.typed = str(self.job.attempts[-1].plan)
+        elif "event" in line:
+            try:
+                self.drive.tell(_events().read(json.dumps(line["event"])))
+            except Unreadable:  # of a later version: what it decided is not known here
+                self.run, self.drive = {}, Drive()
+
+
+def _events() -> Codec:
+    return codec_of(EVENTS)
