@@ -460,6 +460,28 @@ def test_a_time_or_an_array_that_cannot_be_read_gets_a_check(tmp_path: Path, opt
     assert len(parse_jobs(text, "proposal")) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "is_global"),
+    [
+        ("Batch size per GPU (effective batch size is batch_size * accum_iter * # gpus)", False),
+        ("images on each gpu; the total over all gpus is that many times it", False),
+        ("per-process batch, all processes together take the sum", False),
+        ("this is the total batch size of all GPUs on the current node", True),
+        ("Global batch over all ranks, split evenly per rank", True),
+    ],
+)
+def test_what_a_help_text_says_first_is_what_its_number_counts(
+    tmp_path: Path, text: str, is_global: bool
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import argparse\np = argparse.ArgumentParser()\n"
+        f"p.add_argument('--batch_size', type=int, default=16, help={text!r})\np.parse_args()\n"
+    )
+    command = ["torchrun", "--nproc_per_node", "8", "train.py"]
+    spec = parse_job(proposal(command, tmp_path, {}), "proposal")
+    assert spec.global_batch_size == (16 if is_global else 128)
+
+
 def test_help_is_run_only_where_it_is_asked_for_and_its_flags_are_read(tmp_path: Path) -> None:
     source = (
         "import argparse, pathlib\npathlib.Path('it-ran').touch()\np = argparse.ArgumentParser()\n"

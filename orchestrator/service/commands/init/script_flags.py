@@ -53,6 +53,9 @@ ABSL = re.compile(r"DEFINE_(integer|float|string|bool|boolean|enum)")
 EVERY_RANK = re.compile(
     r"\b(?:total|all|across|overall|global|effective)\b.*\b(?:gpu|device|rank|process|node)", re.I
 )
+EACH_RANK = re.compile(
+    r"\b(?:per|each|every|single|one)[\s-]+(?:gpu|device|rank|process|card)", re.I
+)
 LIBRARIES = {*sys.stdlib_module_names, *VOCABULARY["libraries"]}
 _NOT_LITERAL = object()
 
@@ -317,10 +320,14 @@ def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]
         required=_literal(keywords.get("required"), constants) is True,
         choices=_choices(keywords.get("choices"), constants),
         also_called=tuple(name for name in names if name != _longest(names)),
-        counts="global"
-        if EVERY_RANK.search(str(_literal(keywords.get("help"), constants)))
-        else "plain",
+        counts="global" if _counts_all(str(_literal(keywords.get("help"), constants))) else "plain",
     )
+
+
+def _counts_all(text: str) -> bool:
+    """Return whether a help text says a number of all ranks: what it says first counts, the rest explains it."""
+    every, each = EVERY_RANK.search(text), EACH_RANK.search(text)
+    return every is not None and (each is None or every.start() < each.start())
 
 
 def _longest(names: Iterable[str]) -> str:
