@@ -482,6 +482,30 @@ def test_what_a_help_text_says_first_is_what_its_number_counts(
     assert spec.global_batch_size == (16 if is_global else 128)
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["type=bool, default=False", "type=strtobool, default=False", "action='store_true'"],
+)
+def test_a_flag_that_is_true_or_false_takes_no_checkpoint(tmp_path: Path, option: str) -> None:
+    (tmp_path / "train.py").write_text(
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--batch-size', default=8)\n"
+        f"p.add_argument('--resume', {option})\np.parse_args()\n"
+    )
+    for typed in ([], ["--resume"], ["--resume", "true"]):
+        text = proposal(["python", "train.py", *typed], tmp_path, {})
+        assert "resume_from:" not in text
+
+
+def test_a_quoted_text_over_several_lines_is_one_word(tmp_path: Path) -> None:
+    """A quote that a comment or the text's end leaves open joins nothing."""
+    (tmp_path / "train.py").write_text(PLAIN)
+    text = "# it's a comment\npython train.py --name 'two\nlines' --lr 0.5\necho \"open\n"
+    (tmp_path / "run.sh").write_text(text)
+    spec = parse_job(proposal(["bash", "run.sh"], tmp_path, {}), "proposal")
+    assert spec.command is not None
+    assert spec.command[1:] == ("train.py", "--name", "two\nlines", "--lr", "0.5")
+
+
 def test_help_is_run_only_where_it_is_asked_for_and_its_flags_are_read(tmp_path: Path) -> None:
     source = (
         "import argparse, pathlib\npathlib.Path('it-ran').touch()\np = argparse.ArgumentParser()\n"

@@ -419,15 +419,21 @@ def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") ->
 def _path_place(settings: Settings, setting: str, script: Script) -> Setting | None:
     """Return the place that takes a path: what was typed, or a flag of the parser.
 
-    A name of folders of any kind counts only where the script saves into it.
+    A flag that is true or false takes none. A name of folders of any kind counts only where the script saves into it.
     """
     saves = " ".join(file.varying for file in script.saves)
-    for place in settings.of(setting):
+    places = settings.of(setting)
+    truths = {flag.name for flag in script.flags if isinstance(flag.default, bool)}
+    truths |= {flag.name for flag in script.flags if flag.kind == "boolean"}
+    truths |= {place.name for place in places if str(place.value).lower() in ("true", "false")}
+    for place in places:
+        if place.name in truths:
+            continue
         word = word_of(place.name)
         if word in FOLDERS_OF_ANYTHING and not re.search(rf"\b{re.escape(word)}\b", saves):
             continue
         is_file = str(place.value).endswith(WEIGHTS) and setting == "output_dir"
-        is_choice = str(place.value).lower() in ("true", "false", "auto")
+        is_choice = str(place.value).lower() == "auto"
         if (
             place.way in ("flag", "override", "key")
             and not is_file

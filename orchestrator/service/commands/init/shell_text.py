@@ -94,6 +94,9 @@ def split_line(line: str) -> list[str]:
         return line.split()
 
 
+QUOTED_LINES_MAX = 100  # of one quoted text
+
+
 def first_command(line: str) -> tuple[str, ...]:
     """Return the words of a shell line before a redirection, a pipe or a second command; quoted operators are words."""
     ends = (match.start() for match in SHELL_PART.finditer(line) if match["end"])
@@ -232,7 +235,7 @@ def _notes_on(argv: Sequence[str], commands: Sequence[Sequence[str]]) -> Iterato
 
 def _lines(text: str) -> Iterator[str]:
     """Yield each command of a text: continued lines are joined, and && and ; separate commands."""
-    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+    for line in _whole_lines(re.sub(r"\\\r?\n", " ", text).splitlines()):
         if line.strip() and not line.lstrip().startswith("#"):
             parts = (
                 re.split(r"\s&&\s|;\s|;$", line)
@@ -240,6 +243,30 @@ def _lines(text: str) -> Iterator[str]:
                 else [line]
             )
             yield from (part.strip() for part in parts if part.strip())
+
+
+def _whole_lines(lines: Sequence[str]) -> Iterator[str]:
+    """Yield each line with those that its open quote goes on in; alone where the quote is never closed."""
+    begin = 0
+    while begin < len(lines):
+        end = begin + 1
+        while end < min(len(lines), begin + QUOTED_LINES_MAX) and _is_open(lines[begin:end]):
+            end += 1
+        end = begin + 1 if _is_open(lines[begin:end]) else end
+        yield "\n".join(lines[begin:end])
+        begin = end
+
+
+def _is_open(lines: Sequence[str]) -> bool:
+    """Return whether a quote is open at the end; a comment has none."""
+    words = shlex.shlex("\n".join(lines), posix=True)
+    words.whitespace_split = True
+    try:
+        for _ in words:
+            pass
+    except ValueError:
+        return True
+    return False
 
 
 def _has_launcher(argv: Sequence[str]) -> bool:
