@@ -326,8 +326,8 @@ def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]
 
 def _counts_all(text: str) -> bool:
     """Return whether a help text says a number of all ranks: what it says first counts, the rest explains it."""
-    every, each = EVERY_RANK.search(text), EACH_RANK.search(text)
-    return every is not None and (each is None or every.start() < each.start())
+    total, share = EVERY_RANK.search(text), EACH_RANK.search(text)
+    return total is not None and (share is None or total.start() < share.start())
 
 
 def _longest(names: Iterable[str]) -> str:
