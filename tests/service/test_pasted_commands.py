@@ -496,6 +496,26 @@ def test_a_flag_that_is_true_or_false_takes_no_checkpoint(tmp_path: Path, option
         assert "resume_from:" not in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--nodes 8 --gpus 4", 32),
+        ("--num_nodes 2 --devices 8", 16),
+        ("--nodes 2 --num_processes 16", 16),
+        ("--gpus 4", 4),
+    ],
+)
+def test_devices_of_a_node_count_for_each_node(tmp_path: Path, flags: str, ranks: int) -> None:
+    names = flags.split()[::2]
+    options = "".join(f"p.add_argument({name!r}, type=int, default=1)\n" for name in names)
+    (tmp_path / "train.py").write_text(
+        "import argparse\np = argparse.ArgumentParser()\n"
+        f"p.add_argument('--batch-size', type=int, default=4)\n{options}p.parse_args()\n"
+    )
+    text = proposal(["python", "train.py", *flags.split()], tmp_path, {})
+    assert parse_job(text, "proposal").global_batch_size == 4 * ranks
+
+
 def test_a_quoted_text_over_several_lines_is_one_word(tmp_path: Path) -> None:
     """A quote that a comment or the text's end leaves open joins nothing."""
     (tmp_path / "train.py").write_text(PLAIN)

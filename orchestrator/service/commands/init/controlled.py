@@ -239,7 +239,9 @@ def _ranks(
         and place.rank <= IN_FILE
     ):
         count = place.number
-        if nodes is not None and nodes.rank <= IN_FILE and nodes.number is not None:
+        # of all nodes together, as accelerate's
+        is_total = word_of(place.name) == "num_processes"
+        if nodes and nodes.number is not None and nodes.rank <= IN_FILE and not is_total:
             count *= nodes.number
         return count, place
     for place in (

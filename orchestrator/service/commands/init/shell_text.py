@@ -259,10 +259,10 @@ def _whole_lines(lines: Sequence[str]) -> Iterator[str]:
 
 def _is_open(lines: Sequence[str]) -> bool:
     """Return whether a quote is open at the end; a comment has none."""
-    words = shlex.shlex("\n".join(lines), posix=True)
-    words.whitespace_split = True
+    tokens = shlex.shlex("\n".join(lines), posix=True)
+    tokens.whitespace_split = True
     try:
-        for _ in words:
+        for _ in tokens:
             pass
     except ValueError:
         return True
