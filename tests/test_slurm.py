@@ -160,7 +160,7 @@ def submit_line(run: Run, folder: Path, *options: str) -> str:
     (folder / "train.py").write_text(TRAINER)
     lines = (
         "#!/bin/bash",
-        "exec orc launch --requeue --grace 5 --devices virtual-1GiB python train.py --wait 2",
+        "exec orc launch --requeue --grace 5 --devices virtual-1GiB python train.py --wait ${WAIT-2}",
     )
     (folder / "my.sh").write_text("\n".join(lines))
     output = (
@@ -184,15 +184,26 @@ def test_a_line_that_slurm_ends_is_queued_again_and_goes_on(run: Run, tmp_path: 
     assert f"--resume {tmp_path}/out/checkpoint-2.pt" in text
 
 
-def test_tasks_of_an_array_have_states_of_their_own_and_a_cancelled_one_ends(
-    run: Run, tmp_path: Path
-) -> None:
+def test_tasks_of_an_array_have_states_of_their_own(run: Run, tmp_path: Path) -> None:
     output = f"--output={tmp_path}/slurm.%a.out"
-    job = submit_line(run, tmp_path, "--gres=gpu:1", "--array=0-1", output)
+    submit_line(run, tmp_path, "--gres=gpu:1", "--array=0-1%1", "--export=ALL,WAIT=0", output)
     logs = [tmp_path / f"slurm.{task}.out" for task in (0, 1)]
-    wait_for("a task never began", lambda: all(has_text(log, "waits") for log in logs))
+    wait_for("a task never ended", lambda: all(has_text(log, "trained 4 steps") for log in logs))
     assert len(list((tmp_path / ".orc-launch").iterdir())) == 2
+
+
+def test_a_cancelled_line_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
+    job = submit_line(run, tmp_path, "--gres=gpu:1", f"--output={tmp_path}/slurm.out")
+    wait_for("its script never began", lambda: has_text(tmp_path / "slurm.out", "waits"))
     run("scancel", job)
-    wait_for("it did not end", lambda: not run("squeue", "--noheader", "--states=R,CG"))
-    names = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(str(tmp_path).encode() in name or b"--wait" in name for name in names)
+    wait_for("it did not end", lambda: not run("squeue", "--noheader", f"--jobs={job}"))
+    marks = [path for path in Path("/proc").glob("[0-9]*/environ") if is_marked(path, tmp_path)]
+    assert marks == []
+
+
+def is_marked(environ: Path, folder: Path) -> bool:
+    """Return whether a process carries the mark of a line in a folder."""
+    try:
+        return f"ORC_LAUNCHER={folder}".encode() in environ.read_bytes()
+    except OSError:  # it ended meanwhile
+        return False

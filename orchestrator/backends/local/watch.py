@@ -198,9 +198,9 @@ class Watch:
         files = OutputFiles()
         status = self._run_ranks(plan, folder)
         files.keep(folder.log(0))
-        first = status["first_ended"]
+        first, code = first_end(status)
         ending = {
-            "first_ended_rank": None if first is None else first[0],
+            "first_ended_rank": first,
             "host_oom_kills": status["host_oom_kills"],
             "launch_error": status["error"],
             "no_program": status["no_program"],
@@ -210,8 +210,6 @@ class Watch:
         if status["error"] and not status["pids"]:
             say(status["error"])
             return NO_PROGRAM if status["no_program"] else OWN_ERROR
-        code = 0 if first is None else status["exit_codes"][first[0]] or 0
-        code = 128 - code if code < 0 else code
         self._code = self._end_code(code)
         is_judged = plan["judges"] or self._signals or has_evidence(folder, code)
         return None if is_judged and not has_lost_reader() else self._code
@@ -275,6 +273,15 @@ class Watch:
             terminal.take_over()
         if launcher is not None:
             launcher.signal(signal.SIGCONT)
+
+
+def first_end(status: LauncherStatus) -> tuple[int | None, int]:
+    """Return the rank that failed first and its exit code as a shell has it; (None, 0) after a success."""
+    if status["first_ended"] is None:
+        return None, 0
+    rank, _ = status["first_ended"]
+    code = status["exit_codes"][rank] or 0
+    return rank, 128 - code if code < 0 else code
 
 
 def has_evidence(folder: AttemptFolder, code: int) -> bool:

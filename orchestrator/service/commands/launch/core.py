@@ -363,8 +363,12 @@ def _requeue() -> str:
     job, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not count.isdecimal() or int(count) >= REQUEUES_MAX:
         return f"not queued again: job {job or 'unknown'} of Slurm, restarted {count} times"
+    asks = ("squeue", "--noheader", "--format=%T", "--jobs", job)
     argv = ("scontrol", "requeue", job)
     try:
+        state = subprocess.check_output(asks, timeout=REQUEUE_TIMEOUT_S, text=True).strip()
+        if state != "RUNNING":  # somebody cancelled it
+            return f"not queued again: its job is {state.lower()}"
         subprocess.run(argv, check=True, timeout=REQUEUE_TIMEOUT_S, stdout=sys.stderr)
     except (OSError, subprocess.SubprocessError) as error:
         return f"not queued again: {error}"
