@@ -20,7 +20,17 @@ from tests.service.services import TOKEN
 from tests.service.worlds import World, job_spec
 
 READ_S_MAX, CHANGE_S_MAX = 0.5, 5.0
-PATHS = ("/jobs", "/forecast", "/cluster", "/audit", "/users", "/tokens", "/sweeps", "/metrics", "/teams")
+PATHS = (
+    "/jobs",
+    "/forecast",
+    "/cluster",
+    "/audit",
+    "/users",
+    "/tokens",
+    "/sweeps",
+    "/metrics",
+    "/teams",
+)
 LOCK = """\
 import sqlite3, sys
 connection = sqlite3.connect(sys.argv[1], isolation_level=None)

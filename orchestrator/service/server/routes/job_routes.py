@@ -264,9 +264,12 @@ def _add_sweep_routes(app: FastAPI, service: Service) -> None:
 def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     controller = service.controller
 
-    def file_of(job_id: str, number: int, rank: int) -> tuple[Path, tuple[bytes, ...]]:
-        """Return (path of the log, secrets to hide in it)."""
+    def file_of(
+        job_id: str, number: int, rank: int, sender: Principal
+    ) -> tuple[Path, tuple[bytes, ...]]:
+        """Return (path of the log, secrets to hide in it). Raises Forbidden for a job of another team."""
         job = job_of(controller, job_id)
+        refuse_other_teams(job, sender, controller.state.policy, "read the logs of")
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
             raise UnknownError(
@@ -284,8 +287,10 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         )
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
-    def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
-        file, hidden = file_of(job_id, number, rank)
+    def log(
+        job_id: str, number: int, sender: Sender, rank: Rank = 0, offset: Offset = 0
+    ) -> Response:
+        file, hidden = file_of(job_id, number, rank, sender)
         text = read_from(file, offset, hidden)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
@@ -294,12 +299,13 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     async def follow(
         job_id: str,
         number: int,
+        sender: Sender,
         rank: Rank = 0,
         offset: Offset = 0,
         wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
     ) -> Response:
         """Stream a rank's log from an offset as it grows, until the attempt has ended, or for `wait_s` seconds."""
-        file, hidden = await run_in_threadpool(file_of, job_id, number, rank)
+        file, hidden = await run_in_threadpool(file_of, job_id, number, rank, sender)
 
         def is_over() -> bool:
             job = controller.state.jobs.get(job_id)
