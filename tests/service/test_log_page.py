@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,8 +17,11 @@ from orchestrator.service.pages.log import (
     matching_lines,
     window,
 )
+from orchestrator.specs.access import Role
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.run import JobFolder
-from tests.service.worlds import World
+from tests.service.test_access import TEAMS
+from tests.service.worlds import World, job_spec
 
 
 def reader(log: bytes, chunk_bytes: int) -> Callable[[int], bytes]:
@@ -97,3 +102,46 @@ def test_no_such_attempt_or_rank_is_a_page_that_says_so(logged: World, query: st
 )
 def test_a_number_that_is_none_is_as_if_it_were_left_out(logged: World, query: str) -> None:
     assert logged.client.get(f"/ui/jobs/lm-1/log?{query}").status_code == 200
+
+
+@pytest.mark.parametrize("policy", [TEAMS, UNSHARED], ids=["teams", "no teams"])
+def test_logs_of_another_team_are_refused_as_its_output_is(
+    tmp_path: Path, policy: PolicySpec
+) -> None:
+    """API, stream, page and its search refuse them; bob is of ada's team where there are teams."""
+    world = World(tmp_path, policy)
+    with closing(world.journal):
+        ada = world.by(Role.MEMBER, "ada")
+        job_id = ada.post("/jobs", json={"spec": job_spec()}).json()["id"]
+        world.turn_until("running")
+        folder = JobFolder(tmp_path, job_id)
+        folder.output.mkdir(parents=True)
+        log = folder.attempt(1).log(0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("the secret of ada\n")
+        of_team = 200 if policy.is_shared else 403
+        readers = {
+            ("ada", Role.MEMBER): 200,
+            ("bob", Role.MEMBER): of_team,
+            ("bob", Role.VIEWER): of_team,
+            ("cyd", Role.MEMBER): 403,
+            ("cyd", Role.VIEWER): 403,
+            ("eve", Role.MEMBER): 403,  # of no team
+            ("cyd", Role.OPERATOR): 200,
+        }
+        for (name, role), status in readers.items():
+            reader = world.by(role, name)
+            for path in (
+                f"/jobs/{job_id}/attempts/1/logs",
+                f"/jobs/{job_id}/attempts/1/logs?rank=0&offset=3",
+                f"/jobs/{job_id}/attempts/1/logs/follow?wait_s=0",
+            ):
+                answer = reader.get(path)
+                assert answer.status_code == status, (name, role, path, answer.text)
+                assert ("secret" in answer.text) == (status == 200), (name, role, path)
+            if role is not Role.VIEWER:
+                assert reader.get(f"/jobs/{job_id}/output").status_code == status
+            for query in ("", "?find=secret", "?from=0"):
+                answer = reader.get(f"/ui/jobs/{job_id}/log{query}")
+                assert ("secret of ada" in answer.text) == (status == 200), (name, role, query)
+                assert ("jobs of its own team only" in answer.text) == (status == 403)

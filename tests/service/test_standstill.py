@@ -32,6 +32,7 @@ from tests.service.folder_world import FolderBackend
 from tests.service.mortal import CLUSTER
 from tests.service.test_disks import JOB, SCRIPT, Night
 
+FORCED_S = 15.0
 SIGTERM_S = 10.0
 NO_RAY = "127.0.0.1:1"
 PLANTED = """\
@@ -130,10 +131,15 @@ def test_sigterm_ends_a_service_within_ten_seconds_though_its_decision_never_end
 
 
 @pytest.mark.long
-def test_down_by_force_ends_a_service_that_hangs(hanging: Path) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["a decision hangs", "all of it hangs"])
+def test_down_by_force_ends_a_service_that_hangs(hanging: Path, is_frozen: bool) -> None:
     pid = int(service_file(hanging)["pid"])
     until(lambda: readyz(hanging).status_code == 503, "the service is not ready", 60.0)
+    if is_frozen:
+        os.kill(pid, signal.SIGSTOP)
+    begun_s = time.monotonic()
     stop(hanging, force=True)
+    assert time.monotonic() - begun_s < FORCED_S
     assert not process_is_alive(pid)
     assert not is_up(hanging)
 

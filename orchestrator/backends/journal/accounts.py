@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from orchestrator.backends.journal.tables import table
 from orchestrator.specs.access import Principal, Role
-from orchestrator.specs.errors import ServiceError, UnknownError
+from orchestrator.specs.errors import ServiceError, StorageError, UnknownError
 
 PREFIX = "orc_"
 SECRET_BYTES = 32
@@ -150,10 +150,12 @@ class Accounts:
         )
         with self._transaction() as connection:
             row = connection.execute(query).one_or_none()
-            role = None if row is None else _role(row.name, row.role)
-            if row is None or role is None:
-                return None
-            if row.used_at is None or row.used_at < now_s - TOUCH_S:
+        role = None if row is None else _role(row.name, row.role)
+        if row is None or role is None:
+            return None
+        if row.used_at is None or row.used_at < now_s - TOUCH_S:
+            # where the journal cannot be written, its owner is told by others
+            with suppress(StorageError), self._transaction() as connection:
                 connection.execute(
                     _tokens.update().where(_tokens.c.id == row.id).values(used_at=now_s)
                 )

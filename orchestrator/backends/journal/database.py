@@ -21,7 +21,8 @@ from orchestrator.backends.threads import start_loop
 from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError
 
 SCHEMA = "0001"  # newest revision in migrations/versions
-BUSY_TIMEOUT_S = 5.0
+# that a change waits for another process's lock on a file: others wait for their turn meanwhile
+BUSY_TIMEOUT_S = 0.02
 # of a standby at another's lease: a holder that ends by itself gives it up early
 LOOK_EVERY_S = 1.0
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
@@ -185,7 +186,7 @@ class Database:
                 reason = str(error.orig).strip()
                 raise StorageError(
                     f"journal {self.name} cannot be written: {reason}. Nothing of this change was kept. Free the disk, "
-                    "or mount it for writing: the service tries again until it can."
+                    "mount it for writing, or end what locks it: the service tries again until it can."
                 ) from error
             if is_committing:
                 raise UncertainError(
@@ -250,9 +251,8 @@ def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: sa.Connection) -> None:
-        connection.exec_driver_sql(
-            "BEGIN IMMEDIATE"
-        )  # the driver alone would leave table changes outside
+        # the driver alone would leave table changes outside; what only reads needs no lock
+        connection.exec_driver_sql("BEGIN")
 
     return engine
 

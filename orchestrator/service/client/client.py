@@ -339,9 +339,9 @@ class Client:
         """Return the cluster: name, live nodes (`views.NodeView`), drained nodes, and addresses of its services."""
         return self._json("GET", "/cluster")
 
-    def shut_down(self, force: bool) -> None:
+    def shut_down(self, force: bool, timeout_s: float = TIMEOUT_S) -> None:
         """Shut the service down. Refused while jobs run, unless forced."""
-        self._json("POST", "/shutdown", {"force": force})
+        self._json("POST", "/shutdown", {"force": force}, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connection."""
@@ -457,14 +457,14 @@ def service_file(home: Path) -> dict[str, Any]:
         ) from None
 
 
-def is_up(home: Path) -> bool:
-    """Return whether the service of this home answers and accepts our token."""
+def is_up(home: Path, timeout_s: float = TIMEOUT_S) -> bool:
+    """Return whether the service of this home answers in time and accepts our token."""
     try:
         client = Client(home)
     except ServiceError:
         return False
     try:
-        client.cluster()
+        client._json("GET", "/cluster", timeout_s=timeout_s)
     except ServiceError:
         return False
     finally:

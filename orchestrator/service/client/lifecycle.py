@@ -19,7 +19,13 @@ from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.attempts.leftovers import kill_marked_below
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
-from orchestrator.service.client.client import Client, is_up, process_is_alive, service_file
+from orchestrator.service.client.client import (
+    TIMEOUT_S,
+    Client,
+    is_up,
+    process_is_alive,
+    service_file,
+)
 from orchestrator.service.client.endpoint import FILE as ENDPOINT_FILE
 from orchestrator.service.client.endpoint import Endpoint, format_endpoint
 from orchestrator.service.intake.cluster_file import FILE as CLUSTER_FILE
@@ -30,8 +36,8 @@ from orchestrator.specs.errors import ServiceError
 
 UP_TIMEOUT_S = 180.0  # an embedded Ray takes 4 s on an idle machine and 26 s under load
 DOWN_TIMEOUT_S = 60.0
-FORCED_TIMEOUT_S = 20.0  # before a service that was asked to end is made to
-SIGNAL_TIMEOUT_S = 12.0  # more than the service takes after SIGTERM, whatever it does
+# of each step of `orc down --force`: to answer, to end when asked, and to end by SIGTERM
+FORCED_TIMEOUT_S = 3.0
 POLL_S = 0.1
 TAIL_LINES = 15
 
@@ -122,13 +128,15 @@ def stop(home: Path, force: bool) -> None:
     ServiceError if jobs run without `force`, if nothing runs, or if it hangs.
     """
     _refuse_another_machine(home)
-    if up := is_up(home):
-        pid, timeout_s = (
-            int(service_file(home)["pid"]),
-            FORCED_TIMEOUT_S if force else DOWN_TIMEOUT_S,
-        )
-        with closing(Client(home)) as client:
-            client.shut_down(force)
+    timeout_s = FORCED_TIMEOUT_S if force else DOWN_TIMEOUT_S
+    if up := is_up(home, min(timeout_s, TIMEOUT_S)):
+        pid = int(service_file(home)["pid"])
+        try:
+            with closing(Client(home)) as client:
+                client.shut_down(force, min(timeout_s, TIMEOUT_S))
+        except ServiceError:
+            if not force:
+                raise
         if not _await_end([pid], timeout_s) and not force:
             raise ServiceError(
                 f"process {pid} is still ending after {timeout_s:.0f} s: see {home / 'service.log'}"
@@ -152,7 +160,7 @@ def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
         for pid in _services(home):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        _await_end(services, SIGNAL_TIMEOUT_S)
+        _await_end(services, FORCED_TIMEOUT_S)
     if embedded_ray.find(home) is not None and not force:
         raise ServiceError(
             "the service is gone, but its Ray runs, perhaps with jobs: `orc up` adopts them, "

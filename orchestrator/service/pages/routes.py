@@ -63,6 +63,7 @@ from orchestrator.service.server.routes.answers import PlainRoute
 from orchestrator.service.server.routes.attempt_files import view_of
 from orchestrator.service.server.routes.dependencies import (
     NEVER_SEEN,
+    Forbidden,
     Pages,
     Service,
     job_of,
@@ -317,21 +318,28 @@ class _Pages:
         number, rank = _number(query, "attempt", len(attempts)), _number(query, "rank", 0)
         text, data = (
             query.get("find", "")[:TEXT_MAX],
-            {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": []},
+            {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": [], "refusal": ""},
         )
         if attempts:
             path = "/jobs/{job_id}/attempts/{number}/logs"
+            of_log = {
+                "job_id": job["id"],
+                "number": number,
+                "sender": request.state.principal,
+                "rank": rank,
+            }
 
             def read(offset: int) -> bytes:
-                return bytes(
-                    self._get(path, job_id=job["id"], number=number, rank=rank, offset=offset).body
-                )
+                return bytes(self._get(path, **of_log, offset=offset).body)
 
             size = log_bytes(self._home, job["id"], number, rank)
             start = min(size, _number(query, "from", max(0, size - WINDOW_BYTES)))
-            data |= {"text": window(read, start), "size": size, "start": start}
-            data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
-            data |= {"matches": matching_lines(read, size, text) if text else []}
+            try:
+                data |= {"text": window(read, start), "size": size, "start": start}
+                data |= {"ranks": int(attempts[number - 1]["settings"]["gpus"])}
+                data |= {"matches": matching_lines(read, size, text) if text else []}
+            except Forbidden as error:
+                data |= {"refusal": str(error)}
         is_still = bool(text or "from" in query)
         data |= {"find": text, "is_still": is_still, "window": WINDOW_BYTES}
         return self._page(request, "log", tab="log", job=job, number=number, rank=rank, **data)

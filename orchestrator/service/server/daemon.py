@@ -58,6 +58,11 @@ from orchestrator.service.intake.cluster_file import (
 )
 from orchestrator.service.intake.detection import node_name
 from orchestrator.service.intake.rates import measure_cluster, recall_cluster
+from orchestrator.service.server.connections import (
+    BoundedConnection,
+    Listener,
+    raise_open_files,
+)
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.first_decision import FirstDecisions
 from orchestrator.service.server.forecasts import Forecasts
@@ -103,6 +108,7 @@ def main(pages: Pages) -> None:
         configure(os.environ.get(VARIABLE, LogFormat.TEXT))
     except SpecError as error:
         sys.exit(f"{error}")
+    raise_open_files()
     stop, down, ending = threading.Event(), threading.Event(), threading.Event()
 
     def end(*_: object) -> None:
@@ -464,9 +470,7 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     """
     host, port = (endpoint.host, endpoint.port) if endpoint else ("127.0.0.1", 0)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY where the protocol is said: without it each answer waits 40 ms for
-    # the client's ACK
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = Listener(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -478,6 +482,8 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     tls = {"ssl_certfile": endpoint.certificate, "ssl_keyfile": endpoint.key} if endpoint else {}
     config = uvicorn.Config(
         app,
+        http=partial(BoundedConnection, listener),  # type: ignore[arg-type]
+        ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,

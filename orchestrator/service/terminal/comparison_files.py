@@ -85,7 +85,14 @@ def _value(row: Row, path: Sequence[str | int]) -> Any:
     value: Any = row
     for key in path:
         value = (value.get(key) if isinstance(value, Mapping) else value[key]) if value else None
-    return value
+    # a sheet would run what begins so: OWASP, "CSV Injection"
+    text = _line(value) if isinstance(value, str) else ""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text or value
+
+
+def _line(text: str) -> str:
+    """Return the text as one line: what others wrote begins none of its own."""
+    return " ".join(text.split())
 
 
 def as_markdown(view: ComparisonView) -> str:
@@ -96,8 +103,7 @@ def as_markdown(view: ComparisonView) -> str:
         for line in (heads, *lines)
     ]
     rule = f"|---|{'---:|' * (len(heads) - 1)}"
-    notes = "\n\n".join((*_caption(view, heads), view["verdict"], *view["notes"]))
-    return "\n".join([table[0], rule, *table[1:], "", notes, ""])
+    return "\n".join([table[0], rule, *table[1:], "", "\n\n".join(_notes(view, heads)), ""])
 
 
 def as_latex(view: ComparisonView) -> str:
@@ -111,7 +117,7 @@ def as_latex(view: ComparisonView) -> str:
         f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\"
         for line in ([h[0] for h in parted], units, *lines)
     ]
-    comments = [f"% {note}" for note in (*_caption(view, heads), view["verdict"], *view["notes"])]
+    comments = [f"% {note}" for note in _notes(view, heads)]
     start = [
         f"\\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
         "\\toprule",
@@ -148,7 +154,7 @@ def _table(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
         del columns["MFU (%)"]  # shares of different peaks
     filled = {head: cells for head, cells in columns.items() if any(cells)}
     return list(filled), [
-        [cell or "–" for cell in line] for line in zip(*filled.values(), strict=True)
+        [_line(cell) or "–" for cell in line] for line in zip(*filled.values(), strict=True)
     ]
 
 
@@ -198,6 +204,11 @@ def with_error(value: float, error: float) -> str:
     place = floor(log10(error))
     decimals = max(0, -place + (error / 10.0**place < 2))
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
+def _notes(view: ComparisonView, heads: Sequence[str]) -> list[str]:
+    """Return the caption, the verdict and its notes, one line each."""
+    return [_line(note) for note in (*_caption(view, heads), view["verdict"], *view["notes"])]
 
 
 def _caption(view: ComparisonView, heads: Sequence[str]) -> list[str]:

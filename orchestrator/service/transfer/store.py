@@ -22,7 +22,9 @@ BODY_BYTES_MAX = LIMITS.total_bytes + 2**25  # of the compressed archive: noise 
 TOTAL_BYTES_MAX = 50 * 2**30  # of all uploads
 KEPT_S = 7 * 86400.0  # after the last use by a job or a question
 GRACE_S = 3600.0  # between a question, or an upload, and the job that names it
-AT_ONCE_MAX = 8  # uploads that arrive
+AT_ONCE_MAX = 8  # uploads that are unpacked
+# of the uploads that arrive: a slow one holds few bytes, so it keeps no place from another
+ARRIVING_BYTES_MAX = AT_ONCE_MAX * BODY_BYTES_MAX
 DIGEST = re.compile(r"[0-9a-f]{64}")
 PREFIX = "upload:"  # of a path in a job that came from another machine: upload:<sha256>/<path>
 
@@ -40,7 +42,9 @@ class Uploads:
         self._folder = uploads_folder(home)
         self._used, self._clock = used, clock
         self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
+        self._arriving: dict[Path, int] = {}
+        self._arriving_lock = threading.Lock()
+        self.slots = threading.BoundedSemaphore(AT_ONCE_MAX)  # held around `store`
 
     def missing(self, digests: Sequence[str]) -> list[str]:
         """Return the digests without an upload here; the others stay for at least GRACE_S seconds."""
@@ -49,16 +53,29 @@ class Uploads:
 
     @contextmanager
     def receiving(self) -> Iterator[Path]:
-        """Yield a path for an incoming archive. Raises ServiceError where too many arrive at once."""
-        if not self._slots.acquire(blocking=False):
-            raise ServiceError(f"{AT_ONCE_MAX} uploads arrive already: try again")
+        """Yield a path for an incoming archive, to which `append` adds."""
         file = self._folder / f".{os.urandom(8).hex()}.gz"
+        with self._arriving_lock:
+            self._arriving[file] = 0
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             yield file
         finally:
+            with self._arriving_lock:
+                del self._arriving[file]
             file.unlink(missing_ok=True)
-            self._slots.release()
+
+    def append(self, file: Path, chunk: bytes) -> None:
+        """Append bytes to an incoming archive. Raises ServiceError where all of them together are too many."""
+        with self._arriving_lock:
+            if sum(self._arriving.values()) + len(chunk) > ARRIVING_BYTES_MAX:
+                raise ServiceError(
+                    f"uploads of more than {ARRIVING_BYTES_MAX} bytes arrive already: try again"
+                )
+            self._arriving[file] += len(chunk)
+        # no descriptor is held while a client sends
+        with file.open("ab") as body:
+            body.write(chunk)
 
     def store(self, digest: str, file: Path) -> None:
         """Unpack a compressed archive as the upload `digest`.

@@ -86,6 +86,7 @@ LIVE_MAX = 500  # live jobs in a response
 PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
+SLOT_S = 0.05  # between two looks whether another upload is unpacked
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
 IdempotencyKey = Annotated[
     str, Header(max_length=64)
@@ -263,9 +264,12 @@ def _add_sweep_routes(app: FastAPI, service: Service) -> None:
 def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     controller = service.controller
 
-    def file_of(job_id: str, number: int, rank: int) -> tuple[Path, tuple[bytes, ...]]:
-        """Return (path of the log, secrets to hide in it)."""
+    def file_of(
+        job_id: str, number: int, rank: int, sender: Principal
+    ) -> tuple[Path, tuple[bytes, ...]]:
+        """Return (path of the log, secrets to hide in it). Raises Forbidden for a job of another team."""
         job = job_of(controller, job_id)
+        refuse_other_teams(job, sender, controller.state.policy, "read the logs of")
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
             raise UnknownError(
@@ -283,8 +287,10 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         )
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
-    def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
-        file, hidden = file_of(job_id, number, rank)
+    def log(
+        job_id: str, number: int, sender: Sender, rank: Rank = 0, offset: Offset = 0
+    ) -> Response:
+        file, hidden = file_of(job_id, number, rank, sender)
         text = read_from(file, offset, hidden)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
@@ -293,12 +299,13 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     async def follow(
         job_id: str,
         number: int,
+        sender: Sender,
         rank: Rank = 0,
         offset: Offset = 0,
         wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
     ) -> Response:
         """Stream a rank's log from an offset as it grows, until the attempt has ended, or for `wait_s` seconds."""
-        file, hidden = await run_in_threadpool(file_of, job_id, number, rank)
+        file, hidden = await run_in_threadpool(file_of, job_id, number, rank, sender)
 
         def is_over() -> bool:
             job = controller.state.jobs.get(job_id)
@@ -318,7 +325,10 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         with uploads.receiving() as file:
             try:
                 async with asyncio.timeout(RECEIVE_S):
-                    await _write_body(request, file)
+                    async for chunk in request.stream():
+                        await run_in_threadpool(uploads.append, file, chunk)
+                    while not uploads.slots.acquire(blocking=False):
+                        await asyncio.sleep(SLOT_S)
             except TimeoutError:
                 raise ServiceError(
                     f"the upload took longer than {RECEIVE_S:.0f} s: submit again"
@@ -327,7 +337,10 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
                 raise ServiceError("the upload was cut off") from None
             except OSError as error:
                 raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
-            await run_in_threadpool(uploads.store, digest, file)
+            try:
+                await run_in_threadpool(uploads.store, digest, file)
+            finally:
+                uploads.slots.release()
         return {}
 
     @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
@@ -346,13 +359,6 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         return StreamingResponse(
             listing.stream(), media_type="application/octet-stream", headers=headers
         )
-
-
-async def _write_body(request: Request, file: Path) -> None:
-    """Write the body to a file."""
-    with file.open("wb") as body:
-        async for chunk in request.stream():
-            await run_in_threadpool(body.write, chunk)
 
 
 def request_key(name: str, sender: Principal, request: BaseModel) -> RequestKey | None:

@@ -1,0 +1,201 @@
+"""Bounds on connections: how many are open, and how long a client may keep a request or an answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class Awaited(Enum):
+    """What a connection waits for."""
+
+    HEADERS = "the headers of a request"  # also where the last one is answered, or was none
+    BODY = "the rest of its body"
+    ANSWER = "the answer of the service"
+
+
+# seconds, after each of which the client must have done its part
+WINDOW_S = {Awaited.HEADERS: 5.0, Awaited.BODY: 10.0, Awaited.ANSWER: 60.0}
+# that come of a body in a window; the rate is that of Apache's mod_reqtimeout 2.4
+BODY_WINDOW_BYTES = 5000
+# of a body; and of the end of an answer, while the next headers are awaited
+WINDOWS_MAX = {Awaited.BODY: 100, Awaited.HEADERS: 12}
+CONNECTIONS_MAX = 4096  # of one address
+LOG_S = 60.0  # between two warnings
+
+log = logging.getLogger(__name__)
+
+
+def raise_open_files() -> None:
+    """Raise this process's limit of open files to the hard limit; where that is refused, the limit stays."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def bound_connections() -> int:
+    """Return how many connections one address may hold: a quarter of the open files, since a service has two."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(CONNECTIONS_MAX, soft // 4)
+
+
+class Listener(socket.socket):
+    """Listening socket with a bound on its open connections.
+
+    At the bound the connection that has waited longest without a full request is ended; those with one are admitted
+    ones, and may exceed it. Only the thread of the event loop may use it once it listens.
+    """
+
+    def __init__(self, family: int) -> None:
+        # asyncio sets TCP_NODELAY where the protocol is named: without it each answer waits 40 ms for
+        # the client's ACK
+        super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._connections_max = bound_connections()
+        self._open: dict[int, socket.socket] = {}
+        # by descriptor, oldest first: how to end a connection without a full request
+        self._waiting: dict[int, Callable[[], None]] = {}
+        self._logged_at_s = -LOG_S
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return a connection and its address. Raises BlockingIOError where asyncio is to ask again."""
+        if len(self._open) >= self._connections_max:
+            self._make_room()
+        connection, address = super().accept()
+        number, silent = connection.fileno(), partial(_shut, connection)
+        self._open[number] = connection
+        self.wait(number, silent)
+        # TLS says nothing of a handshake that never ends
+        loop = asyncio.get_running_loop()
+        loop.call_later(WINDOW_S[Awaited.HEADERS], self._end_silent, number, silent)
+        return connection, address
+
+    def wait(self, number: int, end: Callable[[], None]) -> None:
+        """Note that a connection has no full request from now on; `end` ends it."""
+        self.serve(number)
+        self._waiting[number] = end
+
+    def serve(self, number: int) -> None:
+        """Note that a connection has a full request, or is closed."""
+        self._waiting.pop(number, None)
+
+    def _make_room(self) -> None:
+        self._open = {
+            number: connection
+            for number, connection in self._open.items()
+            if connection.fileno() == number
+        }
+        if len(self._open) < self._connections_max or not self._waiting:
+            return
+        if time.monotonic() - self._logged_at_s >= LOG_S:
+            self._logged_at_s = time.monotonic()
+            log.warning(
+                "%d connections are open: the oldest without a full request end", len(self._open)
+            )
+        self._waiting.pop(next(iter(self._waiting)))()
+        raise BlockingIOError
+
+    def _end_silent(self, number: int, silent: Callable[[], None]) -> None:
+        if self._waiting.get(number) is silent:
+            silent()
+
+
+class BoundedConnection(H11Protocol):
+    """HTTP connection that ends where its client keeps a request or an answer back too long."""
+
+    def __init__(self, listener: Listener, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._listener, self._number = listener, -1
+        self._awaited = Awaited.ANSWER
+        self._windows = self._progress_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._number = transport.get_extra_info("socket").fileno()
+        self._note()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Free the place of the connection."""
+        super().connection_lost(exc)
+        self._listener.serve(self._number)
+        self._end_window()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of a request."""
+        if self._awaited is Awaited.BODY:
+            # whoever is admitted and goes on sending is not the oldest
+            self._progress_bytes += len(data)
+            self._listener.wait(self._number, self.transport.abort)
+        elif self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._begin_window()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Take what the bytes say, and note what is awaited now."""
+        super().handle_events()
+        self._note()
+
+    def on_response_complete(self) -> None:
+        """Note that the next request is awaited."""
+        super().on_response_complete()
+        self._note()
+
+    def resume_writing(self) -> None:
+        """Note that the client has taken most of what was written."""
+        super().resume_writing()
+        self._progress_bytes += 1
+
+    def _note(self) -> None:
+        """Begin another wait where another thing is awaited."""
+        awaited = Awaited.HEADERS
+        if self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):
+            is_sending = self.conn.their_state is h11.SEND_BODY
+            awaited = Awaited.BODY if is_sending else Awaited.ANSWER
+        if awaited is self._awaited:
+            return
+        self._awaited, self._windows = awaited, 0
+        self._listener.wait(self._number, self.transport.abort)
+        if awaited is Awaited.ANSWER:
+            self._listener.serve(self._number)
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._end_window()
+        self._progress_bytes = 0
+        self._timer = self.loop.call_later(WINDOW_S[self._awaited], self._look)
+
+    def _end_window(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """End the connection where its client is late; else begin another window."""
+        self._windows += 1
+        if self._awaited is Awaited.BODY:
+            is_ours = self.flow.read_paused or self.cycle.waiting_for_100_continue
+            is_late = self._progress_bytes < BODY_WINDOW_BYTES and not is_ours
+        elif self._awaited is Awaited.ANSWER:
+            is_late = self.flow.write_paused and not self._progress_bytes
+        else:
+            is_late = not self.transport.get_write_buffer_size()
+        if is_late or self._windows == WINDOWS_MAX.get(self._awaited):
+            self.transport.abort()
+        else:
+            self._begin_window()
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):  # the client was faster
+        connection.shutdown(socket.SHUT_RDWR)
