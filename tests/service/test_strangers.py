@@ -84,11 +84,13 @@ def test_a_crowd_of_half_sent_requests_takes_no_answer_away(
     port = ports[over_tls]
     ask(port, over_tls=over_tls)
     with ExitStack() as stack:
-        for _ in range(CROWD):
+        for number in range(CROWD):
             try:
                 stack.enter_context(connect(port, HALF_SENT[kind]))
             except ConnectionError:  # it was the oldest already
                 continue
+            if number % 200 == 199:
+                assert ask(port, over_tls=over_tls) < ANSWER_S_MAX
         assert ask(port, over_tls=over_tls) < ANSWER_S_MAX
         assert ask(ports[not over_tls], over_tls=not over_tls) < ANSWER_S_MAX
 
@@ -170,7 +172,7 @@ def test_an_upload_that_goes_on_outlives_a_crowd(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload has no full request for longest, but its sender is admitted and sends."""
-    monkeypatch.setattr(connections, "bound_connections", lambda: 8)
+    monkeypatch.setattr(connections, "CONNECTIONS_MAX", 8)
     (tmp_path / "sent").mkdir()
     digest, data = pack_folder(tmp_path / "sent")
     with ExitStack() as stack:
