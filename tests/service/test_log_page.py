@@ -108,7 +108,7 @@ def test_a_number_that_is_none_is_as_if_it_were_left_out(logged: World, query: s
 def test_logs_of_another_team_are_refused_as_its_output_is(
     tmp_path: Path, policy: PolicySpec
 ) -> None:
-    """API, stream, page and its search refuse them; bob is of ada's team where there are teams."""
+    """The API, a stream, the page and its search are tried; bob is of ada's team where there are teams."""
     world = World(tmp_path, policy)
     with closing(world.journal):
         ada = world.by(Role.MEMBER, "ada")

@@ -86,7 +86,7 @@ def test_no_name_in_a_chart_is_markup(seed: int) -> None:
 def test_no_address_in_a_job_is_asked_by_the_service(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each text of a job file, and the hub's address, names a port of the loopback that nobody may connect to."""
+    """A job's texts, and the hub's address, name a port of the loopback that nobody may connect to."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/config.json"

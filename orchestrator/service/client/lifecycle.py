@@ -133,7 +133,7 @@ def stop(home: Path, force: bool) -> None:
         pid = int(service_file(home)["pid"])
         try:
             with closing(Client(home)) as client:
-                client.shut_down(force, min(timeout_s, TIMEOUT_S))
+                client.shut_down(force, timeout_s)
         except ServiceError:
             if not force:
                 raise

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import resource
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
@@ -32,7 +31,7 @@ BODY_WINDOW_BYTES = 5000
 # of a body; and of the end of an answer, while the next headers are awaited
 WINDOWS_MAX = {Awaited.BODY: 100, Awaited.HEADERS: 12}
 CONNECTIONS_MAX = 4096  # of one address
-LOG_S = 60.0  # between two warnings
+QUEUE = 2048  # connections that wait in the kernel
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +41,6 @@ def raise_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def bound_connections() -> int:
-    """Return how many connections one address may hold: a quarter of the open files, since a service has two."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(CONNECTIONS_MAX, soft // 4)
 
 
 class Listener(socket.socket):
@@ -61,11 +54,19 @@ class Listener(socket.socket):
         # asyncio sets TCP_NODELAY where the protocol is named: without it each answer waits 40 ms for
         # the client's ACK
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._connections_max = bound_connections()
+        # a quarter of the open files, since a service has two listeners
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._connections_max = min(CONNECTIONS_MAX, soft // 4)
+        # before the event loop reads what came: whoever sent a full request is not ended for it
+        self.accepted_at_once = self._connections_max // 8
         self._open: dict[int, socket.socket] = {}
         # by descriptor, oldest first: how to end a connection without a full request
         self._waiting: dict[int, Callable[[], None]] = {}
-        self._logged_at_s = -LOG_S
+        self._is_logged = False
+
+    def listen(self, _backlog: int = QUEUE) -> None:
+        """Listen with a long queue, whatever is asked for: asyncio asks with its number of accepts."""
+        super().listen(QUEUE)
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Return a connection and its address. Raises BlockingIOError where asyncio is to ask again."""
@@ -97,11 +98,11 @@ class Listener(socket.socket):
         }
         if len(self._open) < self._connections_max or not self._waiting:
             return
-        if time.monotonic() - self._logged_at_s >= LOG_S:
-            self._logged_at_s = time.monotonic()
+        if not self._is_logged:
             log.warning(
                 "%d connections are open: the oldest without a full request end", len(self._open)
             )
+            self._is_logged = True
         self._waiting.pop(next(iter(self._waiting)))()
         raise BlockingIOError
 
@@ -184,8 +185,9 @@ class BoundedConnection(H11Protocol):
         """End the connection where its client is late; else begin another window."""
         self._windows += 1
         if self._awaited is Awaited.BODY:
-            is_ours = self.flow.read_paused or self.cycle.waiting_for_100_continue
-            is_late = self._progress_bytes < BODY_WINDOW_BYTES and not is_ours
+            is_late = self._progress_bytes < BODY_WINDOW_BYTES and not (
+                self.flow.read_paused or self.cycle.waiting_for_100_continue
+            )
         elif self._awaited is Awaited.ANSWER:
             is_late = self.flow.write_paused and not self._progress_bytes
         else:

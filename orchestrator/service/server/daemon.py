@@ -484,6 +484,7 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
         app,
         http=partial(BoundedConnection, listener),  # type: ignore[arg-type]
         ws="none",
+        backlog=listener.accepted_at_once,
         log_config=None,
         log_level="warning",
         access_log=False,

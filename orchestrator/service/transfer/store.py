@@ -44,7 +44,7 @@ class Uploads:
         self._lock = threading.Lock()
         self._arriving: dict[Path, int] = {}
         self._arriving_lock = threading.Lock()
-        self.slots = threading.BoundedSemaphore(AT_ONCE_MAX)  # held around `store`
+        self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
 
     def missing(self, digests: Sequence[str]) -> list[str]:
         """Return the digests without an upload here; the others stay for at least GRACE_S seconds."""
@@ -80,9 +80,11 @@ class Uploads:
     def store(self, digest: str, file: Path) -> None:
         """Unpack a compressed archive as the upload `digest`.
 
-        Raises SpecError for a bad one, ServiceError without space.
+        Raises SpecError for a bad one, ServiceError without space, or where too many are unpacked at once.
         """
         _check_digest(digest)
+        if not self._slots.acquire(blocking=False):
+            raise ServiceError(f"{AT_ONCE_MAX} uploads are unpacked already: try again")
         folder = self._folder / f".{digest}.{os.urandom(4).hex()}"
         try:
             with gzip.open(file) as archive:
@@ -107,6 +109,7 @@ class Uploads:
             raise ServiceError(f"the upload cannot be stored: {error.strerror or error}") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            self._slots.release()
 
     def resolved(self, key: str, path: str) -> str:
         """Return the absolute path of `upload:<sha256>/<path>`; other paths unchanged.

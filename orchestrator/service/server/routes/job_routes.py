@@ -86,7 +86,6 @@ LIVE_MAX = 500  # live jobs in a response
 PLACE = r"^[012],-?\d{1,9},\d{1,18}$"  # as `place_of` has it
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
-SLOT_S = 0.05  # between two looks whether another upload is unpacked
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
 IdempotencyKey = Annotated[
     str, Header(max_length=64)
@@ -327,8 +326,6 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
                 async with asyncio.timeout(RECEIVE_S):
                     async for chunk in request.stream():
                         await run_in_threadpool(uploads.append, file, chunk)
-                    while not uploads.slots.acquire(blocking=False):
-                        await asyncio.sleep(SLOT_S)
             except TimeoutError:
                 raise ServiceError(
                     f"the upload took longer than {RECEIVE_S:.0f} s: submit again"
@@ -337,10 +334,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
                 raise ServiceError("the upload was cut off") from None
             except OSError as error:
                 raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
-            try:
-                await run_in_threadpool(uploads.store, digest, file)
-            finally:
-                uploads.slots.release()
+            await run_in_threadpool(uploads.store, digest, file)
         return {}
 
     @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
