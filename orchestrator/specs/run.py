@@ -50,6 +50,7 @@ from orchestrator.specs.settings import plan_from_json
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
 # modification time of each uploaded file: 2000-01-01, so that a later write shows
 UPLOADED_AT_S = 946_684_800.0
+LAUNCH_GRACE_S = 30.0  # of `orc launch`: KillWait of Slurm (slurm.conf)
 DEFAULT_HOME = Path("~/.orc")  # of the service of this machine, where no other home is named
 # variable of each process that the service starts as one rank: its number, for the guard
 GUARDED_RANK = "ORC_RANK"

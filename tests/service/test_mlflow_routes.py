@@ -297,7 +297,10 @@ def test_a_client_that_goes_away_and_too_many_at_once_leave_room_for_others(site
     place.unlink()
 
 
-def test_a_server_that_is_away_is_told_as_such(tmp_path: Path) -> None:
+def test_a_server_that_is_away_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_routes, "START_S", 0.5)
     world = World(tmp_path, mlflow=ADDRESS)
     answer = world.client.get(f"{ADDRESS}/version")
     assert (answer.status_code, "the service starts it within a minute" in answer.text) == (

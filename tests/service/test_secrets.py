@@ -167,9 +167,10 @@ def test_a_child_of_the_service_never_inherits_its_environment_unasked() -> None
         and ast.unparse(call.func) in ("subprocess.Popen", "subprocess.run")
         if not any(word.arg == "env" for word in call.keywords)
     ]
-    assert [where.partition(":")[0] for where in calls] == ["service/client/lifecycle.py"], (
-        "the service itself, of a user"
-    )
+    assert [where.partition(":")[0] for where in calls] == [
+        "backends/local/watch.py",
+        "service/client/lifecycle.py",
+    ], "the core of `orc launch` and the service itself, of a user"
 
 
 def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: Path) -> None:

@@ -108,7 +108,8 @@ def test_poisoned_words_come_back_as_readable_escapes(
     monkeypatch.setenv("ORC_HOME", str(tmp_path))
     text, code = printed(monkeypatch, [*path, f"--no-{POISON}"])
     assert not STEERING.search(text)
-    assert code in (0, 1, 2)
+    # `orc launch` has the code of the command, here of one that does not exist
+    assert code in ((127,) if path == ("launch",) else (0, 1, 2))
     if path not in STARTING:
         arguments = [word for parameter in command.params for word in values_of(parameter, POISON)]
         text, _ = printed(monkeypatch, [*path, *arguments])

@@ -27,13 +27,12 @@ from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import LauncherStatus
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.local.foreground import Foreground, OutputFiles, say
-from orchestrator.specs.run import AttemptFolder
+from orchestrator.specs.run import LAUNCH_GRACE_S, AttemptFolder
 
 CORE = "orchestrator.service.commands.launch.core"
 OWN_ERROR = 125  # as of `timeout` and `docker run`: the command itself was not the cause
 NO_PROGRAM, NO_PERMISSION = 127, 126
 FLAGS = ("--dry-run", "--once", "--resume", "--requeue")
-GRACE_S = 30.0  # KillWait of Slurm (slurm.conf)
 LOCK_WAIT_S = 60.0  # another line plans within seconds
 TICK_S = 0.25
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -65,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     for name in FLAGS:
         parser.add_argument(name, action="store_true")
     parser.add_argument("--devices")
-    parser.add_argument("--grace", type=float, default=GRACE_S)
+    parser.add_argument("--grace", type=float, default=LAUNCH_GRACE_S)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     try:
         options = parser.parse_args(words)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.backends.local.watch import GRACE_S, run_line
+from orchestrator.specs.run import LAUNCH_GRACE_S
 
 
 def launch(
@@ -22,7 +22,7 @@ def launch(
     ] = None,
     grace: Annotated[
         float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL.")
-    ] = GRACE_S,
+    ] = LAUNCH_GRACE_S,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would run and change; start nothing.")
     ] = False,
@@ -37,4 +37,8 @@ def launch(
     ] = False,
 ) -> None:
     """Run one training to its end, here and now; after a failure go on from its checkpoint with the next plan."""
-    raise typer.Exit(run_line(Namespace(**locals())))
+    options = Namespace(**locals())
+    # the launcher's modules, which no other command needs
+    from orchestrator.backends.local.watch import run_line
+
+    raise typer.Exit(run_line(options))
