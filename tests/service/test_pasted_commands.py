@@ -653,3 +653,9 @@ def test_a_flag_that_another_parser_requires_is_named_and_not_added(tmp_path: Pa
     text = proposal(["python", "train.py", "--lr", "0.5"], tmp_path, {})
     assert parse_job(text, "proposal").command[2:] == ("--lr", "0.5")  # type: ignore[index]
     assert "CHECK: not typed, though a parser here requires: --src" in text
+
+
+@pytest.mark.parametrize("words", [["-c", "print(1)"], ["-u", "-"], ["-W", "ignore", "-c", "1"]])
+def test_code_that_stands_in_no_file_is_told_as_such(tmp_path: Path, words: list[str]) -> None:
+    with pytest.raises(SpecError, match="its code stands in no file"):
+        proposal(["python", *words], tmp_path, {})

@@ -282,6 +282,8 @@ def _parse_program(python: tuple[str, str], argv: Sequence[str], folder: Path) -
     start = 0
     while start < len(argv) and argv[start].startswith("-") and argv[start] != "-m":
         start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
+    if {"-c", "-"} & set(argv[:start]):
+        raise _refused("its code stands in no file", argv, "a script, or -m module")
     if start >= len(argv) or list(argv[start:]) == ["-m"]:
         raise _refused("no script is named", argv, "a script, or -m module")
     is_module = argv[start] == "-m"
