@@ -43,6 +43,7 @@ from orchestrator.service.commands.launch.typed_job import (
     read_typed,
     unread_spec,
 )
+from orchestrator.service.visible import visible
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
 from orchestrator.specs.cluster import idle_nodes
@@ -434,6 +435,7 @@ def main() -> None:
         answer = answer_to(question)
     except OrchestratorError as error:
         answer = {"exit": OWN_ERROR, "lines": [str(error)]}
+    answer["lines"] = [visible(line) for line in answer["lines"]]
     json.dump(answer, answers)
     answers.close()
 
