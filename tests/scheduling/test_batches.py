@@ -12,7 +12,7 @@ from orchestrator.scheduling.scheduling_pass import quotas
 from orchestrator.scheduling.scheduling_pass.decide import cannot_start
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import LOOKED_AT_MAX
-from orchestrator.specs.actions import Launch
+from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.events import DrainRequested, Event
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.pending import Pending
@@ -75,13 +75,15 @@ def test_a_submission_looks_at_few_of_those_who_wait(state: str) -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_batch_is_one_decision(state: str) -> None:
-    """The same jobs start and wait as if they had come one by one; one pass looks at them."""
+    """A batch starts the jobs that submissions one by one would start, in one pass."""
     single, batch = behind(*STATES[state]), behind(*STATES[state])
     events = [
         submitted(number, script({1 if number % 5 == 0 else 2: 500.0}), 3000.0)
         for number in range(1000, 1050)
     ]
-    actions = [action for event in events for action in single.step(event)]
+    actions = list[Action]()
+    for event in events:
+        actions += single.step(event)
     with counted() as looks:
         for event in events[:-1]:
             assert batch.step(replace(event, more=True)) == ()

@@ -314,7 +314,7 @@ def test_a_damaged_archive_is_one_error_or_restores_the_whole_and_nothing_is_lef
 def test_an_archive_of_another_compression_with_changed_bytes_is_one_error_or_restores_the_whole(
     world: World, tmp_path: Path, method: int
 ) -> None:
-    """Which bytes are changed follows from the archive's length; one may be a time in a header."""
+    """The archive's length decides which bytes are changed; one may be a time in a header."""
     archive, other, home = tmp_path / "a.orc", tmp_path / "b.orc", tmp_path / "new"
     state = read_state(str(world.home / JOURNAL))
     refusals, restored = list[str](), 0

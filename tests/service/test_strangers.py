@@ -1,4 +1,4 @@
-"""Laws of connections: whoever keeps a request or an answer back holds neither a place nor anybody else off."""
+"""Laws of connections: a client that sends or reads too slowly loses its connection, and delays no other client."""
 
 from __future__ import annotations
 
@@ -83,21 +83,19 @@ def ask(port: int, *, over_tls: bool) -> float:
 def test_a_crowd_of_half_sent_requests_takes_no_answer_away(
     ports: tuple[int, int], kind: str, over_tls: bool
 ) -> None:
-    stand_in_the_crowd(ports, kind, over_tls=over_tls, limit_s=ANSWER_S_MAX)
+    assert slowest_answer_s(ports, kind, over_tls=over_tls) < ANSWER_S_MAX
 
 
 @pytest.mark.parametrize(("kind", "over_tls"), [("half a line", False), ("no body", True)])
 def test_a_crowd_beside_other_tests_takes_no_answer_away(
     ports: tuple[int, int], kind: str, over_tls: bool
 ) -> None:
-    stand_in_the_crowd(ports, kind, over_tls=over_tls, limit_s=BUSY_S_MAX)
+    assert slowest_answer_s(ports, kind, over_tls=over_tls) < BUSY_S_MAX
 
 
-def stand_in_the_crowd(
-    ports: tuple[int, int], kind: str, *, over_tls: bool, limit_s: float
-) -> None:
-    """Ask amid and after a crowd, each time answered within the limit."""
-    port = ports[over_tls]
+def slowest_answer_s(ports: tuple[int, int], kind: str, *, over_tls: bool) -> float:
+    """Return the seconds of the slowest answer to good tokens, amid a crowd and after it."""
+    port, answers_s = ports[over_tls], list[float]()
     ask(port, over_tls=over_tls)
     with ExitStack() as stack:
         for number in range(CROWD):
@@ -106,9 +104,10 @@ def stand_in_the_crowd(
             except ConnectionError:  # it was the oldest already
                 continue
             if number % 200 == 199:
-                assert ask(port, over_tls=over_tls) < limit_s
-        assert ask(port, over_tls=over_tls) < limit_s
-        assert ask(ports[not over_tls], over_tls=not over_tls) < limit_s
+                answers_s.append(ask(port, over_tls=over_tls))
+        answers_s.append(ask(port, over_tls=over_tls))
+        answers_s.append(ask(ports[not over_tls], over_tls=not over_tls))
+    return max(answers_s)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import random
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def test_no_cell_of_a_sheet_is_a_formula_and_numbers_stay_numbers() -> None:
         view = poisoned(random.Random(number))
         view["rows"][0]["loss"] = -0.5
         _, *rows = csv.reader(io.StringIO(WRITERS[".csv"](view)))
-        cells = [cell for row in rows for cell in row]
+        cells = [*chain.from_iterable(rows)]
         assert {cell for cell in cells if cell.lstrip().startswith(SIGNS)} <= {"-0.5"}
 
 

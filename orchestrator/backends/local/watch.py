@@ -294,7 +294,7 @@ def has_evidence(folder: AttemptFolder, code: int) -> bool:
 
 
 def has_lost_reader() -> bool:
-    """Return whether whoever read our output has closed it, as `head` does: nobody waits for more."""
+    """Return whether the reader of standard output has closed it, as `head` does."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

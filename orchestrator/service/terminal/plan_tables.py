@@ -225,16 +225,16 @@ def _verdict(candidate: CandidateView) -> Text:
     return Text(f"{needed} of {capacity} with margin: ") + verdict
 
 
+def _mark_of(candidate: CandidateView) -> Mark:
+    return Mark.FITS if candidate["rejected"] is None else Mark.TOO_BIG
+
+
 def _plan_picture(plans: JobPlans, chosen: int) -> Picture:
     points = [
         Point(
             step_s=candidate["step_s"],
             needed_bytes=candidate["needed_bytes"],
-            mark=Mark.CHOSEN
-            if index == chosen
-            else Mark.FITS
-            if candidate["rejected"] is None
-            else Mark.TOO_BIG,
+            mark=Mark.CHOSEN if index == chosen else _mark_of(candidate),
         )
         for index, candidate in enumerate(plans["frontier"])
     ]
