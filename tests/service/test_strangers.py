@@ -22,8 +22,9 @@ from tests.service.test_transfer import pack_folder
 from tests.service.worlds import World
 
 DESCRIPTORS, CROWD = 1024, 1100
-# The bar is 1 s on a quiet machine, which the long tests hold; beside other tests a decision takes longer.
-ANSWER_S_MAX, BUSY_S_MAX = 1.0, 5.0
+# The bar is 1 s on a quiet machine, which the long tests hold; beside other tests an answer takes longer.
+# Without a bound it takes 5 s, until the window of the headers ends.
+ANSWER_S_MAX, BUSY_S_MAX = 1.0, 3.0
 HALF_SENT = {
     "nothing": b"",
     "half a line": b"GET /jo",
@@ -86,7 +87,9 @@ def test_a_crowd_of_half_sent_requests_takes_no_answer_away(
     assert slowest_answer_s(ports, kind, over_tls=over_tls) < ANSWER_S_MAX
 
 
-@pytest.mark.parametrize(("kind", "over_tls"), [("half a line", False), ("no body", True)])
+@pytest.mark.parametrize(
+    ("kind", "over_tls"), [("half a line", False), ("half a TLS handshake", True)]
+)
 def test_a_crowd_beside_other_tests_takes_no_answer_away(
     ports: tuple[int, int], kind: str, over_tls: bool
 ) -> None:
