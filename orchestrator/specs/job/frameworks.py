@@ -69,7 +69,7 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     Recomputation in the command stays there, and then has no knob. Without a precision anywhere, the script keeps its
     default. The function is idempotent.
     """
-    trainer, argv = data.get("trainer"), _split_command(data.get("command"))
+    trainer, argv = data.get("trainer"), split_words(data.get("command"))
     defaults = load_preset(trainer) if trainer in get_args(Framework) else None
     if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
         return dict(data)
@@ -142,7 +142,7 @@ def _take_config(
     return None, argv
 
 
-def _split_command(command: object) -> tuple[str, ...]:
+def split_words(command: object) -> tuple[str, ...]:
     """Return the words of a command; () where they cannot be read, since another check says why."""
     if isinstance(command, str):
         try:

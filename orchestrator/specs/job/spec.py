@@ -15,7 +15,12 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import DeadlineField, Hours, Priority, Seconds, Speeds, UserName
 from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.job.code_source import CodeSource
-from orchestrator.specs.job.frameworks import Framework, fill_defaults, find_cut_option
+from orchestrator.specs.job.frameworks import (
+    Framework,
+    fill_defaults,
+    find_cut_option,
+    split_words,
+)
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX, DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
 from orchestrator.specs.job.sections import (
@@ -36,6 +41,7 @@ from orchestrator.specs.job.trainer import (
     Resume,
     Success,
     check_script,
+    with_interpreter,
 )
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.spec_model import (
@@ -157,6 +163,12 @@ class JobSpec(SpecModel):
         default=None,
         description="Training script and its arguments, split as a POSIX shell would; no shell runs it.",
         examples=["python train.py --data corpus.txt"],
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the script's environment, relative to `workdir`; programs are those beside it.",
+        examples=[".venv/bin/python"],
     )
     trains: ModelSpec | None = Field(
         default=None,
@@ -321,6 +333,15 @@ class JobSpec(SpecModel):
             fill_defaults(raw) if isinstance(raw, dict) and raw.get("trainer") is not None else raw
         )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_interpreter(cls, raw: object) -> object:
+        """Replace the program of `command` by `python`, or by the program beside it."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("python"), str):
+            return raw
+        argv = split_words(raw.get("command"))
+        return {**raw, "command": with_interpreter(argv, raw["python"])} if argv else raw
+
     @model_validator(mode="after")
     def _check(self) -> JobSpec:
         """Raise ValueError or SpecError at the first contradiction between keys of the job."""
@@ -386,6 +407,10 @@ class JobSpec(SpecModel):
             )
 
     def _check_trainer(self) -> None:
+        if self.python is not None and self.command is None:
+            raise ValueError(
+                "`python` is the interpreter of somebody's script: it needs a `command`"
+            )
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
         cut = find_cut_option(self.trainer, self.command or ())
