@@ -32,7 +32,7 @@ from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.planning.ways_out import Unfit, adapters, smaller_models
+from orchestrator.planning.ways_out import Unfit, WayOut, adapters, smaller_models, ways_out
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
@@ -67,6 +67,7 @@ from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
+from orchestrator.specs.written import as_yaml
 
 # Median error of predicted steps of 40 published configurations to which nothing was fitted (`make
 # bench-cost`,
@@ -95,6 +96,19 @@ class CandidateView(TypedDict):
     rejected: str | None
 
 
+class WayOutView(TypedDict):
+    """A change with which a job would fit."""
+
+    label: str
+    plan: str | None
+    needed_bytes: int  # of each device
+    degradation: str  # what changes of the training
+    settings: dict[str, str]  # of `--set` options that make the change; {}: none do
+    job: (
+        dict[str, Any] | None
+    )  # content of the changed job file; None: no job file makes the change
+
+
 class JobPlans(TypedDict):
     """The frontier (plans that no other beats) of a job on one kind of device, fastest first, and the chosen plan."""
 
@@ -108,6 +122,7 @@ class JobPlans(TypedDict):
     probe: CandidateView | None
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
+    ways_out: list[WayOutView]  # the changes in `nothing_fits`
     # why the chosen plan is taken instead of the fastest one; None where it is that
     passed_over: str | None
     # that other plans may be as fast, and how to find out; None where none is near
@@ -207,18 +222,18 @@ def _plan_on_kind(
     candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
-    nothing = None
+    nothing, ways = None, tuple[WayOut, ...]()
     if chosen is None:
         capacity_bytes = free_bytes[spec.gpus.min - 1]
         if trace is not None and spec.traced and spec.degrade.limit < Degradation.NUMERIC:
             numeric = spec.degrade.model_copy(update={"allow": "numeric"})
             traced = trace(spec.model_copy(update={"degrade": numeric, "traced": ()})).traced
             spec = spec.model_copy(update={"traced": traced})
-        nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated)
+        case = Unfit(spec, hardware, capacity_bytes, calibrated)
+        ways = ways_out(case)
         if trace is not None:
-            case = Unfit(spec, hardware, capacity_bytes, calibrated)
-            ways = (*adapters(case, trace), *smaller_models(case, trace))
-            nothing = "\n".join([nothing, *(f"would fit: {way.sentence}" for way in ways)])
+            ways = (*ways, *adapters(case, trace), *smaller_models(case, trace))
+        nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated, ways=ways)
     job = _as_job(spec)
     probe = probe_of(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
@@ -231,12 +246,40 @@ def _plan_on_kind(
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
         nothing_fits=nothing,
+        ways_out=[_way_view(way) for way in ways],
         passed_over=passed_over,
         unsure=None
         if chosen is None or probe is not None
         else _rivals_note(candidates, views, chosen),
     )
     return _KindPlans(answer, hardware.device, candidates, calibrated)
+
+
+def _way_view(way: WayOut) -> WayOutView:
+    return WayOutView(
+        label=way.label,
+        plan=None if way.plan is None else in_short(way.plan),
+        needed_bytes=way.needed_bytes,
+        degradation=way.degradation.name.lower(),
+        settings=dict(way.settings),
+        job=None if way.job is None else way.job.file_content(),
+    )
+
+
+def job_file_of(plans: JobPlans, number: int) -> str:
+    """Return the text of the job file of a numbered way out, from 1. Raises SpecError where there is none."""
+    ways = [way for way in plans["ways_out"] if way["job"] is not None]
+    if not 1 <= number <= len(ways):
+        raise SpecError(
+            "no such way out",
+            source="--way-out",
+            got=number,
+            allowed=f"1 to {len(ways)}" if ways else "none: the plan has no numbered way out",
+            hint="`orc plan` without `--way-out` names them",
+        )
+    way = ways[number - 1]
+    head = f"# {plans['job']} with {way['label']}: {way['degradation']}. Paths are absolute.\n"
+    return head + as_yaml(way["job"])
 
 
 def _as_job(spec: JobSpec) -> Job:

@@ -25,7 +25,14 @@ from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
 from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python, with_interpreter
-from orchestrator.specs.parse import Override, join_problems, parse_cluster, parse_job, parse_jobs
+from orchestrator.specs.parse import (
+    Override,
+    join_problems,
+    parse_cluster,
+    parse_job,
+    parse_jobs,
+    with_remedy,
+)
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -212,6 +219,11 @@ def _resolve_job(
         if problem.path not in remote_keys or problem.what == NO_CONFIG
     ]
     problems += _duplicate_knobs(resolved, source)
+    for remedy in resolved.remedies:
+        try:
+            with_remedy(resolved, remedy)
+        except SpecError as error:
+            problems.append(error)
     is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
     if is_here and "workdir" not in remote_keys:
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)

@@ -47,12 +47,20 @@ def plan(
     cards: Cards = None,
     settings: Settings = None,
     pins: Pinned = None,
+    way_out: Annotated[
+        int | None,
+        typer.Option(
+            "--way-out",
+            metavar="N",
+            help="Print the job file of a numbered way out, if nothing fits.",
+        ),
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.commands.plan import plan_job, trace_scope
+    from orchestrator.service.commands.plan import job_file_of, plan_job, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides, read_pins
     from orchestrator.service.terminal.plan_tables import plan_panel
 
@@ -68,6 +76,9 @@ def plan(
     gc.disable()
     with show_spinner("searching plans"):
         answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
+    if way_out is not None:
+        print(job_file_of(answer, way_out), end="")
+        return
     tell(dict(answer), as_json, plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 

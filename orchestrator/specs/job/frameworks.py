@@ -46,10 +46,20 @@ def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str,
     """Return the job data, with missing keys filled from the preset."""
     merged = {**preset, **data}
     for section in MERGED:
-        parts = (preset.get(section), data.get(section))
-        if all(isinstance(part, Mapping) for part in parts):
-            merged[section] = {**preset[section], **data[section]}
+        base, part = preset.get(section), data.get(section)
+        if isinstance(base, Mapping) and isinstance(part, Mapping):
+            merged[section] = {**base, **part}
+            for name in base.keys() & part.keys() if section == "knobs" else ():
+                merged[section][name] = _merge_knob(base[name], part[name])
     return merged
+
+
+def _merge_knob(knob: object, changes: object) -> Any:
+    """Return a preset's knob with a job's changes; a knob of the job that has a way of its own stands alone."""
+    if not isinstance(knob, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    has_own_way = any(changes.get(way) is not None for way in WAYS)
+    return changes if has_own_way else {**knob, **changes}
 
 
 def knobs_of(framework: str) -> dict[str, Any]:
@@ -117,10 +127,8 @@ def _knobs_for(
             knobs |= {} if name in job_knobs else {name: knob}
         elif name not in job_knobs and (knob.get("accelerate") is None or launch == "accelerate"):
             knobs[name] = knob
-        elif isinstance(job_knobs.get(name), Mapping) and not any(
-            job_knobs[name].get(way) is not None for way in WAYS
-        ):
-            knobs[name] = {**knob, **job_knobs[name]}  # the same way, with a default of its own
+        elif name in job_knobs:
+            knobs[name] = _merge_knob(knob, job_knobs[name])  # the same way, with its own default
     return knobs
 
 

@@ -10,10 +10,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.fields import DEVICES_MAX, Bytes, Seconds
 from orchestrator.specs.job.model import BATCH_MAX, LAYERS_MAX, LENGTH_MAX
-from orchestrator.specs.spec_model import SpecModel
+from orchestrator.specs.spec_model import Command, SpecModel, StringMap
 
 PARAMETERS_MAX = 10**15
 FLOPS_MAX = 1e27  # of one sample
+LABEL_LENGTH_MAX = 120  # characters of a remedy's label
 
 
 class GpuRange(SpecModel):
@@ -113,6 +114,32 @@ class DeclaredProfile(SpecModel):
         le=FLOPS_MAX,
         description="FLOPs of the forward pass of one sample; null: 2 x `parameters`, of a script not known.",
         examples=[1.4e12],
+    )
+
+
+class Remedy(SpecModel):
+    """A change that a person may make where no plan fits: words for the command, and keys of the job."""
+
+    label: str = Field(
+        min_length=1,
+        max_length=LABEL_LENGTH_MAX,
+        description="What changes, in a few words.",
+        examples=["the average of the weights on the host"],
+    )
+    arguments: Command = Field(
+        default=(),
+        description="Words that `command` then ends with, where its last word wins.",
+        examples=["--ema-device cpu"],
+    )
+    set: StringMap = Field(
+        default=(),
+        description="Keys of the job file that change with it, by their dotted paths.",
+        examples=[{"profile.workspace": "700MiB"}],
+    )
+    changes: Literal["exact", "numeric", "semantic"] = Field(
+        default="semantic",
+        description="What becomes of the training: the same mathematics, other arithmetic, or another training.",
+        examples=["exact"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, Literal, get_args
 
 from pydantic import (
@@ -31,6 +32,7 @@ from orchestrator.specs.job.sections import (
     Gpus,
     Member,
     Promise,
+    Remedy,
     Retries,
 )
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
@@ -55,6 +57,9 @@ from orchestrator.specs.spec_model import (
 )
 
 FAMILY_LENGTH_MAX = 200  # characters
+REMEDIES_MAX = 16
+# what intake and scheduling add
+IN_NO_FILE = ("member", "traced", "measured", "relative_to", "source", "trial")
 
 
 class JobSpec(SpecModel):
@@ -267,6 +272,12 @@ class JobSpec(SpecModel):
         description="What a restart on a cheaper plan may change.",
         examples=[{"allow": "numeric"}],
     )
+    remedies: tuple[Remedy, ...] = Field(
+        default=(),
+        max_length=REMEDIES_MAX,
+        description="Changes of the script that a refusal offers where no plan fits; none is made by itself.",
+        examples=[[{"label": "its smaller variant", "arguments": "--size small"}]],
+    )
     retries: Retries = Field(
         default=Retries(),
         description="Restarts per cause of failure, each from 0 to 64.",
@@ -293,6 +304,13 @@ class JobSpec(SpecModel):
         description="Time that the job's attempts may run together before it saves and ends; null: the team's default.",
         examples=["8h"],
     )
+
+    def file_content(self) -> dict[str, Any]:
+        """Return the content of a job file that reads as this job: what no file says is left out."""
+        content = self.model_dump(mode="json", exclude_defaults=True, exclude=set(IN_NO_FILE))
+        if self.command is not None:
+            content["command"] = shlex.join(self.command)
+        return content
 
     @property
     def family_name(self) -> str:
