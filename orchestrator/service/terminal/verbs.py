@@ -227,6 +227,10 @@ def retry(
     global_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of a step from now on.")
     ] = None,
+    learning_rate: Annotated[
+        str | None,
+        typer.Option(metavar="RULE", help="linear, sqrt or same: how it follows a smaller batch."),
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -235,7 +239,11 @@ def retry(
 
     overrides = with_zone(read_overrides(settings or []))
     answer = client_of(home).retry(
-        job_id, overrides, allow=allow, global_batch_size=global_batch_size
+        job_id,
+        overrides,
+        allow=allow,
+        global_batch_size=global_batch_size,
+        learning_rate=learning_rate,
     )
     is_new = answer["id"] != job_id
     text = f"{answer['id']} retries {job_id}: {answer['why']}." if is_new else f"{job_id} goes on."

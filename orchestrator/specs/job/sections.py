@@ -117,6 +117,9 @@ class DeclaredProfile(SpecModel):
     )
 
 
+LearningRateRule = Literal["linear", "sqrt", "same"]  # how it follows a smaller batch
+
+
 class Remedy(SpecModel):
     """A change that a person may make where no plan fits: words for the command, and keys of the job."""
 
@@ -149,7 +152,7 @@ class SmallerBatch(SpecModel):
     least: int = Field(
         ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.", examples=[8]
     )
-    learning_rate: Literal["linear", "sqrt", "same"] = Field(
+    learning_rate: LearningRateRule = Field(
         description="Learning rate of a smaller batch: cut as much, by the square root of that, or kept.",
         examples=["same"],
     )
