@@ -53,6 +53,17 @@ def observe_running(job: Job, attempt: Attempt) -> Observation | None:
     return _observation(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
 
 
+def observe_pace(job: Job, attempt: Attempt) -> Observation | None:
+    """Return the speed of a running attempt, with its memory as predicted; None where no seconds can be learned."""
+    pace = attempt.pace
+    if pace is None:
+        return None
+    observation = _observation(
+        job, attempt, attempt.estimate.allocated_bytes, pace.step_s, pace.at_s
+    )
+    return None if observation.step_ratio is None else observation
+
+
 def _observation(
     job: Job, attempt: Attempt, measured: int, step_s: float | None, at_s: float
 ) -> Observation:
