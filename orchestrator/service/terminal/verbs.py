@@ -17,6 +17,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrator.service.views.records import JobView
 
 JobIds = Annotated[
@@ -79,7 +81,10 @@ def queue(
         for sweep in client.sweeps()
         if not shown.isdisjoint(trial.job for trial in sweep.trials)
     ]
-    rows = queue_table(jobs, console_on(sys.stdout).width)
+    rows: RenderableType = queue_table(jobs, console_on(sys.stdout).width)
+    if isinstance(rows, str) and not as_json:
+        print(rows)
+        rows = f"{len(jobs):,} jobs"
     table = Group(rows, "", sweeps_table(sweeps)) if sweeps else rows
     empty = (
         "No job is like that."
