@@ -127,8 +127,10 @@ def _knobs_for(
             knobs |= {} if name in job_knobs else {name: knob}
         elif name not in job_knobs and (knob.get("accelerate") is None or launch == "accelerate"):
             knobs[name] = knob
-        elif name in job_knobs:
-            knobs[name] = _merge_knob(knob, job_knobs[name])  # the same way, with its own default
+        elif (
+            name in job_knobs and (merged := _merge_knob(knob, job_knobs[name])) != job_knobs[name]
+        ):
+            knobs[name] = merged  # the same way, with a default of its own
     return knobs
 
 
