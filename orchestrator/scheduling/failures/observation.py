@@ -131,7 +131,22 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
         )
     if other_size := other_size_in_words(attempt):
         sentences.append(other_size)
+    if mixing := _mixing_in_words(attempt):
+        sentences.append(mixing)
     return tuple(sentences)
+
+
+def _mixing_in_words(attempt: Attempt) -> str:
+    """Return what another micro-batch than before changed in the training of a script; "" where nothing was seen."""
+    cut = next((c for c in attempt.change if c.setting == "micro_batch_size"), None)
+    beats = attempt.evidence.heartbeats if attempt.evidence is not None else ()
+    mixing = next((beat.mixing for beat in beats if beat.mixing), ())
+    if cut is None or not mixing:
+        return ""
+    return (
+        f"{' and '.join(mixing)}: at micro-batch {cut.after} instead of {cut.before} this is another training, though "
+        "its global batch is the same"
+    )
 
 
 def _worst_report(attempt: Attempt) -> OomReport | None:
