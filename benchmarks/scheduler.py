@@ -23,8 +23,9 @@ from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
+from benchmarks.trace_files import read_trace
 from orchestrator.backends.simulated.nature import stream
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, trace_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, trace_of
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
-from orchestrator.service.intake.intake import local_zone, read_jobs
+from orchestrator.service.intake.intake import local_zone, read_jobs, read_text
 from orchestrator.service.server.sweeps.trials import trials_of
 from orchestrator.specs.clock import parse_deadline
 from orchestrator.specs.errors import SpecError
@@ -23,10 +23,7 @@ def read_list(path: Path, home: Path) -> Trace:
     defaults to the list's begin. A sweep has all its trials. Only hours and deadlines need `begins`. Raises SpecError.
     """
     source = str(path)
-    try:
-        content: dict[str, Any] = read_document(path.read_text(encoding="utf-8"), source).data
-    except FileNotFoundError:
-        raise SpecError("the file does not exist", source=source) from None
+    content: dict[str, Any] = read_document(read_text(path), source).data
     entries = content.get("jobs")
     if (
         not {"jobs"} <= set(content) <= {"jobs", "begins"}

@@ -105,7 +105,7 @@ class Outcome:
 
 
 class Report(TypedDict):
-    """Metrics of a simulation. The same trace, cluster, seed and commit give the same report."""
+    """Metrics of a simulation. The same list, cluster, seed and commit give the same report."""
 
     trace: str
     cluster: str

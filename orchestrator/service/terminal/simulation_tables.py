@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 from rich.console import Group, RenderableType
@@ -54,18 +54,6 @@ def _rows(run: Simulated) -> list[tuple[str, str]]:
         late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"
         rows.insert(4, ("deadlines met", deadlines + (late if report["mean_lateness_s"] else "")))
     return rows
-
-
-def runs_table(what: str, runs: Mapping[str, Simulated]) -> Table:
-    """Return a table with a column per run of the same jobs; `what` is the heading of the names."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(what)
-    columns = [_rows(run) for run in runs.values()]
-    for name in runs:
-        table.add_column(name, overflow="fold")
-    for rows in zip(*columns, strict=True):
-        table.add_row(rows[0][0], *(value for _, value in rows))
-    return table
 
 
 def replay_table(decisions: Sequence[Decision]) -> RenderableType:
