@@ -27,30 +27,25 @@ class KeepSpec(SpecModel):
         default=None,
         ge=0,
         description="Tokens, unfinished checkpoints and those with a newer one, of an ended job; null: as the newest.",
-        examples=["7d"],
     )
     logs: Seconds | None = Field(
         default=None,
         ge=0,
         description="Logs, curves and telemetry of an ended job's attempts; null: for ever.",
-        examples=["90d"],
     )
     unsuccessful: Seconds | None = Field(
         default=None,
         ge=0,
         description="Newest checkpoint, output and working copy of a job that did not succeed; null: for ever.",
-        examples=["30d"],
     )
     results: Seconds | None = Field(
         default=None,
         ge=86_400,  # MLflow gets its copy first
         description="Newest checkpoint, output and working copy of a job that succeeded; null: for ever.",
-        examples=["365d"],
     )
     budget: Bytes | None = Field(
         default=None,
         description="Bytes of the home above which `superseded`, `logs`, then `unsuccessful` go early; null: no bound.",
-        examples=["2TiB"],
     )
 
     def words(self, name: str) -> str:

@@ -64,28 +64,23 @@ class TargetSpec(SpecModel):
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
         description="Name of the target, as `orc notify test` and the log show it.",
-        examples=["team-mail"],
     )
     apprise: Variable | None = Field(
         default=None,
         description="Environment variable of the service with an apprise URL, such as `mailtos://` or `slack://`.",
-        examples=["ORC_MAIL_URL"],
     )
     webhook: Variable | None = Field(
         default=None,
         description="Environment variable of the service with the URL of a webhook; needs `signed_with`.",
-        examples=["ORC_HOOK_URL"],
     )
     signed_with: Variable | None = Field(
         default=None,
         description="Environment variable with the secret that signs the webhook: `whsec_` and 24 to 64 bytes, base64.",
-        examples=["ORC_HOOK_SECRET"],
     )
     kinds: tuple[NoticeKind, ...] = Field(
         default=tuple(NoticeKind),
         min_length=1,
         description="What the target is told of.",
-        examples=[["failed", "late", "node_lost"]],
     )
 
     @model_validator(mode="after")
@@ -103,17 +98,14 @@ class NotifySpec(SpecModel):
     targets: tuple[TargetSpec, ...] = Field(
         default=(),
         description="Who is told; each target is served on its own.",
-        examples=[[{"name": "team-mail", "apprise": "ORC_MAIL_URL"}]],
     )
     report_at: Hour | None = Field(
         default=None,
         description="Time of each day, in UTC or a zone, at which the morning report is sent; null: never.",
-        examples=["07:00 Europe/Berlin"],
     )
     allow_hosts: tuple[str, ...] = Field(
         default=(),
         description="Hosts of webhooks that may have a private address, or be reached without TLS.",
-        examples=[["hooks.internal"]],
     )
 
     @model_validator(mode="after")

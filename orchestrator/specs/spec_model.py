@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
 
 from orchestrator.specs import units
 from orchestrator.specs.globs import parse_glob
+from orchestrator.specs.packaged import load_table
 from orchestrator.specs.patterns import compile_pattern
 
 # Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of
@@ -129,7 +131,19 @@ def json_schema_of(noun: type[SpecModel]) -> dict[str, Any]:
         for key in section.get("properties", {}).values():
             if "default" in key:
                 key["default"] = _default_in_file(key["default"], key)
+    _add_examples(schema, load_table(__package__, "examples"))
     return schema
+
+
+def _add_examples(schema: Any, examples: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give each key of each section in a schema its example, by the section's title."""
+    parts = schema.values() if isinstance(schema, dict) else schema
+    for part in parts:
+        if isinstance(part, dict | list):
+            _add_examples(part, examples)
+    if isinstance(schema, dict) and "properties" in schema:
+        for name, example in examples.get(schema["title"], {}).items():
+            schema["properties"][name]["examples"] = [example]
 
 
 def _default_in_file(default: object, key: dict[str, Any]) -> object:

@@ -27,12 +27,12 @@ EXACT_MAX = 2**53  # whole numbers that every reader of JSON holds exactly (RFC 
 STRICT = {"extra": "forbid", "allow_inf_nan": False, "str_max_length": 4096}
 
 
-def _key(description: str, example: object, **bounds: float) -> dict[str, Any]:
+def _key(description: str, **bounds: float) -> dict[str, Any]:
     """Return what the JSON Schema says of a key; pydantic reads it from the metadata of the dataclass field.
 
     `bounds` are `ge`, `gt`, `le` and `lt`, which pydantic checks where a file or a request is read.
     """
-    return {"description": description, "examples": [example], **bounds}
+    return {"description": description, **bounds}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,43 +40,40 @@ class DecoderSpec:
     """A Llama-style decoder transformer: RMSNorm, rotary positions, gated MLP. Fields are named as in Hugging Face."""
 
     vocab_size: int = field(
-        metadata=_key("Number of tokens in the vocabulary.", 32000, ge=1, le=TABLE_MAX)
+        metadata=_key("Number of tokens in the vocabulary.", ge=1, le=TABLE_MAX)
     )
     hidden_size: int = field(
         metadata=_key(
             "Width of the residual stream; a multiple of `num_attention_heads`.",
-            4096,
             ge=1,
             le=WIDTH_MAX,
         )
     )
     intermediate_size: int = field(
-        metadata=_key("Width of the gated feed-forward layer.", 14336, ge=1, le=WIDTH_MAX)
+        metadata=_key("Width of the gated feed-forward layer.", ge=1, le=WIDTH_MAX)
     )
     num_hidden_layers: int = field(
-        metadata=_key("Number of transformer layers.", 32, ge=1, le=LAYERS_MAX)
+        metadata=_key("Number of transformer layers.", ge=1, le=LAYERS_MAX)
     )
     num_attention_heads: int = field(
-        metadata=_key("Number of query heads per layer.", 32, ge=1, le=HEADS_MAX)
+        metadata=_key("Number of query heads per layer.", ge=1, le=HEADS_MAX)
     )
     num_key_value_heads: int | None = field(
         default=None,
         metadata=_key(
             "Number of key and value heads (grouped-query attention); null: as many as query heads.",
-            8,
             ge=1,
             le=HEADS_MAX,
         ),
     )
     tie_word_embeddings: bool = field(
         default=False,
-        metadata=_key("Whether the output layer shares the weights of the input embedding.", True),
+        metadata=_key("Whether the output layer shares the weights of the input embedding."),
     )
     dropout: float = field(
         default=0.0,
         metadata=_key(
             "Dropout probability on the output of attention and feed-forward; from 0 to below 1.",
-            0.1,
             ge=0,
             lt=1,
         ),
@@ -117,31 +114,28 @@ class DecoderSpec:
 class LoraSpec:
     """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
-    rank: int = field(
-        default=8, metadata=_key("Rank of the adapter matrices.", 16, ge=1, le=RANK_MAX)
-    )
+    rank: int = field(default=8, metadata=_key("Rank of the adapter matrices.", ge=1, le=RANK_MAX))
     alpha: float = field(
         default=16.0,
         metadata=_key(
-            "Scale of the adapters: their output counts alpha / rank.", 32.0, gt=0, le=FACTOR_MAX
+            "Scale of the adapters: their output counts alpha / rank.", gt=0, le=FACTOR_MAX
         ),
     )
     dropout: float = field(
         default=0.0,
         metadata=_key(
-            "Dropout probability on the input of the adapters; from 0 to below 1.", 0.05, ge=0, lt=1
+            "Dropout probability on the input of the adapters; from 0 to below 1.", ge=0, lt=1
         ),
     )
     target_modules: tuple[str, ...] = field(
         default=(),
         metadata=_key(
             "Last parts of the names of modules that get adapters; empty: every linear layer but the output layer.",
-            ["q_proj", "v_proj"],
         ),
     )
     quantise_base: bool = field(
         default=False,
-        metadata=_key("Whether the frozen weights are stored in 4 bits (QLoRA); CUDA only.", True),
+        metadata=_key("Whether the frozen weights are stored in 4 bits (QLoRA); CUDA only."),
     )
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -159,13 +153,6 @@ class ModelSpec:
         default=None,
         metadata=_key(
             "A decoder transformer that the engines build with random weights.",
-            {
-                "vocab_size": 256,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-            },
         ),
     )
     hf: str | dict[str, Any] | None = field(
@@ -173,24 +160,22 @@ class ModelSpec:
         hash=False,
         metadata=_key(
             "A transformers model: a folder, a name on the hub, or a configuration with random weights.",
-            "./model",
         ),
     )
     lora: LoraSpec | None = field(
         default=None,
-        metadata=_key("Trains low-rank adapters beside the frozen weights of `hf`.", {"rank": 16}),
+        metadata=_key("Trains low-rank adapters beside the frozen weights of `hf`."),
     )
     factory: str | None = field(
         default=None,
         metadata=_key(
             "A Python function, as file:function, that returns the module, its loss and its data set.",
-            "model.py:build",
         ),
     )
     weights: Precision | None = field(
         default=None,
         metadata=_key(
-            "Under `trains`: data type of the script's weights while it trains; null: fp32.", "bf16"
+            "Under `trains`: data type of the script's weights while it trains; null: fp32."
         ),
     )
     config: dict[str, Any] = field(
@@ -198,7 +183,6 @@ class ModelSpec:
         hash=False,
         metadata=_key(
             "Arguments of the factory, or the configuration of `hf` where it cannot be read.",
-            {"width": 64},
         )
         | {"json_schema_extra": {"default": {}}},
     )
@@ -228,34 +212,31 @@ class DataSpec:
     """
 
     text: tuple[str, ...] = field(
-        default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"])
+        default=(), metadata=_key("Text files, relative to the job file.")
     )
     chat: tuple[str, ...] = field(
         default=(),
         metadata=_key(
             "JSON Lines files with `messages`; the loss counts only tokens of the assistant.",
-            ["chat.jsonl"],
         ),
     )
     tokens: tuple[str, ...] = field(
-        default=(), metadata=_key("One-dimensional .npy files of token numbers.", ["tokens.npy"])
+        default=(), metadata=_key("One-dimensional .npy files of token numbers.")
     )
     tensors: tuple[str, ...] = field(
         default=(),
         metadata=_key(
             "Safetensors files of a transformers head's arguments, by their names; axis 0 counts samples.",
-            ["samples.safetensors"],
         ),
     )
     tokenizer: str | None = field(
         default=None,
-        metadata=_key("Folder or hub name of the tokenizer; null: the model's own.", "./tokenizer"),
+        metadata=_key("Folder or hub name of the tokenizer; null: the model's own."),
     )
     sequence_length: int = field(
         default=128,
         metadata=_key(
             "Tokens per sample at most; longer documents are cut into samples.",
-            2048,
             ge=2,
             le=LENGTH_MAX,
         ),
@@ -287,14 +268,12 @@ class Freeze:
     """Parameters to freeze, matched by their full names in the model."""
 
     parameters: str = field(
-        metadata=_key(
-            "Shell pattern of the names of the parameters that are frozen.", "embed_tokens*"
-        )
+        metadata=_key("Shell pattern of the names of the parameters that are frozen.")
     )
     until_step: int | None = field(
         default=None,
         metadata=_key(
-            "Optimizer step at which they begin to train; null: never.", 100, ge=1, le=STEPS_MAX
+            "Optimizer step at which they begin to train; null: never.", ge=1, le=STEPS_MAX
         ),
     )
 
@@ -308,27 +287,24 @@ class TrainingSpec:
     max_steps: int = field(
         default=100,
         metadata=_key(
-            "Optimizer steps from the beginning of the job to its end.", 1000, ge=1, le=STEPS_MAX
+            "Optimizer steps from the beginning of the job to its end.", ge=1, le=STEPS_MAX
         ),
     )
     optimizer: Optimizer = field(
         default=Optimizer.ADAMW,
-        metadata=_key("Update rule; adamw_8bit keeps its moments in 8 bits.", "adamw_8bit"),
+        metadata=_key("Update rule; adamw_8bit keeps its moments in 8 bits."),
     )
     learning_rate: float = field(
-        default=1e-3, metadata=_key("Learning rate after the warm-up.", 2e-4, gt=0, le=FACTOR_MAX)
+        default=1e-3, metadata=_key("Learning rate after the warm-up.", gt=0, le=FACTOR_MAX)
     )
     schedule: Schedule = field(
         default=Schedule.CONSTANT,
-        metadata=_key(
-            "Course of the learning rate from the end of the warm-up to `max_steps`.", "cosine"
-        ),
+        metadata=_key("Course of the learning rate from the end of the warm-up to `max_steps`."),
     )
     warmup_steps: int = field(
         default=0,
         metadata=_key(
             "Optimizer steps over which the learning rate rises linearly from 0.",
-            50,
             ge=0,
             le=STEPS_MAX,
         ),
@@ -336,24 +312,23 @@ class TrainingSpec:
     min_learning_rate: float = field(
         default=0.0,
         metadata=_key(
-            "Learning rate at the end of a linear or cosine schedule.", 2e-5, ge=0, le=FACTOR_MAX
+            "Learning rate at the end of a linear or cosine schedule.", ge=0, le=FACTOR_MAX
         ),
     )
     beta1: float = field(
-        default=0.9, metadata=_key("Decay of the first moment of AdamW.", 0.9, ge=0, lt=1)
+        default=0.9, metadata=_key("Decay of the first moment of AdamW.", ge=0, lt=1)
     )
     beta2: float = field(
-        default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999, ge=0, lt=1)
+        default=0.95, metadata=_key("Decay of the second moment of AdamW.", ge=0, lt=1)
     )
-    momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", 0.95, ge=0, lt=1))
+    momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", ge=0, lt=1))
     weight_decay: float = field(
-        default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01, ge=0, le=FACTOR_MAX)
+        default=0.1, metadata=_key("Weight decay of the optimizer.", ge=0, le=FACTOR_MAX)
     )
     clip_norm: float | None = field(
         default=1.0,
         metadata=_key(
             "Greatest norm of the gradients of the whole model; larger ones are scaled down; null: none.",
-            1.0,
             gt=0,
             le=FACTOR_MAX,
         ),
@@ -362,37 +337,33 @@ class TrainingSpec:
         default=(),
         metadata=_key(
             "Parameters that are not trained, for ever or until a step.",
-            [{"parameters": "embed_tokens*", "until_step": 100}],
         ),
     )
     compile: bool = field(
-        default=False, metadata=_key("Whether torch.compile compiles each layer.", True)
+        default=False, metadata=_key("Whether torch.compile compiles each layer.")
     )
     batch_norm_samples: int | None = field(
         default=None,
         metadata=_key(
             "Samples over which BatchNorm takes its statistics, under every plan; BatchNorm models only.",
-            8,
             ge=1,
             le=BATCH_MAX,
         ),
     )
     sync_batch_norm: bool = field(
         default=False,
-        metadata=_key(
-            "Whether the samples of one BatchNorm statistic may lie on several ranks.", True
-        ),
+        metadata=_key("Whether the samples of one BatchNorm statistic may lie on several ranks."),
     )
     seed: int = field(
-        default=0, metadata=_key("Seed of weights, data order and dropout.", 1, ge=0, le=EXACT_MAX)
+        default=0, metadata=_key("Seed of weights, data order and dropout.", ge=0, le=EXACT_MAX)
     )
     checkpoint_every_steps: int = field(
         default=50,
-        metadata=_key("Optimizer steps between two checkpoints.", 200, ge=1, le=STEPS_MAX),
+        metadata=_key("Optimizer steps between two checkpoints.", ge=1, le=STEPS_MAX),
     )
     keep_checkpoints: int = field(
         default=2,
-        metadata=_key("Number of newest checkpoints that stay on disk.", 3, ge=1, le=STEPS_MAX),
+        metadata=_key("Number of newest checkpoints that stay on disk.", ge=1, le=STEPS_MAX),
     )
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT

@@ -24,14 +24,12 @@ class GpuRange(SpecModel):
         ge=1,
         le=DEVICES_MAX,
         description="Fewest devices that the job runs on.",
-        examples=[1],
     )
     max: int = Field(
         default=1,
         ge=1,
         le=DEVICES_MAX,
         description="Most devices that the job runs on.",
-        examples=[8],
     )
 
     @model_validator(mode="after")
@@ -69,62 +67,50 @@ class DeclaredProfile(SpecModel):
         ge=0,
         le=PARAMETERS_MAX,
         description="Number of trained parameters, in fp32.",
-        examples=[350_000_000],
     )
     layers: int = Field(
         default=1,
         ge=1,
         le=LAYERS_MAX,
         description="Number of layers of equal size; FSDP gathers one at a time.",
-        examples=[24],
     )
     activations_per_sample: Bytes = Field(
         description="Activation memory of one sample between forward and backward pass, in the job's `precision`.",
-        examples=["900MiB"],
     )
     checkpointed_per_sample: Bytes | None = Field(
         default=None,
         description="The same under full activation checkpointing; null: checkpointing saves nothing.",
-        examples=["90MiB"],
     )
     selective_per_sample: Bytes | None = Field(
         default=None,
         description="The same under selective activation checkpointing; null: the model does not support it.",
-        examples=["300MiB"],
     )
     tensor_parallel: tuple[Annotated[int, Field(ge=2, le=DEVICES_MAX)], ...] = Field(
         default=(),
         description="Degrees above 1 of tensor parallelism that the model supports.",
-        examples=[[2, 4]],
     )
     pipeline: bool = Field(
         default=False,
         description="Whether the model can be split into pipeline stages between layers.",
-        examples=[True],
     )
     workspace: Bytes = Field(
         default=0,
         description="Memory besides parameters, gradients, optimizer states and activations.",
-        examples=["1GiB"],
     )
     forward_flops_per_sample: float | None = Field(
         default=None,
         gt=0,
         le=FLOPS_MAX,
         description="FLOPs of the forward pass of one sample; null: 2 x `parameters`, of a script not known.",
-        examples=[1.4e12],
     )
 
 
 class SmallerBatch(SpecModel):
     """How far a restart may reduce the global batch, and how it then scales the learning rate."""
 
-    least: int = Field(
-        ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.", examples=[8]
-    )
+    least: int = Field(ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.")
     learning_rate: Literal["linear", "sqrt", "same"] = Field(
         description="Learning rate of a smaller batch: cut as much, by the square root of that, or kept.",
-        examples=["same"],
     )
 
 
@@ -135,17 +121,14 @@ class Degrade(SpecModel):
         default="exact",
         description="Furthest change: none, exact (same mathematics), numeric (precision, moments in 8 bits, "
         "master weights in bf16) or semantic (the training).",
-        examples=["numeric"],
     )
     sequence_lengths: tuple[Annotated[int, Field(ge=2, le=LENGTH_MAX)], ...] = Field(
         default=(),
         description="Sequence lengths in tokens that a restart may use; needs `allow: semantic`.",
-        examples=[[1024, 512]],
     )
     global_batch_size: SmallerBatch | None = Field(
         default=None,
         description="Smaller global batches for a restart that has no other plan; without `allow: semantic` it asks.",
-        examples=[{"least": 8, "learning_rate": "same"}],
     )
 
     @property
@@ -167,45 +150,37 @@ class Retries(SpecModel):
         ge=0,
         le=64,
         description="Restarts after out-of-memory failures of device or host.",
-        examples=[4],
     )
     node: int = Field(
         default=3,
         ge=0,
         le=64,
         description="Restarts after lost nodes and contended device memory.",
-        examples=[5],
     )
-    startup: int = Field(
-        default=2, ge=0, le=64, description="Restarts after failed launches.", examples=[1]
-    )
-    hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.", examples=[2])
+    startup: int = Field(default=2, ge=0, le=64, description="Restarts after failed launches.")
+    hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.")
     preemption: int = Field(
         default=16,
         ge=0,
         le=64,
         description="Restarts after signals from outside the service.",
-        examples=[32],
     )
     unknown: int = Field(
         default=2,
         ge=0,
         le=64,
         description="Restarts after ends that nothing explains, once training steps were made.",
-        examples=[4],
     )
     on_error: int = Field(
         default=0,
         ge=0,
         le=64,
         description="Restarts after any error of the program, or those that `exit_codes` names.",
-        examples=[3],
     )
     exit_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(
         default=(),
         max_length=64,
         description="Exit codes to which `on_error` is limited; empty: all.",
-        examples=[[75]],
     )
 
 
@@ -214,12 +189,10 @@ class Dependency(SpecModel):
 
     job: str = Field(
         description="Id of the other job, or the name of an earlier one in the same submission.",
-        examples=["prepare-1"],
     )
     when: Literal["success", "always"] = Field(
         default="success",
         description="End that satisfies the dependency: success only, or any (Slurm: afterok, afterany).",
-        examples=["always"],
     )
 
 
@@ -265,13 +238,11 @@ class Guarantee(SpecModel):
         ge=1,
         le=DEVICES_MAX,
         description="Number of devices requested; null: `gpus.max`.",
-        examples=[4],
     )
     step: Seconds | None = Field(
         default=None,
         gt=0,
         description="Time of an optimizer step on those devices with the requested plan; null: with the fastest plan.",
-        examples=["2.1s"],
     )
 
 

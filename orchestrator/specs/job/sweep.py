@@ -48,35 +48,26 @@ class Metric(SpecModel):
         default="loss",
         pattern=r"^[\w./ -]{1,200}$",
         description="Name of the metric; of a `model`: loss, grad_norm or step_s.",
-        examples=["loss"],
     )
     goal: Literal["minimize", "maximize"] = Field(
-        default="minimize", description="Whether lower or higher is better.", examples=["maximize"]
+        default="minimize", description="Whether lower or higher is better."
     )
     log: Number | None = Field(
         default=None,
         description="Regular expression with one group: the value in a script's log, which a `command` needs.",
-        examples=[r"eval_loss=([-+.\de]+)"],
     )
 
 
 class Parameter(SpecModel):
     """Values of one swept parameter: a list `values`, one `value`, or a range from `min` to `max`."""
 
-    value: Value | None = Field(default=None, description="The same in every trial.", examples=[8])
-    values: tuple[Value, ...] = Field(
-        default=(), description="Values to choose from.", examples=[[1e-3, 1e-4]]
-    )
-    min: Whole | Real | None = Field(
-        default=None, description="Lowest value of a range.", examples=[1e-5]
-    )
-    max: Whole | Real | None = Field(
-        default=None, description="Highest value of a range.", examples=[1e-2]
-    )
+    value: Value | None = Field(default=None, description="The same in every trial.")
+    values: tuple[Value, ...] = Field(default=(), description="Values to choose from.")
+    min: Whole | Real | None = Field(default=None, description="Lowest value of a range.")
+    max: Whole | Real | None = Field(default=None, description="Highest value of a range.")
     distribution: Literal["uniform", "int_uniform", "log_uniform_values"] | None = Field(
         default=None,
         description="How a range is drawn from; null: int_uniform between whole numbers, else uniform.",
-        examples=["log_uniform_values"],
     )
 
     @model_validator(mode="after")
@@ -125,31 +116,25 @@ class EarlyTerminate(SpecModel):
 
     type: Literal["median", "hyperband"] = Field(
         description="median: worse than half of the others; hyperband: brackets of successive halving.",
-        examples=["hyperband"],
     )
     min_iter: int = Field(
         default=1,
         ge=1,
         le=STEPS_MAX,
         description="Steps before a trial can be stopped.",
-        examples=[10],
     )
     max_iter: int | None = Field(
         default=None,
         ge=1,
         le=STEPS_MAX,
         description="Steps of a whole trial, for hyperband; null: those of the job.",
-        examples=[100],
     )
-    eta: int = Field(
-        default=3, ge=2, le=1000, description="Factor by which hyperband halves.", examples=[3]
-    )
+    eta: int = Field(default=3, ge=2, le=1000, description="Factor by which hyperband halves.")
     startup_trials: int = Field(
         default=5,
         ge=1,
         le=JOBS_MAX,
         description="Trials that end before median stops any.",
-        examples=[2],
     )
 
 
@@ -172,29 +157,23 @@ class Sweep(SpecModel):
 
     method: Literal["grid", "random", "bayes"] = Field(
         description="grid: every combination; random: drawn; bayes: by what earlier trials gave (Optuna's TPE).",
-        examples=["bayes"],
     )
-    metric: Metric = Field(
-        default=Metric(), description="The number that judges a trial.", examples=[{"name": "loss"}]
-    )
+    metric: Metric = Field(default=Metric(), description="The number that judges a trial.")
     parameters: Parameters = Field(
         min_length=1,
         description="Values of each {placeholder} of the job.",
-        examples=[{"lr": {"min": 1e-5, "max": 1e-2, "distribution": "log_uniform_values"}}],
     )
     max_trials: int | None = Field(
         default=None,
         ge=1,
         le=JOBS_MAX,
         description="Most trials; null: every combination of a grid.",
-        examples=[20],
     )
     early_terminate: EarlyTerminate | None = Field(
         default=None,
         description="When a trial is stopped before its end; null: never.",
-        examples=[{"type": "median", "min_iter": 10}],
     )
-    seed: int = Field(default=0, ge=0, le=2**31, description="Seed of what is drawn.", examples=[1])
+    seed: int = Field(default=0, ge=0, le=2**31, description="Seed of what is drawn.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Sweep:
