@@ -98,33 +98,27 @@ def _line(text: str) -> str:
 def as_markdown(view: ComparisonView) -> str:
     """Return a table for a page, with its caption, the verdict and its notes below."""
     heads, lines = _table(view)
-    table = [
-        f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |"
-        for line in (heads, *lines)
-    ]
-    rule = f"|---|{'---:|' * (len(heads) - 1)}"
-    return "\n".join([table[0], rule, *table[1:], "", "\n\n".join(_notes(view, heads)), ""])
+    return str(_templates().markdown(heads, lines, _notes(view, heads)))
 
 
 def as_latex(view: ComparisonView) -> str:
     """Return a `tabular` with booktabs' rules; its caption, the verdict and its notes stand above as comments."""
     heads, lines = _table(view)
-    parted = [
-        head.removesuffix(")").split(" (") for head in heads
-    ]  # units have a line of their own
+    parted = [head.removesuffix(")").split(" (") for head in heads]
     units = [f"({head[1]})" if len(head) > 1 else "" for head in parted]
-    body = [
-        f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\"
-        for line in ([h[0] for h in parted], units, *lines)
-    ]
-    comments = [f"% {note}" for note in _notes(view, heads)]
-    start = [
-        f"\\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
-        "\\toprule",
-        *body[:2],
-        "\\midrule",
-    ]
-    return "\n".join([*comments, *start, *body[2:], "\\bottomrule", "\\end{tabular}", ""])
+    names = [head[0] for head in parted]
+    return str(_templates().latex(names, units, lines, _notes(view, heads)))
+
+
+def _templates() -> Any:
+    from orchestrator.backends.text_templates import load_text_template
+
+    return load_text_template(
+        "orchestrator.service.terminal",
+        "comparison",
+        cell=lambda text: text.replace("|", "&#124;"),
+        latex=lambda text: text.translate(LATEX),
+    ).module
 
 
 def _table(view: ComparisonView) -> tuple[list[str], list[list[str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import Any
 
 from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.views.timeline import BusySpan, add_ruler, busy_lines
@@ -124,24 +125,22 @@ def gantt(report: MorningReport) -> str:
 
 def markdown(report: MorningReport) -> str:
     """Return the report as Markdown. Untrusted names are escaped as code."""
-    parts = [f"# {title(report)}", _line(report.summary), cost_words(report)]
-    if report.to_do:
-        parts.append(
-            "\n".join(["## To do", "", *(f"- {_line(sentence)}" for sentence in report.to_do)])
-        )
-    for heading, rows in sections(report):
-        parts.append(
-            "\n".join(
-                [
-                    f"## {heading}",
-                    "",
-                    *(f"- {_code(job)}: {_line(sentence)}" for job, sentence in limit_rows(rows)),
-                ]
-            )
-        )
-    if chart := gantt(report):
-        parts.append(f"## Devices\n\n```\n{chart}\n```")
-    return "\n\n".join(parts) + "\n"
+    from orchestrator.backends.text_templates import load_text_template
+
+    template = load_text_template("orchestrator.service.views", "report.md", line=_line, code=_code)
+    return f"{template.render(_shown(report)).rstrip()}\n"
+
+
+def _shown(report: MorningReport) -> dict[str, Any]:
+    """Return what a template shows of the report."""
+    return {
+        "title": title(report),
+        "report": report,
+        "cost": cost_words(report),
+        "chart": gantt(report),
+        "sections": [(heading, limit_rows(rows)) for heading, rows in sections(report)],
+        "counts": {heading: len(rows) for heading, rows in sections(report)},
+    }
 
 
 def _line(text: str) -> str:
@@ -161,11 +160,4 @@ def html(report: MorningReport) -> str:
     template = Environment(
         loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True
     ).get_template("report.html")
-    shown = [(heading, len(rows), limit_rows(rows)) for heading, rows in sections(report)]
-    return template.render(
-        title=title(report),
-        report=report,
-        cost=cost_words(report),
-        chart=gantt(report),
-        sections=shown,
-    )
+    return template.render(_shown(report))

@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Template
 
+from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.init.command_settings import collect_settings
 from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, BareCommand, choose_knobs
 from orchestrator.service.commands.init.help_text import with_help
@@ -179,13 +180,8 @@ def _job_file(
 
 @cache
 def _template() -> Template:
-    loader = PackageLoader("orchestrator.service.commands.init", "")
-    # no HTML: a job file is text
-    environment = Environment(
-        loader=loader, trim_blocks=True, autoescape=False, undefined=StrictUndefined
-    )
-    environment.filters |= {"one_line": _one_line, "scalar": _quote, "flow": _flow}
-    return environment.get_template("job.yaml.jinja")
+    filters = {"one_line": _one_line, "scalar": _quote, "flow": _flow}
+    return load_text_template("orchestrator.service.commands.init", "job.yaml", **filters)
 
 
 def _one_line(text: object) -> str:
