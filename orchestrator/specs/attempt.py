@@ -25,6 +25,11 @@ class NodeDevices:
 Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
 
 
+def device_count(placement: Placement) -> int:
+    """Return the number of devices on all nodes together."""
+    return sum(len(part.devices) for part in placement)
+
+
 VERSIONS = (
     "torch_version",
     "python_version",

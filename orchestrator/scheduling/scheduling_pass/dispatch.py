@@ -38,7 +38,7 @@ from orchestrator.scheduling.scheduling_pass.guarantees import (
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
-from orchestrator.specs.attempt import Attempt, FailureKind, StopCause
+from orchestrator.specs.attempt import Attempt, FailureKind, StopCause, device_count
 from orchestrator.specs.events import PaceReported
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -293,7 +293,7 @@ def _decide_waiting(
             index.reserve((*slots.values(), *promised))
         if held_placement := held_placement_of(waiting.job):
             devices_max, job_price = (
-                sum(len(part.devices) for part in held_placement),
+                device_count(held_placement),
                 index.tuning.price_idle,
             )
         else:

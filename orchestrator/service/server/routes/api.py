@@ -507,18 +507,23 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
+# Of any other error 409.
+STATUSES = {
+    UnknownError: 404,
+    Forbidden: 403,
+    StorageError: 503,
+    ReadOnlyError: 503,
+    UncertainError: 503,
+    SpecError: 422,
+}
+
+
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, UnknownError):
-        return refusal(404, str(error))
-    if isinstance(error, Forbidden):
-        return refusal(403, str(error))
-    if isinstance(error, StorageError | ReadOnlyError):
-        return refusal(503, str(error))
+    status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 409)
+    answer = refusal(status, str(error))
     if isinstance(error, UncertainError):
-        answer = refusal(503, str(error))
         answer.headers["Retry-After"] = str(ASK_AGAIN_S)
-        return answer
-    return refusal(422 if isinstance(error, SpecError) else 409, str(error))
+    return answer
 
 
 async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:
