@@ -91,15 +91,15 @@ def read_proposal(
     framework, source = _framework(typed, script), f"the proposal for {shlex.join(argv)}"
     bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
     is_whole = bare.batch.samples is not None
-    file = _job_file(typed, script, bare, run_help, environment)
-    head, body = file.rstrip("\n").split("\n", 1)
-    batch = [] if is_whole else [UNKNOWN_BATCH]
-    spec = parse_jobs("\n".join((body, *batch)), source)[0]
+    head, body = _job_file(typed, script, bare, run_help, environment).split("\n", 1)
+    body = f"{body.rstrip()}\n"
+    batch = "" if is_whole else UNKNOWN_BATCH
+    spec = parse_jobs(body + batch, source)[0]
     has_success = framework in SAYS_SUCCESS or bool(spec.success.artifacts)
-    lines = [body, *results(spec, script, framework, has_success=has_success)]
-    spec = parse_jobs("\n".join((*lines, *batch)), source)[0]
-    text = "\n".join((head, *verdict(spec, script, framework, is_whole=is_whole), *lines))
-    return Proposal(typed=typed, script=script, bare=bare, text=text + "\n")
+    body += results(spec, script, framework, has_success=has_success)
+    spec = parse_jobs(body + batch, source)[0]
+    text = f"{head}\n{verdict(spec, script, framework, is_whole=is_whole)}{body}"
+    return Proposal(typed=typed, script=script, bare=bare, text=text)
 
 
 def _framework(typed: TypedCommand, script: Script) -> Framework | None:
