@@ -180,8 +180,13 @@ def _job_file(
 
 @cache
 def _template() -> Template:
-    filters = {"one_line": _one_line, "scalar": _quote, "flow": _flow}
-    return load_text_template("orchestrator.service.commands.init", "job.yaml", **filters)
+    return load_text_template(
+        "orchestrator.service.commands.init",
+        "job.yaml",
+        one_line=_one_line,
+        scalar=_quote,
+        flow=_flow,
+    )
 
 
 def _one_line(text: object) -> str:

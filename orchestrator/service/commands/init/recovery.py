@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache, partial
 
 from orchestrator.backends.text_templates import load_text_template
@@ -94,7 +94,7 @@ def results(
     return text + _write("success", *artifacts)
 
 
-def _last(files: Mapping[str, SavedFile]) -> tuple[str, SavedFile] | None:
+def _last(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
     return next(reversed(files.items()), None)
 
 
