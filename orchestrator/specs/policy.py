@@ -26,35 +26,12 @@ class Objective(StrEnum):
 class TeamSpec(SpecModel):
     """A team with its share of the cluster, which its users divide equally."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
-        description="Name of the team; `others` is the team of users in no other.",
-    )
-    shares: int = Field(
-        default=1,
-        ge=1,
-        le=1_000_000,
-        description="Fair-share weight of the team, relative to those of other teams.",
-    )
-    quota: int = Field(
-        default=0,
-        ge=0,
-        le=DEVICES_MAX,
-        description="Devices that the team owns; lent to others while none of its jobs waits.",
-    )
-    users: tuple[UserName, ...] = Field(
-        default=(), description="Users of the team, who share alike."
-    )
-    time_limit: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="`time_limit` of the team's jobs that name none; null: none, or `max_time_limit`.",
-    )
-    max_time_limit: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="Longest `time_limit` of a job of the team; null: any.",
-    )
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    shares: int = Field(default=1, ge=1, le=1_000_000)
+    quota: int = Field(default=0, ge=0, le=DEVICES_MAX)
+    users: tuple[UserName, ...] = ()
+    time_limit: Seconds | None = Field(default=None, gt=0)
+    max_time_limit: Seconds | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _default_is_allowed(self) -> TeamSpec:
@@ -68,27 +45,11 @@ class TeamSpec(SpecModel):
 class PolicySpec(SpecModel):
     """The queue's objective, and the fair shares of teams."""
 
-    order: Order = Field(
-        default=Order.ADAPTIVE,
-        description="Order of the queue; `fifo` leaves teams, priorities and widths aside.",
-    )
-    objective: Objective = Field(
-        default=Objective.COMPLETION,
-        description="What the queue minimises: mean completion time, or the makespan.",
-    )
-    half_life: Seconds = Field(
-        default=HALF_LIFE_S,
-        gt=0,
-        description="Time after which used device time counts half (Slurm: PriorityDecayHalfLife); needs `teams`.",
-    )
-    reclaim: Literal["movable", "never"] = Field(
-        default="movable",
-        description="Whose jobs make way for a team below its quota or share: those that resume, or nobody's.",
-    )
-    teams: tuple[TeamSpec, ...] = Field(
-        default=(),
-        description="Teams among which the cluster is shared; without them users share it alike.",
-    )
+    order: Order = Order.ADAPTIVE
+    objective: Objective = Objective.COMPLETION
+    half_life: Seconds = Field(default=HALF_LIFE_S, gt=0)
+    reclaim: Literal["movable", "never"] = "movable"
+    teams: tuple[TeamSpec, ...] = ()
 
     @field_validator("order", mode="before")
     @classmethod

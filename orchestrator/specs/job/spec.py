@@ -54,99 +54,32 @@ FAMILY_LENGTH_MAX = 200  # characters
 class JobSpec(SpecModel):
     """A training job: a `command` with `knobs`, or a `model` with `data`."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
-        description="Name of the job; its id is the name with a number.",
-    )
-    family: str | None = Field(
-        default=None,
-        max_length=FAMILY_LENGTH_MAX,
-        description="Jobs of one family share the calibration of their memory; null: the name.",
-    )
-    priority: Priority = Field(
-        default=0,
-        description="Higher starts first: a whole number, or high (100), normal (0), low (-100).",
-    )
-    user: UserName | None = Field(
-        default=None,
-        description="User whose share the job is charged to; null: who submits it.",
-    )
-    depends_on: Dependencies = Field(
-        default=(),
-        description="Jobs that have to end before this one starts.",
-    )
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    family: str | None = Field(default=None, max_length=FAMILY_LENGTH_MAX)
+    priority: Priority = 0
+    user: UserName | None = None
+    depends_on: Dependencies = ()
     # of an array, which is expanded where a job file is read
     member: SkipJsonSchema[Member | None] = None
-    deadline: DeadlineField | None = Field(
-        default=None,
-        description="Time at which the job should have ended; without a zone, that of the submitting machine.",
-    )
-    start_window: Hours | None = Field(
-        default=None,
-        description="Hours and weekdays within which the job starts; without a zone, that of the submitting machine.",
-    )
-    stays: bool = Field(
-        default=False,
-        description="Whether an attempt that saves on SIGTERM goes on when its `start_window` closes.",
-    )
-    gpus: Gpus = Field(
-        default=GpuRange(),
-        description="Number of devices: exactly this many, or a range.",
-        examples=[{"min": 1, "max": 4}, 2],
-    )
-    guarantee: Promise = Field(
-        default=None,
-        description="Promises at least the speed of the request from a start told at submission, or refuses the job.",
-    )
-    objective: Literal["trusted", "fastest"] = Field(
-        default="trusted",
-        description="Plan to take among those that fit: the most trusted one within the error of the predicted step "
-        "times, or the fastest one.",
-    )
-    steps: int | None = Field(
-        default=None,
-        ge=1,
-        le=STEPS_MAX,
-        description="Optimizer steps of a script from beginning to end; a `model` says `training.max_steps`.",
-    )
-    speeds: Speeds = Field(
-        default=(),
-        description="Measured time per optimizer step of a script, by number of devices.",
-    )
-    global_batch_size: int = Field(
-        ge=1,
-        le=BATCH_MAX,
-        description="Samples per optimizer step over all ranks; no plan changes it.",
-    )
-    precision: Precision = Field(
-        default=Precision.FP32,
-        description="Arithmetic of the forward and backward pass; master weights are fp32.",
-    )
+    deadline: DeadlineField | None = None
+    start_window: Hours | None = None
+    stays: bool = False
+    gpus: Gpus = Field(default=GpuRange(), examples=[{"min": 1, "max": 4}, 2])
+    guarantee: Promise = None
+    objective: Literal["trusted", "fastest"] = "trusted"
+    steps: int | None = Field(default=None, ge=1, le=STEPS_MAX)
+    speeds: Speeds = ()
+    global_batch_size: int = Field(ge=1, le=BATCH_MAX)
+    precision: Precision = Precision.FP32
 
-    model: ModelSpec | None = Field(
-        default=None,
-        description="Model that the engines train; excludes `command`.",
-    )
-    data: DataSpec = Field(
-        default=DataSpec(),
-        description="Files that a `model` is trained on, and the length of a sample.",
-    )
-    training: TrainingSpec = Field(
-        default=TrainingSpec(),
-        description="Optimizer, schedule and length of the training of a `model`; of a script, what it does itself.",
-    )
+    model: ModelSpec | None = None
+    data: DataSpec = DataSpec()
+    training: TrainingSpec = TrainingSpec()
 
-    command: Command | None = Field(
-        default=None,
-        description="Training script and its arguments, split as a POSIX shell would; no shell runs it.",
-    )
-    trains: ModelSpec | None = Field(
-        default=None,
-        description="Model that a script trains: its memory is estimated from it; the model is never run.",
-    )
+    command: Command | None = None
+    trains: ModelSpec | None = None
     trainer: Framework | None = Field(
         default=None,
-        description="Framework, or a preset file of yours, that fills in launch, knobs, resume, progress and phases.",
         json_schema_extra={
             "anyOf": [
                 {"enum": list(get_args(Framework))},
@@ -155,93 +88,35 @@ class JobSpec(SpecModel):
             ]
         },
     )
-    launch: LaunchStyle = Field(
-        default="ranks",
-        description="Who starts the ranks: the service, a launcher on each node, or the script itself.",
-    )
-    workdir: str | None = Field(
-        default=None,
-        description="Working directory of the script, relative to the job file; null: the job file's folder.",
-    )
-    env: Environment = Field(
-        default=(),
-        description="Environment variables of the script.",
-    )
-    secrets: tuple[Variable, ...] = Field(
-        default=(),
-        description="Environment variables of the service that the script gets; their values are never recorded.",
-    )
-    knobs: Knobs = Field(
-        default=Knobs(),
-        description="How the script takes each setting of a plan; a setting without a knob is never changed.",
-    )
-    config: ConfigFile | None = Field(
-        default=None,
-        description="YAML or JSON file in which knobs are keys; each attempt gets a copy.",
-    )
-    success: Success = Field(
-        default=Success(),
-        description="What a finished script leaves behind, besides exit code 0.",
-    )
-    resume: Resume = Field(
-        default=Resume(),
-        description="The script's own checkpoints and what a restart needs.",
-    )
-    progress: Counter | None = Field(
-        default=None,
-        description="Regular expression with one group: a number in the log that counts up, step or epoch.",
-    )
-    phases: StringMap = Field(
-        default=(),
-        description="Regular expression of the log line that begins a phase, such as encoding, training or evaluation.",
-    )
+    launch: LaunchStyle = "ranks"
+    workdir: str | None = None
+    env: Environment = ()
+    secrets: tuple[Variable, ...] = ()
+    knobs: Knobs = Knobs()
+    config: ConfigFile | None = None
+    success: Success = Success()
+    resume: Resume = Resume()
+    progress: Counter | None = None
+    phases: StringMap = ()
 
-    profile: DeclaredProfile | None = Field(
-        default=None,
-        description="Memory and cost of the model as you declare them; overrides closed form and trace.",
-    )
+    profile: DeclaredProfile | None = None
     traced: SkipJsonSchema[
         tuple[TracedProfile, ...]
     ] = ()  # of a model that no closed form knows: added at intake
-    probe: Literal["auto", "never"] = Field(
-        default="auto",
-        description="Whether two short attempts measure a script of unknown memory before it trains.",
-    )
+    probe: Literal["auto", "never"] = "auto"
     # what its family was probed to need: never said in a file
     measured: SkipJsonSchema[MeasuredLine | None] = None
     # of its family, those that outcomes are told by: as above
     relative_to: SkipJsonSchema[OwnSettings | None] = None
     source: SkipJsonSchema[CodeSource | None] = None  # of its code: added at intake
     trial: SkipJsonSchema[Trial | None] = None  # of a sweep, of which a file says the first
-    plan: Pins = Field(
-        default=(),
-        description="Settings that every plan of the job has; what is left out is planned.",
-    )
-    degrade: Degrade = Field(
-        default=Degrade(),
-        description="What a restart on a cheaper plan may change.",
-    )
-    retries: Retries = Field(
-        default=Retries(),
-        description="Restarts per cause of failure, each from 0 to 64.",
-    )
-    on_caught_oom: Literal["recover", "accept"] = Field(
-        default="recover",
-        description="What follows where a script catches its out-of-memory errors: a cheaper plan, or nothing.",
-    )
-    hang_timeout: Seconds = Field(
-        default=600.0,
-        description="Time without a training step after which an attempt counts as hung.",
-    )
-    startup_timeout: Seconds = Field(
-        default=900.0,
-        description="Time within which the first training step has to come.",
-    )
-    time_limit: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="Time that the job's attempts may run together before it saves and ends; null: the team's default.",
-    )
+    plan: Pins = ()
+    degrade: Degrade = Degrade()
+    retries: Retries = Retries()
+    on_caught_oom: Literal["recover", "accept"] = "recover"
+    hang_timeout: Seconds = 600.0
+    startup_timeout: Seconds = 900.0
+    time_limit: Seconds | None = Field(default=None, gt=0)
 
     @property
     def family_name(self) -> str:
