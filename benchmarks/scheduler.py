@@ -30,7 +30,7 @@ from orchestrator.service.commands.simulate import Simulated, alone_s, report_on
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.order import Order
-from orchestrator.specs.policy import Objective
+from orchestrator.specs.policy import Objective, PolicySpec
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 SHAKES = 10
@@ -189,7 +189,7 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
         (OURS, ours(cluster), 1100.0, 61_500.0),
         (
             "ours, for the makespan",
-            ours(cluster.with_objective(Objective.MAKESPAN)),
+            ours(cluster.model_copy(update={"policy": PolicySpec(objective=Objective.MAKESPAN)})),
             1850.0,
             58_680.0,
         ),

@@ -20,13 +20,13 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.device_kind import DeviceId, DeviceKind
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
+from orchestrator.specs.fields import Bandwidth, Bytes, Name, Seconds, UserName
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
 from orchestrator.specs.plain_text import join_first
-from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch,
@@ -202,7 +202,7 @@ class UserSpec(SpecModel):
 class ClusterSpec(SpecModel):
     """A cluster file: nodes, the network between them, maintenance windows, and the queue's policy."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    name: Name
     nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_check_nodes)] = Field(
         json_schema_extra={"minItems": 1}
     )
@@ -264,12 +264,6 @@ class ClusterSpec(SpecModel):
     @property
     def device_count(self) -> int:
         return sum(node.devices * node.count for node in self.nodes)
-
-    def with_objective(self, objective: Objective) -> ClusterSpec:
-        """Return a copy of the cluster whose queue has this objective."""
-        return self.model_copy(
-            update={"policy": self.policy.model_copy(update={"objective": objective})}
-        )
 
     def with_order(self, order: str) -> ClusterSpec:
         """Return a copy whose queue has this order. Teams and objective are dropped where the order ignores them."""

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, mo
 
 from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.fields import Name
 from orchestrator.specs.spec_model import SpecModel
 
 VARIABLE = r"^[A-Z_][A-Z0-9_]{0,127}$"
@@ -61,7 +62,7 @@ Hour = Annotated[
 class TargetSpec(SpecModel):
     """A receiver of notifications: a signed webhook, or any service that apprise reaches."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    name: Name
     apprise: Variable | None = None
     webhook: Variable | None = None
     signed_with: Variable | None = None

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrator.specs.fields import DEVICES_MAX, Seconds, UserName
+from orchestrator.specs.fields import DEVICES_MAX, Name, Seconds, UserName
 from orchestrator.specs.order import REMOVED, Order
 from orchestrator.specs.spec_model import SpecModel
 
@@ -26,7 +26,7 @@ class Objective(StrEnum):
 class TeamSpec(SpecModel):
     """A team with its share of the cluster, which its users divide equally."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    name: Name
     shares: int = Field(default=1, ge=1, le=1_000_000)
     quota: int = Field(default=0, ge=0, le=DEVICES_MAX)
     users: tuple[UserName, ...] = ()

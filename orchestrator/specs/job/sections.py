@@ -89,16 +89,19 @@ class Degrade(SpecModel):
         return self.allow == "none"
 
 
+Budget = Annotated[int, Field(ge=0, le=64)]  # restarts
+
+
 class Retries(SpecModel):
     """Restarts allowed per cause of failure, from 0 to 64. Errors of the program use `on_error`."""
 
-    oom: int = Field(default=8, ge=0, le=64)
-    node: int = Field(default=3, ge=0, le=64)
-    startup: int = Field(default=2, ge=0, le=64)
-    hang: int = Field(default=1, ge=0, le=64)
-    preemption: int = Field(default=16, ge=0, le=64)
-    unknown: int = Field(default=2, ge=0, le=64)
-    on_error: int = Field(default=0, ge=0, le=64)
+    oom: Budget = 8
+    node: Budget = 3
+    startup: Budget = 2
+    hang: Budget = 1
+    preemption: Budget = 16
+    unknown: Budget = 2
+    on_error: Budget = 0
     exit_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(default=(), max_length=64)
 
 

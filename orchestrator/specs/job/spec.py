@@ -12,7 +12,15 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.choices import Degradation, Precision
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.fields import DeadlineField, Hours, Priority, Seconds, Speeds, UserName
+from orchestrator.specs.fields import (
+    DeadlineField,
+    Hours,
+    Name,
+    Priority,
+    Seconds,
+    Speeds,
+    UserName,
+)
 from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.frameworks import Framework, fill_defaults, find_cut_option
@@ -54,7 +62,7 @@ FAMILY_LENGTH_MAX = 200  # characters
 class JobSpec(SpecModel):
     """A training job: a `command` with `knobs`, or a `model` with `data`."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    name: Name
     family: str | None = Field(default=None, max_length=FAMILY_LENGTH_MAX)
     priority: Priority = 0
     user: UserName | None = None
