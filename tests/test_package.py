@@ -150,7 +150,7 @@ def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
     assert installed.run("orc", "--version") == f"orc {VERSION}\n"
 
 
-@pytest.mark.long @ pytest.mark.long
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed) -> None:
     write_files(installed.folder / "night")
