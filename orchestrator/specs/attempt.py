@@ -30,6 +30,11 @@ def device_count(placement: Placement) -> int:
     return sum(len(part.devices) for part in placement)
 
 
+def placement_text(placement: Placement) -> str:
+    """Return a placement as `node:0,1 other:0`."""
+    return " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in placement)
+
+
 VERSIONS = (
     "torch_version",
     "python_version",

@@ -372,7 +372,7 @@ def _apply_decision(
 def _begin(
     state: State, index: SchedulerIndex, job: Job, chosen: StartDecision
 ) -> tuple[Job, Attempt]:
-    before = next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None)
+    before = job.trained[-1] if job.trained else None
     attempt = Attempt(
         job_id=job.id,
         number=len(job.attempts) + 1,
