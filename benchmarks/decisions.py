@@ -9,7 +9,8 @@ from math import log
 from statistics import fmean
 
 from benchmarks.figure import Figure, at_most, informs, say
-from orchestrator.backends.simulated.traces import Arrival, job_spec_from_trace
+from benchmarks.trace_files import job_spec_from_trace
+from orchestrator.backends.simulated.traces import Arrival
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.simulate import (
     FOREVER_S,

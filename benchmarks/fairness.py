@@ -20,7 +20,8 @@ from statistics import fmean
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
+from benchmarks.trace_files import job_spec_from_trace
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.service.commands.simulate import Outcome, simulate
 from orchestrator.specs.order import Order
 from orchestrator.specs.policy import UNSHARED, PolicySpec

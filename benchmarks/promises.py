@@ -15,7 +15,8 @@ from statistics import fmean
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.peers import Peer
 from benchmarks.side_by_side import SideBySide, measured, ranged
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, request_of
+from benchmarks.trace_files import read_trace, request_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge
 from orchestrator.service.commands.simulate import Outcome, Simulated, simulate
 from orchestrator.specs.cluster import ClusterSpec
 

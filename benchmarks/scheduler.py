@@ -23,13 +23,14 @@ from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
+from benchmarks.trace_files import read_trace
 from orchestrator.backends.simulated.nature import stream
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, read_trace, trace_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, trace_of
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.order import Order
-from orchestrator.specs.policy import Objective
+from orchestrator.specs.policy import Objective, PolicySpec
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 SHAKES = 10
@@ -188,7 +189,7 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
         (OURS, ours(cluster), 1100.0, 61_500.0),
         (
             "ours, for the makespan",
-            ours(cluster.with_objective(Objective.MAKESPAN)),
+            ours(cluster.model_copy(update={"policy": PolicySpec(objective=Objective.MAKESPAN)})),
             1850.0,
             58_680.0,
         ),

@@ -49,13 +49,13 @@ def pages() -> dict[Path, str]:
         FOLDER / "job-yaml.md": schema_page(
             job_json_schema(),
             "Job file",
-            "specs/job/",
+            "specs/job/` and `specs/keys.yaml",
             "A job is a `command` (a script) or a `model`. `orc schema job` prints it as JSON Schema for editors.",
         ),
         FOLDER / "cluster-yaml.md": schema_page(
             cluster_json_schema(),
             "Cluster file",
-            "specs/cluster.py",
+            "specs/cluster.py` and `specs/keys.yaml",
             "A cluster file says what the hardware is. `orc schema cluster` prints it as JSON Schema.",
         ),
         FOLDER / "cli.md": cli_page(),

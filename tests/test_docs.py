@@ -417,7 +417,6 @@ READERS_FILES = {
     **dict.fromkeys(("job.yaml", "prepare.yaml", "sweep.yaml"), OWN_JOB),
     "train.yaml": OWN_JOB.replace("own", "train"),
     "night.yaml": "begins: 2026-11-23T18:00\njobs:\n  - {file: prepare.yaml}\n  - {at: 10min, file: sweep.yaml}\n",
-    "trace.csv": "timestamp,num_gpus,duration\n2023-08-01 10:00:00,1,600\n2023-08-01 10:00:20,2,60\n",
     "train.sbatch": "#!/bin/sh\n#SBATCH --gres=gpu:1\npython train.py --batch-size 8\n",
     **dict.fromkeys(("shared.yaml", "cluster.yaml"), OWN_CLUSTER),
 }

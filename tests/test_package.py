@@ -36,7 +36,6 @@ NIGHT = {  # what of the demo ends in seconds: the rest is tests/test_demo.py's
 }
 CACHE = "__pycache__"
 ENVIRONMENT = "env-100%"  # Alembic reads its settings with a parser that has a use of its own for %
-ONE_JOB = "{name: one, command: env, global_batch_size: 8, steps: 10, gpus: 1, speeds: {1: 10s}}\n"
 RECORDED_S = 60.0
 HTTP = httpx.Client(timeout=30.0, trust_env=False)
 
@@ -149,19 +148,6 @@ def test_what_is_installed_is_found_in_its_environment_and_the_repository_nowher
 
 def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
     assert installed.run("orc", "--version") == f"orc {VERSION}\n"
-
-
-def test_a_simulation_names_no_commit_of_a_repository_that_the_environment_lies_in(
-    installed: Installed,
-) -> None:
-    author = ("-c", "user.name=a", "-c", "user.email=a@b")
-    for command in (["init"], [*author, "commit", "--allow-empty", "--message", "theirs"]):
-        subprocess.run(
-            ["git", *command], cwd=installed.folder, check=True, capture_output=True, timeout=60
-        )
-    (installed.folder / "one.yaml").write_text(ONE_JOB)
-    (installed.folder / "list.yaml").write_text("jobs: [{file: one.yaml}]\n")
-    assert installed.orc("simulate", "list.yaml")["commit"] == ""
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.actions import Action, Launch, Record, Stop
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import Attempt, placement_text
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
@@ -169,7 +169,6 @@ def _decision(action: Launch | Stop) -> str:
     if isinstance(action, Stop):
         return f"stop {action.name}"
     attempt = action.attempt
-    devices = " ".join(
-        f"{part.node}:{','.join(map(str, part.devices))}" for part in attempt.placement
+    return (
+        f"launch {attempt.name} on {placement_text(attempt.placement)} as {in_short(attempt.plan)}"
     )
-    return f"launch {attempt.name} on {devices} as {in_short(attempt.plan)}"

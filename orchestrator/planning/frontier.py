@@ -106,11 +106,8 @@ def why_rejected(
     candidate: Candidate,
     capacity_bytes: int,
     calibrated: Calibration,
-    refuted: frozenset[Plan] = frozenset(),
 ) -> str | None:
     """Return why the candidate cannot be used, as a sentence; None where it can."""
-    if candidate.plan in refuted:
-        return "ran out of memory before"
     needed = needed_bytes(candidate, calibrated)
     if needed > capacity_bytes:
         needs = f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}"

@@ -25,6 +25,16 @@ class NodeDevices:
 Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
 
 
+def device_count(placement: Placement) -> int:
+    """Return the number of devices on all nodes together."""
+    return sum(len(part.devices) for part in placement)
+
+
+def placement_text(placement: Placement) -> str:
+    """Return a placement as `node:0,1 other:0`."""
+    return " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in placement)
+
+
 VERSIONS = (
     "torch_version",
     "python_version",

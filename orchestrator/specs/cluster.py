@@ -20,13 +20,13 @@ from orchestrator.specs.choices import Precision
 from orchestrator.specs.device_kind import DeviceId, DeviceKind
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.fields import Bandwidth, Bytes, Seconds, UserName
+from orchestrator.specs.fields import Bandwidth, Bytes, Name, Seconds, UserName
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
 from orchestrator.specs.plain_text import join_first
-from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch,
@@ -50,78 +50,20 @@ DEVICE_ID_SCHEMA = {
 class DeviceSpec(SpecModel):
     """A device model. FLOP/s are dense peaks of the data sheet."""
 
-    name: str = Field(
-        description="Name of the device; calibration is kept per name.", examples=["my-gpu-24gb"]
-    )
-    kind: DeviceKind = Field(
-        default=DeviceKind.CUDA,
-        description="A CUDA device, or a virtual one: a CPU rank with an enforced memory cap.",
-        examples=["virtual"],
-    )
-    memory: Bytes = Field(description="Memory of one device.", examples=["23.6GiB"])
-    bf16_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        le=TFLOPS_MAX,
-        description="Dense bf16 peak of the data sheet in TFLOP/s; null: no bf16 arithmetic (before Ampere).",
-        examples=[165.2],
-    )
-    fp16_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        le=TFLOPS_MAX,
-        description="Dense fp16 peak of the data sheet in TFLOP/s; null: as bf16.",
-        examples=[165.2],
-    )
-    fp32_tflops: float = Field(
-        gt=0,
-        le=TFLOPS_MAX,
-        description="Dense fp32 peak of the data sheet in TFLOP/s.",
-        examples=[82.6],
-    )
-    measured_tflops: float | None = Field(
-        default=None,
-        gt=0,
-        le=TFLOPS_MAX,
-        description="Fastest 16-bit matrix product measured on such a device, in TFLOP/s; null: not measured.",
-        examples=[178.5],
-    )
-    multiprocessors: int | None = Field(
-        default=None,
-        ge=1,
-        le=MULTIPROCESSORS_MAX,
-        description="Number of multiprocessors, for the tiles of a matrix product; null: unknown.",
-        examples=[128],
-    )
-    memory_bandwidth: Bandwidth = Field(
-        description="Bandwidth of the device memory.", examples=["1008GB/s"]
-    )
-    link_bandwidth: Bandwidth = Field(
-        description="Bandwidth between devices of one node, per device and direction.",
-        examples=["450GB/s"],
-    )
-    host_bandwidth: Bandwidth = Field(
-        default=25_000_000_000,  # PCIe 4.0 x16
-        description="Bandwidth from device to host memory, per device and direction.",
-        examples=["55GB/s"],
-    )
-    nvme_folder: str | None = Field(
-        default=None,
-        description="Folder on each node's NVMe disk that plans may offload to; null: no offload to NVMe.",
-        examples=["/mnt/nvme/offload"],
-    )
-    nvme_bandwidth: Bandwidth = Field(
-        default=1_000_000_000,
-        description="Bandwidth from device to `nvme_folder`, per device and direction.",
-        examples=["3GB/s"],
-    )
-    price_per_hour: float | None = Field(
-        default=None,
-        ge=0,
-        le=PRICE_MAX,
-        description="Price of one device for an hour, in any currency: `orc compare` shows costs; null: it shows none.",
-        examples=[2.5],
-    )
+    name: str
+    kind: DeviceKind = DeviceKind.CUDA
+    memory: Bytes
+    bf16_tflops: float | None = Field(default=None, gt=0, le=TFLOPS_MAX)
+    fp16_tflops: float | None = Field(default=None, gt=0, le=TFLOPS_MAX)
+    fp32_tflops: float = Field(gt=0, le=TFLOPS_MAX)
+    measured_tflops: float | None = Field(default=None, gt=0, le=TFLOPS_MAX)
+    multiprocessors: int | None = Field(default=None, ge=1, le=MULTIPROCESSORS_MAX)
+    memory_bandwidth: Bandwidth
+    link_bandwidth: Bandwidth
+    host_bandwidth: Bandwidth = 25_000_000_000
+    nvme_folder: str | None = None
+    nvme_bandwidth: Bandwidth = 1_000_000_000
+    price_per_hour: float | None = Field(default=None, ge=0, le=PRICE_MAX)
 
     @model_validator(mode="after")
     def _has_16_bits(self) -> DeviceSpec:
@@ -184,34 +126,18 @@ def _check_device_id(device_id: DeviceId) -> DeviceId:
 class NodeSpec(SpecModel):
     """`count` equal nodes: one is named `name`, several are named `name0`, `name1`, ..."""
 
-    name: str = Field(
-        pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$",
-        description="Name of the node; of several, the stem that numbers from 0 follow.",
-        examples=["n"],
-    )
-    count: int = Field(default=1, ge=1, le=65536, description="Number of such nodes.", examples=[8])
-    devices: int = Field(ge=1, le=64, description="Devices per node.", examples=[8])
+    name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$")
+    count: int = Field(default=1, ge=1, le=65536)
+    devices: int = Field(ge=1, le=64)
     device_ids: tuple[
         Annotated[DeviceId, AfterValidator(_check_device_id), WithJsonSchema(DEVICE_ID_SCHEMA)],
         ...,
-    ] = Field(
-        default=(),
-        description="Indices or UUIDs of the devices, where the node has not all of a machine's; empty: the first "
-        "`devices`.",
-        examples=[[8, 9, 10, 11, 12, 13, 14, 15]],
-    )
+    ] = ()
     device: Annotated[
         DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)
-    ] = Field(
-        description="Kind of device: a name of the catalogue, or a full description.",
-        examples=["h100-80gb"],
-    )
-    host_memory: Bytes = Field(description="Host memory of one node.", examples=["1TiB"])
-    rack: str = Field(
-        default="",
-        description="Rack of the nodes: placement prefers few racks; empty: unknown.",
-        examples=["r1"],
-    )
+    ]
+    host_memory: Bytes
+    rack: str = ""
 
     @model_validator(mode="after")
     def _check_device_ids(self) -> NodeSpec:
@@ -255,13 +181,9 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_refuse_number)]
 class Maintenance(SpecModel):
     """A maintenance window, in which nothing runs on the named nodes."""
 
-    start: Moment = Field(
-        description="Begin, with an offset from UTC.", examples=["2026-12-24T22:00+01:00"]
-    )
-    end: Moment = Field(description="End, with an offset from UTC.", examples=["2026-12-25T06:00Z"])
-    nodes: tuple[str, ...] = Field(
-        default=(), description="Names of the nodes concerned; empty: all nodes.", examples=[["n0"]]
-    )
+    start: Moment
+    end: Moment
+    nodes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _ordered(self) -> Maintenance:
@@ -273,90 +195,29 @@ class Maintenance(SpecModel):
 class UserSpec(SpecModel):
     """The uid and gid under which a user's jobs run on every machine."""
 
-    uid: int = Field(ge=1, le=2**32 - 2, description="User id.", examples=[1001])
-    gid: int | None = Field(
-        default=None,
-        ge=1,
-        le=2**32 - 2,
-        description="Group id; null: the same number.",
-        examples=[1001],
-    )
+    uid: int = Field(ge=1, le=2**32 - 2)
+    gid: int | None = Field(default=None, ge=1, le=2**32 - 2)
 
 
 class ClusterSpec(SpecModel):
     """A cluster file: nodes, the network between them, maintenance windows, and the queue's policy."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
-        description="Name of the cluster, as `orc up` and charts show it.",
-        examples=["8x8-h100-80gb"],
-    )
+    name: Name
     nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_check_nodes)] = Field(
-        description="Nodes of the cluster, one entry per kind.",
-        examples=[
-            [{"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}]
-        ],
-        json_schema_extra={"minItems": 1},
+        json_schema_extra={"minItems": 1}
     )
-    network_bandwidth: Bandwidth = Field(
-        default=12_500_000_000,
-        description="Bandwidth between nodes, per node and direction.",
-        examples=["400GB/s"],
-    )
-    launch_cost: Seconds = Field(
-        default=LAUNCH_COST_S,
-        ge=0,
-        description="Time from a launch to the first training step.",
-        examples=["260s"],
-    )
-    maintenance: tuple[Maintenance, ...] = Field(
-        default=(),
-        description="Times at which nothing runs on some nodes (Slurm: maintenance reservations).",
-        examples=[[{"start": "2026-12-24T22:00+01:00", "end": "2026-12-25T06:00Z"}]],
-    )
-    policy: PolicySpec = Field(
-        default=UNSHARED,
-        description="Objective of the queue, and the teams that share the cluster.",
-        examples=[{"objective": "makespan"}],
-    )
-    trackers: tuple[str, ...] = Field(
-        default=("mlflow",),
-        min_length=1,
-        description="Where the records of jobs and attempts go: mlflow (a server of the home's own), jsonl (the file "
-        "records.jsonl in the home), or both.",
-        examples=[["mlflow", "jsonl"]],
-    )
+    network_bandwidth: Bandwidth = 12_500_000_000
+    launch_cost: Seconds = Field(default=LAUNCH_COST_S, ge=0)
+    maintenance: tuple[Maintenance, ...] = ()
+    policy: PolicySpec = UNSHARED
+    trackers: tuple[str, ...] = Field(default=("mlflow",), min_length=1)
     inherit_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,126}\*?$")], ...] = (
-        Field(
-            default=(),
-            max_length=100,
-            description="Variables of the service that every job gets, by name, or by a beginning and *.",
-            examples=[["WANDB_MODE", "AWS_REGION", "MY_*"]],
-        )
+        Field(default=(), max_length=100)
     )
-    users: dict[UserName, UserSpec] = Field(
-        default={},
-        max_length=10_000,
-        description="User ids as which the jobs of users run, where the service is root; others run none.",
-        examples=[{"ada": {"uid": 1001}}],
-    )
-    oidc: OidcSpec | None = Field(
-        default=None,
-        description="OpenID provider that signs people in at the pages; null: tokens alone.",
-        examples=[
-            {"issuer": "https://login.example.org", "client_id": "orc", "user_claim": "email"}
-        ],
-    )
-    notify: NotifySpec = Field(
-        default=UNNOTIFIED,
-        description="Who is told of failed and late jobs and lost nodes, and gets the morning report.",
-        examples=[{"targets": [{"name": "team-mail", "apprise": "ORC_MAIL_URL"}]}],
-    )
-    keep: KeepSpec = Field(
-        default=UNLIMITED,
-        description="How long files of ended jobs stay, and how many bytes the home may hold; all of them by default.",
-        examples=[{"superseded": "7d", "logs": "90d", "budget": "2TiB"}],
-    )
+    users: dict[UserName, UserSpec] = Field(default={}, max_length=10_000)
+    oidc: OidcSpec | None = None
+    notify: NotifySpec = UNNOTIFIED
+    keep: KeepSpec = UNLIMITED
 
     @model_validator(mode="after")
     def _distinct_trackers(self) -> ClusterSpec:
@@ -403,12 +264,6 @@ class ClusterSpec(SpecModel):
     @property
     def device_count(self) -> int:
         return sum(node.devices * node.count for node in self.nodes)
-
-    def with_objective(self, objective: Objective) -> ClusterSpec:
-        """Return a copy of the cluster whose queue has this objective."""
-        return self.model_copy(
-            update={"policy": self.policy.model_copy(update={"objective": objective})}
-        )
 
     def with_order(self, order: str) -> ClusterSpec:
         """Return a copy whose queue has this order. Teams and objective are dropped where the order ignores them."""

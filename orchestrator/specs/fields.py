@@ -107,5 +107,6 @@ Priority = Annotated[  # higher first
         }
     ),
 ]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]  # of what a file declares
 USER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$"
 UserName = Annotated[str, Field(pattern=USER_NAME)]

@@ -74,3 +74,16 @@ class Job:
     @property
     def last(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
+
+    @property
+    def trained(self) -> list[Attempt]:
+        """The attempts that were no probes, earliest first."""
+        return [attempt for attempt in self.attempts if not attempt.probe]
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds of all attempts that ended."""
+        return sum(
+            attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s
+            for attempt in self.attempts
+        )

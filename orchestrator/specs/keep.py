@@ -23,35 +23,11 @@ class PartKind(StrEnum):
 class KeepSpec(SpecModel):
     """How long files of ended jobs stay, counted from the end of the job. By default nothing is removed."""
 
-    superseded: Seconds | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens, unfinished checkpoints and those with a newer one, of an ended job; null: as the newest.",
-        examples=["7d"],
-    )
-    logs: Seconds | None = Field(
-        default=None,
-        ge=0,
-        description="Logs, curves and telemetry of an ended job's attempts; null: for ever.",
-        examples=["90d"],
-    )
-    unsuccessful: Seconds | None = Field(
-        default=None,
-        ge=0,
-        description="Newest checkpoint, output and working copy of a job that did not succeed; null: for ever.",
-        examples=["30d"],
-    )
-    results: Seconds | None = Field(
-        default=None,
-        ge=86_400,  # MLflow gets its copy first
-        description="Newest checkpoint, output and working copy of a job that succeeded; null: for ever.",
-        examples=["365d"],
-    )
-    budget: Bytes | None = Field(
-        default=None,
-        description="Bytes of the home above which `superseded`, `logs`, then `unsuccessful` go early; null: no bound.",
-        examples=["2TiB"],
-    )
+    superseded: Seconds | None = Field(default=None, ge=0)
+    logs: Seconds | None = Field(default=None, ge=0)
+    unsuccessful: Seconds | None = Field(default=None, ge=0)
+    results: Seconds | None = Field(default=None, ge=86_400)
+    budget: Bytes | None = None
 
     def words(self, name: str) -> str:
         """Return one setting as text of the cluster file, such as `keep.logs: 90d`."""

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, mo
 
 from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.fields import Name
 from orchestrator.specs.spec_model import SpecModel
 
 VARIABLE = r"^[A-Z_][A-Z0-9_]{0,127}$"
@@ -61,32 +62,11 @@ Hour = Annotated[
 class TargetSpec(SpecModel):
     """A receiver of notifications: a signed webhook, or any service that apprise reaches."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
-        description="Name of the target, as `orc notify test` and the log show it.",
-        examples=["team-mail"],
-    )
-    apprise: Variable | None = Field(
-        default=None,
-        description="Environment variable of the service with an apprise URL, such as `mailtos://` or `slack://`.",
-        examples=["ORC_MAIL_URL"],
-    )
-    webhook: Variable | None = Field(
-        default=None,
-        description="Environment variable of the service with the URL of a webhook; needs `signed_with`.",
-        examples=["ORC_HOOK_URL"],
-    )
-    signed_with: Variable | None = Field(
-        default=None,
-        description="Environment variable with the secret that signs the webhook: `whsec_` and 24 to 64 bytes, base64.",
-        examples=["ORC_HOOK_SECRET"],
-    )
-    kinds: tuple[NoticeKind, ...] = Field(
-        default=tuple(NoticeKind),
-        min_length=1,
-        description="What the target is told of.",
-        examples=[["failed", "late", "node_lost"]],
-    )
+    name: Name
+    apprise: Variable | None = None
+    webhook: Variable | None = None
+    signed_with: Variable | None = None
+    kinds: tuple[NoticeKind, ...] = Field(default=tuple(NoticeKind), min_length=1)
 
     @model_validator(mode="after")
     def _one_way(self) -> TargetSpec:
@@ -100,21 +80,9 @@ class TargetSpec(SpecModel):
 class NotifySpec(SpecModel):
     """Receivers of notifications, and the hour of the morning report."""
 
-    targets: tuple[TargetSpec, ...] = Field(
-        default=(),
-        description="Who is told; each target is served on its own.",
-        examples=[[{"name": "team-mail", "apprise": "ORC_MAIL_URL"}]],
-    )
-    report_at: Hour | None = Field(
-        default=None,
-        description="Time of each day, in UTC or a zone, at which the morning report is sent; null: never.",
-        examples=["07:00 Europe/Berlin"],
-    )
-    allow_hosts: tuple[str, ...] = Field(
-        default=(),
-        description="Hosts of webhooks that may have a private address, or be reached without TLS.",
-        examples=[["hooks.internal"]],
-    )
+    targets: tuple[TargetSpec, ...] = ()
+    report_at: Hour | None = None
+    allow_hosts: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _distinct(self) -> NotifySpec:

@@ -32,45 +32,14 @@ class SignInError(Exception):
 class OidcSpec(SpecModel):
     """An OpenID provider, and the mapping from its claims to users and roles. Users without a role are refused."""
 
-    issuer: Annotated[str, AfterValidator(safe_url)] = Field(
-        description="Issuer, as its discovery document and its tokens say it.",
-        examples=["https://login.example.org/realms/lab"],
-    )
-    client_id: str = Field(
-        min_length=1,
-        description="This service, as the provider knows it: the audience.",
-        examples=["orc"],
-    )
-    client_secret: Variable | None = Field(
-        default=None,
-        description="Environment variable of the service with the client's secret; null: a public client with PKCE.",
-        examples=["ORC_OIDC_SECRET"],
-    )
-    scopes: tuple[str, ...] = Field(
-        default=("profile", "email"),
-        description="Scopes that are asked for besides `openid`.",
-        examples=[["profile", "groups"]],
-    )
-    user_claim: str = Field(
-        min_length=1,
-        description="Claim with the user's name, which people cannot change; `email` counts where it is verified.",
-        examples=["email"],
-    )
-    roles_claim: str | None = Field(
-        default=None,
-        description="Claim with a word or a list of words that `roles` names; null: `orc user set` gives roles.",
-        examples=["groups"],
-    )
-    roles: dict[str, Role] = Field(
-        default={},
-        description="Role by word of `roles_claim`: the highest counts, and without one that of `orc user`.",
-        examples=[{"gpu-users": "member", "gpu-admins": "admin"}],
-    )
-    session: Annotated[Seconds, Field(gt=0, le=86_400)] = Field(
-        default=8 * 3600.0,
-        description="Time after which people sign in again; a day at most.",
-        examples=["8h"],
-    )
+    issuer: Annotated[str, AfterValidator(safe_url)]
+    client_id: str = Field(min_length=1)
+    client_secret: Variable | None = None
+    scopes: tuple[str, ...] = ("profile", "email")
+    user_claim: str = Field(min_length=1)
+    roles_claim: str | None = None
+    roles: dict[str, Role] = Field(default={})
+    session: Annotated[Seconds, Field(gt=0, le=86_400)] = 8 * 3600.0
 
     def role(self, claims: Mapping[str, Any]) -> Role | None:
         """Return the highest role that the claims grant; None where they grant none."""

@@ -101,26 +101,26 @@ def parse_jobs(
     if "sweep" in document.data:
         return [_first_trial(document)]
     if "array" not in document.data:
-        return [_validate(JobSpec, document)]
+        return [validate(JobSpec, document)]
     return [
-        _validate(JobSpec, replace(document, data=data))
+        validate(JobSpec, replace(document, data=data))
         for data in expand_array(document.data, source)
     ]
 
 
 def parse_cluster(text: str, source: str) -> ClusterSpec:
     """Return the cluster in a cluster file's text. Raises one SpecError that lists every problem."""
-    return _validate(ClusterSpec, read_document(text, source))
+    return validate(ClusterSpec, read_document(text, source))
 
 
 def node_from_data(data: Mapping[str, Any], source: str) -> NodeSpec:
     """Return the NodeSpec from the output of `NodeSpec.model_dump(mode="json")`. Raises SpecError."""
-    return _validate(NodeSpec, Document(source=source, data=dict(data), lines={}))
+    return validate(NodeSpec, Document(source=source, data=dict(data), lines={}))
 
 
 def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
     """Return the JobSpec from the output of `JobSpec.model_dump(mode="json")`. Raises SpecError."""
-    spec = _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
+    spec = validate(JobSpec, Document(source=source, data=dict(data), lines={}))
     if (
         spec.known_model is not None
         and spec.known_model.factory
@@ -135,7 +135,7 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
 
 def with_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) -> JobSpec:
     """Return the job with `--set key=value` overrides, parsed and validated like a job file. Raises SpecError."""
-    return _validate(
+    return validate(
         JobSpec,
         _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides),
     )
@@ -168,7 +168,7 @@ class _WithSweep(SpecModel):
 def _first_trial(document: Document) -> JobSpec:
     """Return the first trial of a sweep. Raises SpecError where the job is wrong with an extreme of a parameter."""
     source, data = document.source, document.data
-    sweep = _validate(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
+    sweep = validate(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
     if "array" in data:
         raise SpecError(
             "a file says `array` or `sweep`",
@@ -192,7 +192,7 @@ def _first_trial(document: Document) -> JobSpec:
     template = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
     parts = [(keys, json.dumps(part)) for keys, part in template]
     specs = [
-        _validate(JobSpec, replace(document, data=fill_placeholders(rest, {INDEX: 0, **row})))
+        validate(JobSpec, replace(document, data=fill_placeholders(rest, {INDEX: 0, **row})))
         for row in sweep.to_check()
     ]
     trial = {
@@ -200,7 +200,7 @@ def _first_trial(document: Document) -> JobSpec:
         "max_concurrent": read_max_concurrent(data, TRIALS_AT_ONCE, source),
         "template": parts,
     }
-    return _validate(
+    return validate(
         JobSpec, replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial})
     )
 
@@ -218,7 +218,7 @@ def trial_of(
             place[key] = place = dict(place.get(key) or {})
         place[keys[-1]] = fill_placeholders(json.loads(text), row)
     data["trial"] |= {"of": sweep_id, "number": number, "parameters": dict(parameters)}
-    return _validate(
+    return validate(
         JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={})
     )
 
@@ -335,7 +335,8 @@ def printable(text: str) -> str:
     )
 
 
-def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
+def validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
+    """Return a noun from a document. Raises one SpecError that lists every problem."""
     check_plain(document.data, document.source, document.lines, TEXT_LENGTH_MAX)
     try:
         return noun.model_validate(document.data)
@@ -528,7 +529,7 @@ def _fields(noun: type) -> dict[str, type]:
     """Return the keys that a file may have of a noun, with the type of each; empty for what is no noun."""
     if issubclass(noun, BaseModel):
         fields = {
-            name: field
+            field.alias or name: field
             for name, field in noun.model_fields.items()
             if IN_NO_SCHEMA not in field.metadata
         }

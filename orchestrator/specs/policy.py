@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrator.specs.fields import DEVICES_MAX, Seconds, UserName
+from orchestrator.specs.fields import DEVICES_MAX, Name, Seconds, UserName
 from orchestrator.specs.order import REMOVED, Order
 from orchestrator.specs.spec_model import SpecModel
 
@@ -26,40 +26,12 @@ class Objective(StrEnum):
 class TeamSpec(SpecModel):
     """A team with its share of the cluster, which its users divide equally."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
-        description="Name of the team; `others` is the team of users in no other.",
-        examples=["vision"],
-    )
-    shares: int = Field(
-        default=1,
-        ge=1,
-        le=1_000_000,
-        description="Fair-share weight of the team, relative to those of other teams.",
-        examples=[2],
-    )
-    quota: int = Field(
-        default=0,
-        ge=0,
-        le=DEVICES_MAX,
-        description="Devices that the team owns; lent to others while none of its jobs waits.",
-        examples=[4],
-    )
-    users: tuple[UserName, ...] = Field(
-        default=(), description="Users of the team, who share alike.", examples=[["ada", "ben"]]
-    )
-    time_limit: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="`time_limit` of the team's jobs that name none; null: none, or `max_time_limit`.",
-        examples=["12h"],
-    )
-    max_time_limit: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="Longest `time_limit` of a job of the team; null: any.",
-        examples=["3d"],
-    )
+    name: Name
+    shares: int = Field(default=1, ge=1, le=1_000_000)
+    quota: int = Field(default=0, ge=0, le=DEVICES_MAX)
+    users: tuple[UserName, ...] = ()
+    time_limit: Seconds | None = Field(default=None, gt=0)
+    max_time_limit: Seconds | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _default_is_allowed(self) -> TeamSpec:
@@ -73,32 +45,11 @@ class TeamSpec(SpecModel):
 class PolicySpec(SpecModel):
     """The queue's objective, and the fair shares of teams."""
 
-    order: Order = Field(
-        default=Order.ADAPTIVE,
-        description="Order of the queue; `fifo` leaves teams, priorities and widths aside.",
-        examples=["fifo"],
-    )
-    objective: Objective = Field(
-        default=Objective.COMPLETION,
-        description="What the queue minimises: mean completion time, or the makespan.",
-        examples=["makespan"],
-    )
-    half_life: Seconds = Field(
-        default=HALF_LIFE_S,
-        gt=0,
-        description="Time after which used device time counts half (Slurm: PriorityDecayHalfLife); needs `teams`.",
-        examples=["14d"],
-    )
-    reclaim: Literal["movable", "never"] = Field(
-        default="movable",
-        description="Whose jobs make way for a team below its quota or share: those that resume, or nobody's.",
-        examples=["never"],
-    )
-    teams: tuple[TeamSpec, ...] = Field(
-        default=(),
-        description="Teams among which the cluster is shared; without them users share it alike.",
-        examples=[[{"name": "vision", "shares": 2, "quota": 1, "users": ["ada"]}]],
-    )
+    order: Order = Order.ADAPTIVE
+    objective: Objective = Objective.COMPLETION
+    half_life: Seconds = Field(default=HALF_LIFE_S, gt=0)
+    reclaim: Literal["movable", "never"] = "movable"
+    teams: tuple[TeamSpec, ...] = ()
 
     @field_validator("order", mode="before")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
 
 from orchestrator.specs import units
 from orchestrator.specs.globs import parse_glob
+from orchestrator.specs.packaged import load_table
 from orchestrator.specs.patterns import compile_pattern
 
 # Longest text of a field, in characters: PATH_MAX of Linux. Words of a command and values of
@@ -34,7 +36,7 @@ HISTORY = "history"  # context of pydantic under which rows of a journal are rea
 
 
 class SpecModel(BaseModel):
-    """Immutable pydantic base class that refuses unknown keys."""
+    """Immutable pydantic base class that refuses unknown keys. `keys.yaml` says what each key means."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, str_max_length=TEXT_LENGTH_MAX
@@ -129,7 +131,22 @@ def json_schema_of(noun: type[SpecModel]) -> dict[str, Any]:
         for key in section.get("properties", {}).values():
             if "default" in key:
                 key["default"] = _default_in_file(key["default"], key)
+    _add_meanings(schema, load_table(__package__, "keys"))
     return schema
+
+
+def _add_meanings(schema: Any, sections: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give each key of each section in a schema its description and its example, by the section's title."""
+    parts = schema.values() if isinstance(schema, dict) else schema
+    for part in parts:
+        if isinstance(part, dict | list):
+            _add_meanings(part, sections)
+    if isinstance(schema, dict) and "properties" in schema:
+        for name, entry in sections.get(schema["title"], {}).items():
+            key = schema["properties"][name]
+            key["description"] = entry["meaning"]
+            if "example" in entry:
+                key["examples"] = [entry["example"]]
 
 
 def _default_in_file(default: object, key: dict[str, Any]) -> object:

@@ -434,9 +434,10 @@ def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
         server, by_number["1"].info.run_id, "explanation.txt", tmp_path
     )
     assert state.observations
-    assert read_outcomes(server.uri, EXPERIMENT) == state.observations
-    with pytest.raises(SpecError, match="no such experiment"):
-        read_outcomes(server.uri, "nobody")
+    assert read_outcomes(server.uri) == state.observations
+    (tmp_path / "unused.db").touch()
+    with pytest.raises(SpecError, match="no home has recorded there"):
+        read_outcomes(f"sqlite:///{tmp_path}/unused.db")
 
 
 def test_outcomes_are_sought_where_an_mlflow_is_and_nothing_is_made_where_none_is(
@@ -450,7 +451,7 @@ def test_outcomes_are_sought_where_an_mlflow_is_and_nothing_is_made_where_none_i
         "postgresql://a:b@c/d",
     ):
         with pytest.raises(SpecError, match="no MLflow is there"):
-            read_outcomes(nowhere, EXPERIMENT)
+            read_outcomes(nowhere)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import promises
 from benchmarks.scheduler import cluster_of
 from benchmarks.side_by_side import SideBySide
-from orchestrator.backends.simulated.traces import read_trace
+from benchmarks.trace_files import read_trace
 
 COLUMNS = (
     "name,submission_time,duration,application,num_gpus,num_cpus,bandwidth,exec_plan,steps,is_sla"

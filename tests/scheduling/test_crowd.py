@@ -16,7 +16,8 @@ import pytest
 from benchmarks.peers import Peer
 from benchmarks.scheduler import as_asked, cluster_of
 from benchmarks.side_by_side import Measured, measured
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, read_trace
+from benchmarks.trace_files import job_spec_from_trace, read_trace
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.credit import AGED, PRESSING
 from orchestrator.scheduling.policies import adaptive
 from orchestrator.service.commands.simulate import simulate

@@ -7,7 +7,8 @@ from math import log
 import pytest
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
+from benchmarks.trace_files import job_spec_from_trace
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.simulate import simulate

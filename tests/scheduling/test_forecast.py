@@ -10,7 +10,8 @@ from statistics import fmean
 import pytest
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudge
+from benchmarks.trace_files import job_spec_from_trace
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import (
     SUPPOSED_SPREAD,

@@ -10,13 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import (
-    Arrival,
-    Trace,
-    job_spec_from_trace,
-    misjudge,
-    trace_of,
-)
+from benchmarks.trace_files import job_spec_from_trace
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, trace_of
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
+from benchmarks.trace_files import job_spec_from_trace
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue.wait_queue import WaitQueue
@@ -21,6 +22,7 @@ from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.policy import Objective
 from tests.examples import examples
 from tests.scheduling.test_properties import UNSHRUNK
+from tests.scheduling.world import with_objective
 
 HOUR_S, MONTH_S = 3600.0, 30 * 86_400.0
 LAUNCH_S, SHORT_S = 10.0, 600
@@ -168,7 +170,7 @@ def delayed(
     seed=215367
 )  # a job of higher priority has its devices from 02:00 on: job 7 does not end before
 def test_nobody_waits_past_its_limit_for_who_came_later(objective: Objective, seed: int) -> None:
-    trace, cluster = random_stream(random.Random(seed)), cluster_of(1, 4).with_objective(objective)
+    trace, cluster = random_stream(random.Random(seed)), with_objective(cluster_of(1, 4), objective)
     assert delayed(trace, simulate(trace, cluster, seed=0).outcomes, objective) == []
 
 

@@ -266,10 +266,16 @@ STORM = {
 }
 
 
+def with_objective(cluster: ClusterSpec, objective: Objective) -> ClusterSpec:
+    """The cluster whose queue has this objective."""
+    policy = cluster.policy.model_copy(update={"objective": objective})
+    return cluster.model_copy(update={"policy": policy})
+
+
 def aimed(scenario: Scenario) -> Scenario:
     """The scenario with an objective: every second one aims at the makespan."""
     objective = random.Random(scenario.seed).choice(tuple(Objective))
-    return replace(scenario, cluster=scenario.cluster.with_objective(objective))
+    return replace(scenario, cluster=with_objective(scenario.cluster, objective))
 
 
 def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:

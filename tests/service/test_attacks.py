@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal import accounts
-from orchestrator.backends.simulated.traces import read_trace
+from orchestrator.service.commands.job_list import read_list
 from orchestrator.service.server.access import gate
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster, parse_jobs
@@ -26,7 +26,6 @@ from orchestrator.training.checkpoint.folder import (
     latest_complete,
     write_manifest,
 )
-from tests.backends.test_traces import DEADLINES, ELASTICFLOW, PHILLY, PLANS
 from tests.service.worlds import World, job_spec
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +96,12 @@ NASTY = (
         "---\n---",
     ),
 )
-CSV_FILES = (PHILLY, DEADLINES, PLANS, ELASTICFLOW)
+LIST_OF_JOBS = """\
+begins: 2026-11-23T18:00
+jobs:
+  - {file: job.yaml}
+  - {at: 10min, file: job.yaml}
+"""
 
 
 def files(*patterns: str) -> list[str]:
@@ -186,14 +190,18 @@ def test_a_malformed_cluster_file_is_one_clear_error(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_a_malformed_trace_is_one_clear_error(count: int, tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
+def test_a_malformed_list_of_jobs_is_one_clear_error(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "night.yaml"
+    (tmp_path / "job.yaml").write_text(
+        "name: job\ncommand: python x.py\nglobal_batch_size: 4\nsteps: 100\nspeeds: {1: 2s}\n"
+    )
+    (tmp_path / "x.py").write_text("")
 
     def read(text: str) -> object:
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
-        return read_trace(path)
+        return read_list(path, tmp_path)
 
-    assert sum(1 for _ in refuse_mutations(count, list(CSV_FILES), read)) == count
+    assert sum(1 for _ in refuse_mutations(count, [LIST_OF_JOBS], read)) == count
 
 
 @pytest.mark.parametrize("count", COUNTS)

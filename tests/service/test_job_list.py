@@ -115,10 +115,11 @@ def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("jobs: []\n", "not a list of jobs"),
-        ("when: 1\njobs: [{file: prepare.yaml}]\n", "not a list of jobs"),
+        ("jobs: []\n", "jobs: the list has no jobs"),
+        ("when: 1\njobs: [{file: prepare.yaml}]\n", "night.yaml:1: when: unknown key"),
         ("jobs: [{at: 3, file: prepare.yaml}]\n", "expected a duration"),
-        ("jobs: [{at: 3s}]\n", "an entry has `file` and optionally `at`"),
+        ("jobs: [{att: 3s, file: prepare.yaml}]\n", "did you mean 'at'"),
+        ("jobs: [{at: 3s}]\n", "night.yaml:1: jobs[0].file: this key is required, and missing"),
         ("jobs: [{file: late.yaml}]\n", "the list does not say when it begins"),
         ("begins: 18:00\njobs: [{file: late.yaml}]\n", "not a day and a time"),
         ("begins: tonight\njobs: [{file: late.yaml}]\n", "not a day and a time"),

@@ -27,7 +27,6 @@ from orchestrator.service.terminal.comparison_tables import _table as strategies
 from orchestrator.service.terminal.expected import expected_table
 from orchestrator.service.terminal.simulation_tables import (
     replay_table,
-    runs_table,
     simulated_table,
 )
 from orchestrator.service.terminal.tables import attempts_table, nodes_table, queue_table
@@ -187,13 +186,8 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
 QUEUE_FORMS = (
     "",
     "--cluster other.yaml",
-    "--policy fifo",
-    "--policy fifo --policy adaptive",
-    "--objective makespan",
-    "--objective both",
     "--gantt chart.png",
     "--cluster other.yaml --gantt chart.png",
-    "--cluster other.yaml --launch-cost 30 --policy fifo",
 )
 
 
@@ -253,7 +247,6 @@ def test_a_table_of_nothing_is_a_table() -> None:
     console = Console(file=io.StringIO())
     for table in (
         simulated_table(nothing),
-        runs_table("POLICY", {"fifo": nothing, "adaptive": nothing}),
         replay_table(()),
         gantt.picture((), spec),
         queue_table([]),

@@ -296,9 +296,7 @@ def test_the_command_plays_a_list_of_job_files(
     answers = []
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
-            main(
-                [*command, "--launch-cost", "10", "--json", "--gantt", str(tmp_path / "gantt.png")]
-            )
+            main([*command, "--json", "--gantt", str(tmp_path / "gantt.png")])
         assert ended.value.code == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
@@ -318,7 +316,7 @@ def test_the_command_plays_a_list_of_job_files(
     assert "decisions" in output
 
 
-def simulated_by_command(folder: Path, *arguments: str) -> int | str | None:
+def simulated_by_command(folder: Path, policy: str, *arguments: str) -> int | str | None:
     """The exit code of a simulation of jobs that may use one or both of two devices."""
     (folder / "job.yaml").write_text(
         "name: job\ncommand: python x.py\nglobal_batch_size: 4\nsteps: 100\nspeeds: {1: 2s, 2: 1.2s}\n"
@@ -327,7 +325,7 @@ def simulated_by_command(folder: Path, *arguments: str) -> int | str | None:
     (folder / "night.yaml").write_text("jobs:\n" + "- {at: 0s, file: job.yaml}\n" * 6)
     (folder / "cluster.yaml").write_text(
         "name: two\nnodes: [{name: n, devices: 2, device: a100-80gb, host_memory: 64GiB}]\n"
-        "policy: {objective: makespan}\n"
+        f"policy: {policy}\n"
     )
     with pytest.raises(SystemExit) as ended:
         main(
@@ -342,56 +340,29 @@ def simulated_by_command(folder: Path, *arguments: str) -> int | str | None:
     return ended.value.code
 
 
-def test_the_command_plays_the_objective_of_the_file_or_another_or_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reports = []
-    for options in ((), ("--objective", "completion"), ("--objective", "makespan")):
-        assert simulated_by_command(tmp_path, "--json", *options) == 0
-        reports.append(json.loads(capsys.readouterr().out))
-    assert [report["objective"] for report in reports] == ["makespan", "completion", "makespan"]
-    assert simulated_by_command(tmp_path, "--json", "--objective", "both") == 0
-    assert json.loads(capsys.readouterr().out) == {"completion": reports[1], "makespan": reports[2]}
-    assert simulated_by_command(tmp_path, "--objective", "both") == 0
-    header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["OBJECTIVE", "completion", "makespan"]
-    assert any(row.split() == ["jobs", "finished", *["6", "of", "6"] * 2] for row in rows)
-
-
-def test_the_command_plays_another_policy_and_compares_several(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Six jobs of 200 s on one device or 120 s on two: FIFO takes both for each."""
-    assert simulated_by_command(tmp_path, "--json", "--policy", "adaptive", "--policy", "fifo") == 0
-    reports = json.loads(capsys.readouterr().out)
-    assert [(name, report["policy"], report["objective"]) for name, report in reports.items()] == [
-        ("adaptive", "adaptive", "makespan"),
-        ("fifo", "fifo", "completion"),
-    ]
-    assert reports["fifo"]["makespan_s"] == 6 * (120.0 + 30.0) > reports["adaptive"]["makespan_s"]
-    assert simulated_by_command(tmp_path, "--json", "--policy", "fifo") == 0
-    assert json.loads(capsys.readouterr().out) == reports["fifo"]
-    assert simulated_by_command(tmp_path, "--policy", "fifo", "--policy", "adaptive") == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["POLICY", "fifo", "adaptive"]
-
-
 @pytest.mark.parametrize(
-    "arguments", [("--policy", "lifo"), ("--policy", "fifo", "--objective", "both")]
+    ("policy", "makespan_s"), [("{objective: makespan}", None), ("{order: fifo}", 6 * 150.0)]
 )
-def test_an_unknown_policy_and_an_objective_that_a_policy_does_not_read_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+def test_the_command_plays_the_policy_of_the_cluster_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, makespan_s: float | None
 ) -> None:
-    assert simulated_by_command(tmp_path, *arguments) == 2
-    assert "adaptive" in capsys.readouterr().err
+    """Six jobs of 200 s on one device or 120 s on two: FIFO takes both for each, after a launch of 30 s."""
+    assert simulated_by_command(tmp_path, policy, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert f"{report['policy']} {report['objective']}" in ("adaptive makespan", "fifo completion")
+    assert (report["makespan_s"] == 6 * 150.0) == (makespan_s is not None)
 
 
-def test_a_chart_of_both_objectives_is_refused(
+def test_an_unknown_policy_and_a_table_of_a_spreadsheet_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chart = tmp_path / "gantt.png"
-    assert simulated_by_command(tmp_path, "--objective", "both", "--gantt", str(chart)) == 2
-    assert "a chart shows one run" in capsys.readouterr().err
-    assert not chart.exists()
+    assert simulated_by_command(tmp_path, "{order: lifo}") == 2
+    assert "adaptive" in capsys.readouterr().err
+    (tmp_path / "trace.csv").write_text("timestamp,num_gpus,duration\n2023-08-01 10:00:00,1,600\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(tmp_path / "trace.csv")])
+    assert ended.value.code == 2
+    assert "trace.csv" in capsys.readouterr().err
 
 
 def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlines() -> None:

@@ -52,6 +52,7 @@ from orchestrator.specs.attempt import (
     OomReport,
     Phase,
     RankEnd,
+    device_count,
 )
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.patterns import LinePattern, count_of
@@ -121,7 +122,7 @@ def collect(
     A part that cannot be read is left out and named in `unread`; the attempt then ends by what is left.
     """
     folder = jobs.attempt(attempt.number)
-    world_size = sum(len(part.devices) for part in attempt.placement)
+    world_size = device_count(attempt.placement)
     started = started_ranks(spec, attempt.placement)
     # a program may remove its log: the launcher writes the exit code all the same
     files = [*map(folder.log, started), *map(folder.exit_code, started)]

@@ -19,7 +19,7 @@ from orchestrator.planning.render import (
     deepspeed_config,
     script_command,
 )
-from orchestrator.specs.attempt import Attempt, Placement
+from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.job.spec import JobSpec
@@ -428,7 +428,7 @@ def _ranks(
     A script on one device gets no variables of a process group: scripts take RANK for the word of a launcher, and
     turn to distributed training (nanoGPT's train.py).
     """
-    world_size = sum(len(part.devices) for part in attempt.placement)
+    world_size = device_count(attempt.placement)
     gang = {"WORLD_SIZE": str(world_size), **_gang(attempt, nodes, master_port)}
     rank = 0
     for part in attempt.placement:

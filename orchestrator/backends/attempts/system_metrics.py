@@ -68,7 +68,7 @@ class Sampler:
     def _of_node(self) -> dict[str, float]:
         before, self._cpu = self._cpu, _cpu_ticks()
         busy, total = (now - then for now, then in zip(self._cpu, before, strict=True))
-        total_bytes, available_bytes = _memory_bytes()
+        total_bytes, available_bytes = memory_bytes()
         used_bytes = total_bytes - available_bytes
         return {
             "cpu_utilization_percentage": 100 * busy / max(1, total),
@@ -132,8 +132,8 @@ def _cpu_ticks() -> tuple[int, int]:
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
 
 
-def _memory_bytes() -> tuple[int, int]:
-    """(all, available) bytes of the node's memory."""
+def memory_bytes() -> tuple[int, int]:
+    """Return (all, available) bytes of the memory of this machine."""
     sizes = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, amount = line.partition(":")

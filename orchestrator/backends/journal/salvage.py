@@ -6,7 +6,14 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.specs.attempt import Attempt, AttemptStatus, NodeDevices, Placement, attempt_name
+from orchestrator.specs.attempt import (
+    Attempt,
+    AttemptStatus,
+    NodeDevices,
+    Placement,
+    attempt_name,
+    device_count,
+)
 from orchestrator.specs.choices import Engine, ParallelLayout, Precision
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
@@ -107,7 +114,7 @@ def _is_release(raw: Mapping[str, Any], job_id: str, number: int) -> bool:
 
 
 def _attempt(job_id: str, number: int, placement: Placement, *, released: bool) -> Attempt:
-    devices = sum(len(part.devices) for part in placement)
+    devices = device_count(placement)
     plan = Plan(
         engine=Engine.SCRIPT,
         layout=ParallelLayout(dp=max(1, devices)),

@@ -7,11 +7,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
 from orchestrator.backends.redaction import Hide
+from orchestrator.backends.text_templates import load_text_template
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.sentences import shown_reason
@@ -29,7 +31,6 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import WITHOUT_SECONDS
-from orchestrator.specs.units import format_bytes, format_seconds
 
 ENDED_FROM_OUTSIDE = (
     *(
@@ -353,67 +354,28 @@ def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
 
 
 def _note(job: Job, compare: str) -> str:
-    """The job's description in Markdown, shown above its run."""
-    lines = [f"**{job.status}**: {shown_reason(job)}", ""]
-    if compare:
-        lines += [f"[Compare the attempts]({compare})", ""]
-    lines += [
-        "| attempt | what changed | predicted peak | measured peak | step | outcome |",
-        "|---|---|---|---|---|---|",
-    ]
-    for attempt in job.attempts[-NOTED_ATTEMPTS:]:
-        predicted, peak, step_s = (
-            predicted_peak_bytes(attempt),
-            attempt.peak_bytes,
-            attempt.measured_step_s,
-        )
-        cells = (
-            str(attempt.number),
-            ", ".join(str(change) for change in attempt.change) or "-",
-            "not known" if predicted is None else format_bytes(predicted),
-            "-" if peak is None else format_bytes(peak),
-            "-" if step_s is None else format_seconds(step_s),
-            attempt.failure.kind if attempt.failure else attempt.status,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """Return the job's description in Markdown, shown above its run."""
+    last = job.attempts[-NOTED_ATTEMPTS:]
+    return _write("job", job, shown_reason(job), compare, last, predicted_peak_bytes)
 
 
 def comparison_note(comparison: Comparison, link: str) -> str:
     """Return the Markdown description of a comparison's run: its verdict, and a table of its strategies."""
-    lines = [f"**{comparison.verdict}**", "", f"[Compare the strategies]({link})", ""]
-    lines += [
-        "| strategy | predicted peak | measured peak | step | loss | end |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in comparison.rows:
-        cells = (
-            row.strategy,
-            "-" if row.predicted_peak_bytes is None else format_bytes(row.predicted_peak_bytes),
-            "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
-            "-" if row.step_s is None else format_seconds(row.step_s),
-            "-" if row.loss is None else f"{row.loss:.4f}",
-            row.outcome,
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)[:TEXT_MAX]
+    return _write("comparison", comparison, link)[:TEXT_MAX]
 
 
 def sweep_note(report: SweepReport, link: str) -> str:
     """Return the Markdown description of a sweep's run: its best trial, and a table of its trials."""
-    lines = [
-        f"**{report.best_text or 'No trial succeeded'}**",
-        "",
-        f"{report.state}; {report.cost_text}. [Compare the trials]({link})",
-        "",
-    ]
-    lines += [f"| trial | {report.metric} | parameters | plan | end |", "|---|---|---|---|---|"]
-    for trial in report.trials:
-        value = "-" if trial.value is None else f"{trial.value:.6g}"
-        lines.append(
-            f"| {trial.job} | {value} | {trial.text} | {trial.plan or '-'} | {trial.status} |"
-        )
-    return "\n".join(lines)[:TEXT_MAX]
+    return _write("sweep", report, link)[:TEXT_MAX]
+
+
+def _write(name: str, *values: object) -> str:
+    return str(getattr(_notes(), name)(*values)).rstrip("\n")
+
+
+@cache
+def _notes() -> object:
+    return load_text_template("orchestrator.backends.mlflow", "notes").module
 
 
 def _cut(texts: Mapping[str, str]) -> dict[str, str]:

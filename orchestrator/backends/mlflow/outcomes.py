@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.content import OUTCOME_TAG
 from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -21,11 +22,11 @@ SQLITE = "sqlite:///"
 log = logging.getLogger(__name__)
 
 
-def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]:
-    """Return the usable observations of an experiment's attempts, oldest first.
+def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
+    """Return the usable observations of the attempts that another home recorded, oldest first.
 
-    Raises ServiceError where MLflow does not answer. Raises SpecError for an unknown experiment, or where no MLflow
-    store exists, since the client would create one.
+    Raises ServiceError where MLflow does not answer. Raises SpecError where no attempt was recorded, or no MLflow store
+    exists, since the client would create one.
     """
     if not tracking_uri.startswith(SERVERS) and not _sqlite_file(tracking_uri).is_file():
         allowed = f"http://HOST:PORT, or {SQLITE}FILE of a file that is there"
@@ -39,14 +40,10 @@ def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]
 
     client, texts = MlflowClient(tracking_uri), []
     try:
-        record = client.get_experiment_by_name(experiment)
+        record = client.get_experiment_by_name(EXPERIMENT)
         if record is None:
-            raise SpecError(
-                "there is no such experiment",
-                source=tracking_uri,
-                path="--experiment",
-                got=experiment,
-            )
+            what = f"no home has recorded there: it has no experiment {EXPERIMENT!r}"
+            raise SpecError(what, path="--from-mlflow", got=tracking_uri)
         token = None
         while True:
             page = client.search_runs(

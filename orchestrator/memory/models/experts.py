@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.packaged import load_table
 from orchestrator.specs.profile import BackwardPeak, ModelProfile
 from orchestrator.specs.replace import replace
 
@@ -22,29 +23,11 @@ from orchestrator.specs.replace import replace
 # were trained (Fedus et al. 2021, arXiv:2101.03961, section 2.2: 1.25, beyond which they drop
 # tokens). We drop none.
 UNEVEN = 1.25
-# What the configuration classes of transformers 5.23 say where config.json says nothing, by family.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_key_value_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-}
+FAMILIES = load_table(__package__, "families")
+# Settings of a family where config.json says nothing.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = FAMILIES["mixtures"]
 # Names that a configuration may say instead (`attribute_map` of its class).
-OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-}
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = FAMILIES["other_names"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

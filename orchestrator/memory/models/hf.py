@@ -13,20 +13,14 @@ from typing import Any
 
 from orchestrator.memory.models import experts as mixtures
 from orchestrator.memory.models.adapters import PROJECTIONS, AdaptedLayer
-from orchestrator.memory.models.experts import Experts
+from orchestrator.memory.models.experts import FAMILIES, Experts
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 from orchestrator.specs.replace import replace
 
-# What the configuration classes of transformers 5.23 say where config.json says nothing.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-}
+# Settings of a family where config.json says nothing.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = FAMILIES["decoders"]
 # Activations that keep their input and nothing else, and the widest heads that a CPU's attention
 # takes without scores.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")

@@ -5,51 +5,17 @@ Another table of SENTENCES is another language.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.packaged import load_table
 from orchestrator.specs.pending import Facts, Pending
 
 NAMED_MAX = 3  # jobs in a sentence
 
 # By the code and the names of its facts, as the sentence has them.
-SENTENCES = {
-    "cluster_unseen": "waiting for the cluster to be seen",
-    "array_limit array most": "waits for others of the array {array}: at most {most} run at once",
-    "array_limit array first": "waits for others of the array {array}: {first} goes first",
-    "foreign_memory device": "waits for memory that other processes hold on {device}",
-    "unreadable places": "waits for devices that cannot be read: {places}",
-    "nodes_away": "waits for nodes to come back",
-    "nodes_away device": "waits for nodes with {device} to come back",
-    "drain node": "waits for devices: {node} takes nothing new",
-    "drain nodes": "waits for devices: {nodes} take nothing new",
-    "maintenance nodes": "waits for devices: it would not end before the maintenance of {nodes}",
-    "maintenance nodes bound": (
-        "waits for devices: it may not end before the maintenance of {nodes}"
-        " (nobody said how long it takes, and `{bound}` bounds it)"
-    ),
-    "too_late nodes": "it would not end before the maintenance of {nodes}",
-    "too_late nodes bound": (
-        "it may not end before the maintenance of {nodes}"
-        " (nobody said how long it takes, and `{bound}` bounds it)"
-    ),
-    "start_window start window": "waits for {start} (start_window {window})",
-    "devices": "waits for devices",
-    "devices devices device": (
-        "leaves room for shorter jobs before it takes {devices} free {device}"
-    ),
-    "elsewhere sentence avoided": "{sentence} but {avoided}, where it ended for no known reason",
-    "dependency jobs": "waits for {jobs}",
-    "dependency jobs more": "waits for {jobs} and {more} more",
-    "after_always job": "{job}",
-    "after_success job": "{job} to succeed",
-    "asks question": "asks: {question}",
-    "held user": "held by {user}",
-    "suspended user": "suspended by {user}",
-    "release job": "`orc release {job}` lets it start",
-    "resume job": "`orc resume {job}` lets it go on",
-}
+SENTENCES: Mapping[str, str] = load_table(__package__, "sentences")
 
 
 def _sentence(code: str, **facts: object) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from orchestrator.specs.attempt import Phase
+from orchestrator.specs.packaged import load_table
 from orchestrator.specs.patterns import LinePattern
 
 OUTSIDE_TRAINING = (
@@ -28,47 +29,10 @@ class Frame:
     source: str = ""
 
 
-# (phase, file, function): the innermost frame that fits a row decides; rows are tried in order.
-# Names of torch.optim,
-# transformers/trainer.py, lightning's hooks, accelerate/optimizer.py, deepspeed/runtime and the
-# five seed trainers.
-# `forward` and `encode` decide nothing: they run in encoding, training and evaluation alike.
+# (phase, file, function): the innermost frame that fits a row decides
 _FRAMES = tuple(
-    (phase, re.compile(file), re.compile(rf"(?:{function})\Z"))
-    for phase, file, function in (
-        (
-            Phase.OPTIMIZER,
-            r"[/\\]optim(?:izers?)?[/\\]|optimizer|grad_scaler|zero[/\\]stage",
-            r"\w*step|_init_group",
-        ),
-        (Phase.CHECKPOINTING, r"", r"(?!.*(?:eval|_for_backward))(?:\w+_)?_?save(?:_\w+)?"),
-        (Phase.STARTUP, r"torch[/\\]serialization\.py", r"_?load"),
-        (
-            Phase.STARTUP,
-            r"",
-            r"from_pretrained|_?load_(?:state_dict|checkpoints?|model)|_load_pretrained_model|restore",
-        ),
-        (
-            Phase.TRAINING,
-            r"",
-            r"closure|_?train(?:ing)?_step|train_and_evaluate|train_one_epoch|train_epoch|\w*backward",
-        ),
-        (
-            Phase.EVALUATION,
-            r"",
-            r"_?evaluate|evaluation_(?:loop|step)|eval_(?:loop|step|epoch)|run_evaluation",
-        ),
-        (
-            Phase.EVALUATION,
-            r"",
-            r"_?validate|(?:run_|log_)?validation(?:_\w+)?|val(?:id)?_(?:step|epoch|one_epoch)",
-        ),
-        (
-            Phase.EVALUATION,
-            r"",
-            r"predict|predict_step|prediction_(?:loop|step)|test_step|generate_step",
-        ),
-    )
+    (Phase(row["phase"]), re.compile(row["file"]), re.compile(rf"(?:{row['function']})\Z"))
+    for row in load_table(__package__, "phases")["frames"]
 )
 _SOURCES = (  # statements of a script's own loop
     (Phase.OPTIMIZER, re.compile(r"\boptim\w*\.step\(|\bscaler\.step\(")),

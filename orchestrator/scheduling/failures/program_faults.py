@@ -9,16 +9,11 @@ import re
 
 from orchestrator.scheduling.failures.exit_codes import exit_signal
 from orchestrator.specs.attempt import About
+from orchestrator.specs.packaged import load_table
 
+_TABLE = load_table(__package__, "program_faults")
 # Types that a mistake in code or arguments raises, wherever it is raised.
-PROGRAM_TYPES = frozenset(
-    (
-        *("SyntaxError", "IndentationError", "TabError", "NameError", "UnboundLocalError"),
-        *("ImportError", "ModuleNotFoundError", "AttributeError", "TypeError", "KeyError"),
-        *("IndexError", "LookupError", "ValueError", "AssertionError", "NotImplementedError"),
-        *("ZeroDivisionError", "RecursionError", "UnicodeDecodeError"),
-    )
-)
+PROGRAM_TYPES = frozenset(_TABLE["program_types"])
 # Words in the names of their subclasses in libraries, and of errors of broken files.
 _PROGRAM_NAME = re.compile(
     r"(?:Validation|Decod|Pars(?:e|ing|er)|Syntax|Config|Usage|Argument|Invalid|Unsupported|NotImplemented|Attribute"
@@ -96,34 +91,7 @@ def is_device_error(text: str) -> bool:
 
 
 # By type and words, the first that fits.
-_ABOUT = tuple(
-    (about, re.compile(pattern))
-    for about, pattern in (
-        (
-            About.MODULE,
-            r"(?:ModuleNotFound|Import)Error|undefined symbol|C compiler|triton installation",
-        ),
-        (
-            About.DATA,
-            r"(?i)\w*(?:Arrow|Unpickling|Safetensor|BadZip|Unidentified|JSONDecode|UnicodeDecode|Generation)\w*:"
-            r"|truncated|corrupt|zip archive|deserializ|cannot identify image",
-        ),
-        (
-            About.PATH,
-            r"(?:FileNotFound|IsADirectory|NotADirectory)Error|No such file|NoSuch(?:Key|Bucket)",
-        ),
-        (
-            About.PERMISSION,
-            r"PermissionError|AccessDenied|InvalidAccessKey|\b40[13] Client Error|gated repo|api_key|UsageError",
-        ),
-        (
-            About.SERVICE,
-            r"\w*(?:Connect|HTTP|Timeout|Network|Socket|URL|SSL)\w*:|[Cc]onnection|\b(?:429|50[234])\b|already in use",
-        ),
-        (About.DEVICE, r"CUDA error|cu[A-Z]\w+ error|NCCL|\bHIP\b"),
-        (About.NUMBERS, r"(?i)\bnan\b|not finite|gradients are inconsistent"),
-    )
-)
+_ABOUT = tuple((About(row["about"]), re.compile(row["pattern"])) for row in _TABLE["about"])
 _ABOUT_CODES = {
     0: About.LEFT_EARLY,
     2: About.ARGUMENTS,

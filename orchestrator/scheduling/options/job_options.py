@@ -318,10 +318,7 @@ def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate
     Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or declared step times,
     since only the order of its plans is known.
     """
-    spec, last = (
-        job.spec,
-        next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None),
-    )
+    spec, trained = job.spec, job.trained
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
     incumbents = {
@@ -331,7 +328,7 @@ def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate
     return Rule(
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
-        before=last.plan if last is not None and ran_out(last) else None,
+        before=trained[-1].plan if trained and ran_out(trained[-1]) else None,
     )
 
 
@@ -503,7 +500,7 @@ def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Itera
 
     Plans are compared by the current correction of activations. A job that keeps its plan has no other.
     """
-    spec, trained = job.spec, [attempt for attempt in job.attempts if not attempt.probe]
+    spec, trained = job.spec, job.trained
     if trained and spec.degrade.keeps_plan:
         spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
     candidates = frontier(

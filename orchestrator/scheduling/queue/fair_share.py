@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import fsum, log
 
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import Attempt, device_count
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State, Usage
@@ -88,7 +88,7 @@ def _decayed_device_s(usage: Usage, at_s: float, half_life_s: float) -> float:
 
 
 def _attempt_device_s(attempt: Attempt, at_s: float, half_life_s: float) -> float:
-    devices = sum(len(part.devices) for part in attempt.placement)
+    devices = device_count(attempt.placement)
     return (
         devices * half_life_s / log(2) * (1.0 - _half((at_s - attempt.launched_at_s) / half_life_s))
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from orchestrator.specs.attempt import device_count
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_seconds
@@ -45,7 +46,7 @@ def sum_spent(
         for attempt in job.attempts:
             lasted_s = min(until_s, attempt.end_or(until_s)) - max(since_s, attempt.launched_at_s)
             if lasted_s > 0:
-                count = sum(len(part.devices) for part in attempt.placement)
+                count = device_count(attempt.placement)
                 by_device[attempt.device] = by_device.get(attempt.device, 0.0) + count * lasted_s
     is_priced = bool(by_device) and all(device in price for device in by_device)
     money = (

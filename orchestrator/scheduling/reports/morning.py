@@ -207,10 +207,7 @@ def _success(job: Job) -> str:
     if last is None:
         return _reason(job)
     tried = f", attempt {last.number}" if last.number > 1 else ""
-    ran = sum(
-        attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s for attempt in job.attempts
-    )
-    return f"{in_short(last.plan)} in {format_seconds(ran)}{tried}"
+    return f"{in_short(last.plan)} in {format_seconds(job.ran_s)}{tried}"
 
 
 def _progress(job: Job) -> str:

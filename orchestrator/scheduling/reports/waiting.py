@@ -37,6 +37,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     wait_reason,
 )
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.specs.attempt import device_count
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.cluster import Window, describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
@@ -360,7 +361,7 @@ class Waits:
         if (number := self._numbers.get(waiting.job.id)) is None:
             return f"{begin} waits for more devices or faster ones, on which it ends sooner"
         reservation = state.reservations[number]
-        count = sum(len(part.devices) for part in reservation.placement)
+        count = device_count(reservation.placement)
         return f"{begin} takes {count} from about {self._time(reservation.start_s)} on, with which it ends sooner"
 
     def _before(self, waiting: Waiting) -> str | None:

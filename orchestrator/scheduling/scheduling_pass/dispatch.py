@@ -38,7 +38,7 @@ from orchestrator.scheduling.scheduling_pass.guarantees import (
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
-from orchestrator.specs.attempt import Attempt, FailureKind, StopCause
+from orchestrator.specs.attempt import Attempt, FailureKind, StopCause, device_count
 from orchestrator.specs.events import PaceReported
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -293,7 +293,7 @@ def _decide_waiting(
             index.reserve((*slots.values(), *promised))
         if held_placement := held_placement_of(waiting.job):
             devices_max, job_price = (
-                sum(len(part.devices) for part in held_placement),
+                device_count(held_placement),
                 index.tuning.price_idle,
             )
         else:
@@ -372,7 +372,7 @@ def _apply_decision(
 def _begin(
     state: State, index: SchedulerIndex, job: Job, chosen: StartDecision
 ) -> tuple[Job, Attempt]:
-    before = next((attempt for attempt in reversed(job.attempts) if not attempt.probe), None)
+    before = job.trained[-1] if job.trained else None
     attempt = Attempt(
         job_id=job.id,
         number=len(job.attempts) + 1,

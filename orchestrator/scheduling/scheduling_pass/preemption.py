@@ -27,7 +27,7 @@ from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause
+from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause, device_count
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
@@ -224,7 +224,7 @@ def preempt_for_priority(
             for moving in able
             if moving.priority < waiting.priority and moving.slack_s == inf
         ]
-        devices = sum(len(part.devices) for part in promised.placement)
+        devices = device_count(promised.placement)
         for pool, entry in entries_of(index, waiting):
             if entry.devices != devices:
                 continue
@@ -422,7 +422,7 @@ def _ahead_of(
                 holds_twice = _holds_twice_its_share(index, moving.job.user)
             is_shorter = holds_twice
         if priority > moving.priority or is_shorter:
-            wide = sum(len(part.devices) for part in promised.placement)
+            wide = device_count(promised.placement)
             entry = _entry(index, waiting, moving.pool, wide) if wide <= room else None
             if entry is not None:
                 ahead.append((waiting, promised, entry))

@@ -14,6 +14,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     cannot_start,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.specs.attempt import device_count
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 
@@ -145,7 +146,7 @@ class QuotaPass:
         team = self._team_of(waiting.job.user)
         self._without.discard(team)
         if team in self._left:
-            self._left[team] -= sum(len(part.devices) for part in placement)
+            self._left[team] -= device_count(placement)
 
     def _team_of(self, user: str) -> str:
         return self._policy.team_of(user).name

@@ -18,7 +18,7 @@ from orchestrator.scheduling.scheduling_pass.preemption import (
     stop_all,
 )
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
-from orchestrator.specs.attempt import AttemptStatus, StopCause
+from orchestrator.specs.attempt import AttemptStatus, StopCause, device_count
 from orchestrator.specs.state import Reservation
 
 PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
@@ -42,7 +42,7 @@ def reclaim(
     claimed = Counter(used)  # with what is reserved for jobs before
     for waiting, promised in waits:
         team = policy.team_of(waiting.job.user).name
-        devices = sum(len(part.devices) for part in promised.placement)
+        devices = device_count(promised.placement)
         claimed[team] += devices
         if claimed[team] > owned.get(team, 0) or promised.start_s - at_s <= PATIENCE_S:
             continue

@@ -20,7 +20,7 @@ from orchestrator.scheduling.failures.log_scan import CALM_LINES, LINE_CHARACTER
 from orchestrator.scheduling.failures.signatures import is_telling
 from orchestrator.scheduling.failures.unexplained import in_one_line
 from orchestrator.scheduling.failures.verdict import judge
-from orchestrator.scheduling.reports.advice import help_for
+from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.service.client.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
@@ -40,57 +40,10 @@ CASE_LINES = 40
 EXIT_CODE = 1  # where none is given
 PLAIN_NAMES = frozenset(("", "local", "localhost", "root", "user"))  # that tell nobody
 
-# What helps where no service runs the training, by the kind of the failure; for any other kind the
-# service's own help.
-ELSEWHERE = {
-    FailureKind.DEVICE_OOM: (
-        "halve the samples per device and double the accumulation steps (that helps nothing in optimizer.step); then "
-        "turn on gradient checkpointing, take an 8-bit optimizer, or train LoRA adapters in place of all weights. "
-        "`orc init COMMAND > job.yaml`, then `orc plan job.yaml --gpu CARD` tells what fits"
-    ),
-    FailureKind.HUNG: "compare the logs of its ranks: one did not come",
-    FailureKind.UNKNOWN: "nothing explains its end, which may not come again: read its log, then start it again",
-    FailureKind.STARTUP: "nothing explains its end: read its log, then start it again",
-    FailureKind.DISK_FULL: "free space on the disk, then start it again",
-    FailureKind.USER_ERROR: "mend the program, then start it again",
-    FailureKind.TIME_LIMIT: "start it again with a longer time limit, if it needs one",
-}
-
-_SECRETS = "token|passw(?:or)?d|secret|api[_-]?key|credential"
-# What a case must not tell, and what stands there instead. The last ones are names of hosts where
-# logs have them.
+# What a case must not tell, and what stands there instead.
 _REDACTED = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (
-            r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|wandb_v1_)[\w-]{8,200}",
-            "TOKEN",
-        ),
-        (r"\beyJ[\w-]{8,2000}\.[\w-]{8,4000}(?:\.[\w-]{0,2000})?", "TOKEN"),
-        (r"(?i)\b(bearer|basic) [\w.~+/=-]{8,4000}", r"\1 TOKEN"),
-        (rf"(?i)((?:{_SECRETS})[\w-]{{0,20}}[\"']?\s?[=:]\s?[\"']?)[^\s\"',&]+", r"\1SECRET"),
-        (rf"(?i)(--[\w-]{{0,40}}(?:{_SECRETS}) )\S+", r"\1SECRET"),
-        (r"\b[0-9a-fA-F]{32,128}\b", "HEX"),
-        (r"(?<=://)[^/\s@]{1,200}@", "USER@"),
-        (r"[\w.+-]{1,64}@[\w-]{1,64}(?:\.[\w-]{1,64}){1,5}", "USER@HOST"),
-        (r"(/(?:home|Users|scratch|users)/)[^/\s:\"']{1,64}", r"\1USER"),
-        (r"(?i)([A-Z]:\\Users\\)[^\\\s:\"']{1,64}", r"\1USER"),
-        (r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "10.0.0.1"),
-        (r"\b(?:[0-9a-f]{1,4}:){3,7}[0-9a-f:]{1,40}\b", "ADDRESS"),
-        (
-            r"(https?://)(?!huggingface\.co\b|docs\.|pytorch\.org\b|github\.com\b)[^/\s:\"']{1,200}",
-            r"\1HOST",
-        ),
-        (
-            r"\b[\w-]{1,63}(?:\.[\w-]{1,63}){0,5}\.(?:local|internal|lan|corp|intra|cluster|edu)\b",
-            "HOST",
-        ),
-        (r"^[\w.-]{1,100}(:\d+:\d+ \[\d+\])", r"HOST\1"),  # NCCL
-        (r"(\bhost {6}: )\S+", r"\1HOST"),  # torchrun
-        (r"( ON )\S+( CANCELLED AT )", r"\1HOST\2"),  # Slurm
-        (r"(srun: error: )[\w.-]{1,100}(: tasks? )", r"\1HOST\2"),
-        (r"(Node failure on )\S+", r"\1HOST"),
-    )
+    (re.compile(row["pattern"]), row["instead"])
+    for row in load_table(__package__, "diagnose")["redacted"]
 )
 
 

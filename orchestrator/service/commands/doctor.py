@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.backends.attempts.identity import ENTER, USERS
+from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
 from orchestrator.service.intake.cluster_file import kept_cluster
 from orchestrator.service.intake.rates import read_rates
-from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.units import format_bytes
 
 OK, WARN, BAD = "ok", "warn", "bad"
@@ -169,7 +169,7 @@ def _compiler() -> Result:
 
 def _cpu_ranks(home: Path) -> Result | None:
     """Return the measured rates of this home's virtual devices; None where it has none."""
-    rates = read_rates(_cluster(home))
+    rates = read_rates(kept_cluster(home))
     if rates is None:
         return None
     speeds = (
@@ -179,13 +179,9 @@ def _cpu_ranks(home: Path) -> Result | None:
     return OK, speeds, ""
 
 
-def _cluster(home: Path) -> ClusterSpec:
-    return kept_cluster(home)
-
-
 def _nvme(home: Path) -> Result | None:
     """Return whether plans can offload to files; None where no device of the home's cluster names a folder."""
-    devices = [node.device for node in _cluster(home).nodes]
+    devices = [node.device for node in kept_cluster(home).nodes]
     folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
     if not folders:
         return None
@@ -207,29 +203,26 @@ def _nvme(home: Path) -> Result | None:
 
 
 def _host_memory() -> Result:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available_bytes = int(lines["MemAvailable"].split()[0]) * 1024
-    verdict = (
-        BAD
-        if available_bytes < HOST_MIN_BYTES
-        else WARN
-        if available_bytes < HOST_GOOD_BYTES
-        else OK
-    )
-    to_do = (
-        ""
-        if verdict == OK
-        else f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
-    )
-    return verdict, f"{format_bytes(available_bytes)} available", to_do
+    _, available_bytes = memory_bytes()
+    hint = f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
+    observation = f"{format_bytes(available_bytes)} available"
+    return _judge(available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint)
 
 
 def _space(path: Path, min_bytes: int, good_bytes: int, hint: str) -> Result:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     free_bytes = shutil.disk_usage(existing).free
-    verdict = BAD if free_bytes < min_bytes else WARN if free_bytes < good_bytes else OK
-    to_do = "" if verdict == OK else hint
-    return verdict, f"{format_bytes(free_bytes)} free in {existing}", to_do
+    observation = f"{format_bytes(free_bytes)} free in {existing}"
+    return _judge(free_bytes, min_bytes, good_bytes, observation, hint)
+
+
+def _judge(
+    count_bytes: int, min_bytes: int, good_bytes: int, observation: str, hint: str
+) -> Result:
+    """Return the verdict on so many bytes, with the hint where they are few."""
+    if count_bytes >= good_bytes:
+        return OK, observation, ""
+    return BAD if count_bytes < min_bytes else WARN, observation, hint
 
 
 def _home(home: Path) -> Result:

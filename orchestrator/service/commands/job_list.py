@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
-from orchestrator.service.intake.intake import local_zone, read_jobs
+from orchestrator.service.intake.intake import local_zone, read_jobs, read_text
 from orchestrator.service.server.sweeps.trials import trials_of
-from orchestrator.specs.clock import parse_deadline
+from orchestrator.specs.clock import Deadline, parse_deadline
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.fields import Seconds
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import validate
 from orchestrator.specs.replace import replace
-from orchestrator.specs.units import parse_seconds
+from orchestrator.specs.spec_model import SpecModel
 from orchestrator.specs.yaml_text import read_document
+
+
+def _parse_begin(raw: object) -> Deadline:
+    try:
+        moment = parse_deadline(raw)
+    except ValueError:
+        moment = None
+    if moment is None or moment.day is None:
+        allowed = "2026-11-23T18:00, 2026-11-23T18:00 Europe/Berlin or 2026-11-23T18:00+01:00"
+        raise SpecError("not a day and a time", allowed=allowed)
+    return moment
+
+
+class _Entry(SpecModel):
+    """A job file of a list, with the time of its submission."""
+
+    file: str
+    at_s: Seconds = Field(default=0.0, alias="at")
+
+
+class _JobList(SpecModel):
+    """Job files, with the time from which theirs count."""
+
+    jobs: tuple[_Entry, ...]
+    begins: Annotated[Deadline, BeforeValidator(_parse_begin)] | None = None
 
 
 def read_list(path: Path, home: Path) -> Trace:
@@ -23,39 +52,20 @@ def read_list(path: Path, home: Path) -> Trace:
     defaults to the list's begin. A sweep has all its trials. Only hours and deadlines need `begins`. Raises SpecError.
     """
     source = str(path)
-    try:
-        content: dict[str, Any] = read_document(path.read_text(encoding="utf-8"), source).data
-    except FileNotFoundError:
-        raise SpecError("the file does not exist", source=source) from None
-    entries = content.get("jobs")
-    if (
-        not {"jobs"} <= set(content) <= {"jobs", "begins"}
-        or not isinstance(entries, list)
-        or not entries
-    ):
-        allowed = "begins: 2026-11-23T18:00 (if wanted), jobs: [{at: 10min, file: job.yaml}]"
-        raise SpecError(
-            "not a list of jobs", source=source, got=", ".join(content), allowed=allowed
-        )
-    begins_s = _begin(content["begins"], source) if "begins" in content else None
-    submissions: list[tuple[float, JobSpec, str]] = []
-    for index, entry in enumerate(entries):
-        where = f"jobs.{index}"
-        if not isinstance(entry, dict) or not {"file"} <= set(entry) <= {"at", "file"}:
-            raise SpecError(
-                "an entry has `file` and optionally `at`", source=source, path=where, got=entry
-            )
-        try:
-            at_s = parse_seconds(entry.get("at", "0s"))
-        except ValueError as error:
-            raise SpecError(
-                str(error), source=source, path=f"{where}.at", got=entry["at"]
-            ) from None
-        submissions += [
-            (at_s, spec, f"{source}: {where}")
-            for spec in read_jobs(path.parent / str(entry["file"]), (), home)
-        ]
-    first_s = min((at_s for at_s, _, _ in submissions), default=0.0)
+    listed = validate(_JobList, read_document(read_text(path), source))
+    if not listed.jobs:
+        raise SpecError("the list has no jobs", source=source, path="jobs")
+    begins_s = (
+        None
+        if listed.begins is None
+        else replace(listed.begins, zone=listed.begins.zone or local_zone()).due_s(0.0)
+    )
+    submissions = [
+        (entry.at_s, spec, f"{source}: jobs.{index}")
+        for index, entry in enumerate(listed.jobs)
+        for spec in read_jobs(path.parent / entry.file, (), home)
+    ]
+    first_s = min(at_s for at_s, _, _ in submissions)
     arrivals, to_come = list[Arrival](), dict[str, tuple[Arrival, ...]]()
     for number, (at_s, spec, where) in enumerate(submissions):
         specs = (spec,) if spec.trial is None else trials_of(spec, f"{spec.name}#{number}", home)
@@ -65,20 +75,6 @@ def read_list(path: Path, home: Path) -> Trace:
             to_come[f"{spec.name}#{number}"] = tuple(rest)
     date_s = None if begins_s is None else begins_s + first_s
     return replace(trace_of(path.stem, arrivals), trials=to_come, begins_s=date_s)
-
-
-def _begin(value: object, source: str) -> float:
-    """Return the list's `begins` in seconds since 1970."""
-    try:
-        moment = parse_deadline(value)
-    except ValueError:
-        moment = None
-    if moment is None or moment.day is None:
-        allowed = "2026-11-23T18:00, 2026-11-23T18:00 Europe/Berlin or 2026-11-23T18:00+01:00"
-        raise SpecError(
-            "not a day and a time", source=source, path="begins", got=value, allowed=allowed
-        )
-    return replace(moment, zone=moment.zone or local_zone()).due_s(0.0)
 
 
 def _arrival(

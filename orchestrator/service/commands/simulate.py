@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from math import ceil, inf
-from pathlib import Path
 from statistics import fmean, median
 from typing import TypedDict
 
@@ -105,7 +103,7 @@ class Outcome:
 
 
 class Report(TypedDict):
-    """Metrics of a simulation. The same trace, cluster, seed and commit give the same report."""
+    """Metrics of a simulation. The same list, cluster, seed and version give the same report."""
 
     trace: str
     cluster: str
@@ -113,7 +111,6 @@ class Report(TypedDict):
     objective: str
     devices: int
     seed: int
-    commit: str  # of this program; "" where it is not run from its repository
     jobs: int
     finished: int
     mean_completion_s: float
@@ -421,7 +418,6 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
         objective=cluster.policy.objective.value,
         devices=devices,
         seed=seed,
-        commit=_commit(),
         jobs=len(outcomes),
         finished=len(finished),
         mean_completion_s=fmean(completions),
@@ -447,19 +443,3 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
 def quantile(ascending: Sequence[float], share: float) -> float:
     """Return the smallest value that is at least a `share` of all values (nearest rank)."""
     return ascending[max(0, ceil(share * len(ascending)) - 1)]
-
-
-def _commit() -> str:
-    """Return the commit of the checkout that this code runs from; "" for an installed package."""
-    root = Path(__file__).resolve().parents[3]
-    command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
-    try:
-        output = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    top, commit = output.splitlines()
-    return (
-        commit if Path(top) == root else ""
-    )  # an environment within another repository is not that repository

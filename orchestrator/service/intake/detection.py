@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
@@ -92,8 +93,8 @@ def _device_ids(
 
 def host_bytes() -> int:
     """Return the memory of this machine, or of this process's container."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    limits = [int(lines["MemTotal"].split()[0]) * 1024]
+    all_bytes, _ = memory_bytes()
+    limits = [all_bytes]
     for path in CGROUP_LIMITS:
         text = path.read_text().strip() if path.exists() else ""
         if text.isdecimal():

@@ -98,7 +98,7 @@ def read_job(
     `elsewhere`: absolute paths in the file are those of another machine. `scope`: the plans to trace the model for.
     """
     text, source, folder = _load_source(file)
-    spec = parse_job(text, source, overrides, lambda name: _read_text(folder / name))
+    spec = parse_job(text, source, overrides, lambda name: read_text(folder / name))
     _check_overrides(spec, overrides)
     read = _resolve_job(spec, source, folder, home, to_run=to_run, elsewhere=elsewhere, scope=scope)
     return _with_commits([read], folder)[0].spec if to_run else read.spec
@@ -109,7 +109,7 @@ def read_jobs(
 ) -> list[JobSpec]:
     """Return the jobs in a file: one, or the members of its array. See `read_job`."""
     text, source, folder = _load_source(file)
-    specs = parse_jobs(text, source, overrides, lambda name: _read_text(folder / name))
+    specs = parse_jobs(text, source, overrides, lambda name: read_text(folder / name))
     _check_overrides(specs[0], overrides)
     read = [
         _resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs
@@ -130,7 +130,7 @@ def read_jobs_elsewhere(
     """
     text, source, folder = _load_source(file)
     parse = parse_job if only_one else parse_jobs
-    parsed = parse(text, source, overrides, lambda name: _read_text(folder / name))
+    parsed = parse(text, source, overrides, lambda name: read_text(folder / name))
     specs = [parsed] if isinstance(parsed, JobSpec) else parsed
     _check_overrides(specs[0], overrides)
     read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
@@ -140,7 +140,7 @@ def read_jobs_elsewhere(
 def _load_source(file: JobSource) -> tuple[str, str, Path]:
     """Return the text, name and folder of a job file."""
     if isinstance(file, Path):
-        return _read_text(file), str(file), file.resolve().parent
+        return read_text(file), str(file), file.resolve().parent
     try:
         return json.dumps(dict(file)), "the job", Path.cwd()  # JSON is YAML
     except (TypeError, ValueError) as error:
@@ -271,7 +271,7 @@ def read_cluster(path: Path | None) -> ClusterSpec:
     """Return the cluster in a file; the embedded one of two virtual devices without a file. Raises SpecError."""
     if path is None:
         return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
-    cluster = parse_cluster(_read_text(path), str(path))
+    cluster = parse_cluster(read_text(path), str(path))
     # a client that submits a job needs no tracker
     from orchestrator.backends.trackers import check_trackers
 
@@ -298,7 +298,8 @@ def read_overrides(settings: Sequence[str], source: str = "--set") -> tuple[Over
     return tuple((key, value) for key, _, value in pairs)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises SpecError where it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -75,10 +75,7 @@ def _ending(job: Job) -> Mapping[str, Any]:
             if last and last.failure and job.status is JobStatus.FAILED
             else job.reason
         ).partition("\n")[0],
-        "ran_s": sum(
-            attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s
-            for attempt in job.attempts
-        ),
+        "ran_s": job.ran_s,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -375,11 +376,12 @@ class _Pages:
         return self._page(request, "comparison", **comparison_data(answer, self._home))
 
     def sweeps(self, request: Request) -> Response:
-        return self._page(request, "sweeps", **self._get("/sweeps"))
+        reports = map(asdict, self._get("/sweeps")["sweeps"])
+        return self._page(request, "sweeps", sweeps=[*reports])
 
     def sweep(self, request: Request) -> Response:
         report = self._get("/sweeps/{sweep_id}", sweep_id=request.path_params["sweep_id"])
-        return self._page(request, "sweep", sweep=report)
+        return self._page(request, "sweep", sweep=asdict(report))
 
     def teams(self, request: Request) -> Response:
         return self._page(request, "teams", **self._get("/teams"))
@@ -460,12 +462,8 @@ class _Pages:
 
     def audit(self, request: Request) -> Response:
         number = _number(request.query_params, "before", 0) or None
-        return self._page(
-            request,
-            "audit",
-            **self._get("/audit", limit=AUDIT_ROWS, before=number),
-            limit=AUDIT_ROWS,
-        )
+        rows = self._get("/audit", limit=AUDIT_ROWS, before=number)["rows"]
+        return self._page(request, "audit", rows=[*map(asdict, rows)], limit=AUDIT_ROWS)
 
     def _capacities(self) -> dict[str, int]:
         """Memory of each kind of device."""

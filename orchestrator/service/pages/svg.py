@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from markupsafe import Markup, escape
 
 from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
 from orchestrator.service.pages.frame import load_macros
-from orchestrator.specs.units import format_bytes, format_seconds
+from orchestrator.specs.units import format_bytes
 
 WIDTH, HEIGHT = 640, 274
 LEFT, RIGHT, TOP, BOTTOM = 88, 16, 14, 34
@@ -20,13 +21,6 @@ DOTS_MAX = 400  # of a line: more are averaged
 TICKS = 5
 AXIS_BOTTOM = 48  # with a line for the name of the axis
 LANE, GAP = 18, 6
-DOTS = {  # class and radius; what ran out of memory is a cross
-    Mark.CHOSEN: ("chosen", 6),
-    Mark.FITS: ("fits", 4),
-    Mark.TOO_BIG: ("big", 3),
-    Mark.PREDICTED: ("fits", 4),
-    Mark.MEASURED: ("measured", 5),
-}
 LABEL_WIDTH, CAUSE_WIDTH = 132, 176  # of the names beside a Gantt chart and a waterfall
 _SHAPES = load_macros(
     "charts",
@@ -110,26 +104,13 @@ def lines(
     across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
     up = _Scale(low if zero else low - room, high + room, HEIGHT - AXIS_BOTTOM, TOP)
     step_ticks = _ticks(across.low, across.high, is_whole=True)
-    drawn = [_SHAPES.grid(across, up, step_ticks, _ticks(up.low, up.high), unit, "optimizer step")]
-    drawn += (
-        []
-        if limit is None
-        else [_SHAPES.limit_line(up.at(limit), f"device ends: {limit:.4g}{unit}")]
-    )
-    for curve in curves:
-        path = " ".join(
-            f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points
-        )
-        step, value = curve.points[-1]
-        tooltip = f"{curve.name}: {value:.4g}{unit} at step {step:.0f}"
-        x, y = across.at(step), max(TOP, up.at(value))
-        drawn.append(_SHAPES.curve(curve.tone, path, x, y, tooltip))
-    description = "; ".join(
-        f"{curve.name}: {curve.points[0][1]:.4g}{unit} at step {curve.points[0][0]:.0f} to "
-        f"{curve.points[-1][1]:.4g}{unit} at step {curve.points[-1][0]:.0f}"
+    paths = [
+        " ".join(f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points)
         for curve in curves
-    )
-    return _svg(title, description, WIDTH, HEIGHT, drawn)
+    ]
+    beside = _ticks(up.low, up.high)
+    drawn = _SHAPES.lines(curves, paths, across, up, step_ticks, beside, unit, limit)
+    return _svg(title, _SHAPES.ends(curves, unit), WIDTH, HEIGHT, [drawn])
 
 
 def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
@@ -139,33 +120,20 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     """
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
     up = _Scale(*picture.span_bytes, HEIGHT - AXIS_BOTTOM, TOP, is_log=True)
-    seconds = second_ticks(*picture.span_s, 8)
-    drawn = [_SHAPES.grid(across, up, seconds, byte_ticks(*picture.span_bytes, 6), "", "step time")]
-    limit_text = f"memory ends: {format_bytes(picture.capacity_bytes)}"
-    if picture.has_limit:
-        drawn.append(_SHAPES.limit_line(up.at(picture.capacity_bytes), limit_text))
-    else:
-        limit_text = f"memory ends above, at {format_bytes(picture.capacity_bytes)}"
-        drawn.append(_SHAPES.note(limit_text, TOP + 6))
+    seconds, sizes = second_ticks(*picture.span_s, 8), byte_ticks(*picture.span_bytes, 6)
     order = list(Mark)
-    for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
-        x, y = across.at(point.step_s), up.at(point.needed_bytes)
-        name = f"{point.name}, {point.mark}" if point.name else point.mark
-        tooltip = f"{name}: {format_seconds(point.step_s)} a step, needs {format_bytes(point.needed_bytes)}"
-        ends = [across.at(end_s) for end_s in point.within_s or ()]
-        dot = DOTS.get(point.mark)
-        drawn.append(_SHAPES.point(x, y, ends, dot, tooltip, label_prefix, point.label))
+    points = sorted(picture.points, key=lambda point: order.index(point.mark))
+    where = "ends:" if picture.has_limit else "ends above, at"
+    limit = f"memory {where} {format_bytes(picture.capacity_bytes)}"
     counts = ", ".join(
-        f"{count} {mark}"
-        for mark in Mark
-        if (count := sum(point.mark is mark for point in picture.points))
+        f"{count} {mark}" for mark, count in Counter(point.mark for point in points).items()
     )
     return _svg(
         title or f"Plans on {picture.device}",
-        f"{counts}; {limit_text}. The table below has each plan.",
+        f"{counts}; {limit}. The table below has each plan.",
         WIDTH,
         HEIGHT,
-        drawn,
+        [_SHAPES.frontier(picture, points, limit, across, up, seconds, sizes, label_prefix)],
     )
 
 

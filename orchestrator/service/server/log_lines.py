@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from orchestrator.service.server.logs import about
 from orchestrator.specs.actions import Launch, Stop
+from orchestrator.specs.attempt import placement_text
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -36,10 +37,7 @@ def log_line(subject: Event | Launch | Stop) -> str:
         case Observed():
             return f"observed outcomes={len(subject.observations)}"
         case Launch():
-            devices = " ".join(
-                f"{part.node}:{','.join(map(str, part.devices))}"
-                for part in subject.attempt.placement
-            )
+            devices = placement_text(subject.attempt.placement)
             return f"launch job={subject.job.id} attempt={subject.attempt.number} on={devices}"
         case Stop():
             return f"stop job={subject.job_id} attempt={subject.number}"

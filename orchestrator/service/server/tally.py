@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from orchestrator.backends.ports import Totals
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.specs.actions import Action, Launch, Record
-from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, device_count
 from orchestrator.specs.events import Event, Finished
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
@@ -94,5 +94,5 @@ class Figures:
 
 def device_seconds(attempt: Attempt, until_s: float) -> float:
     """Return the attempt's device-seconds from its launch to `until_s`."""
-    devices = sum(len(part.devices) for part in attempt.placement)
+    devices = device_count(attempt.placement)
     return devices * max(0.0, until_s - attempt.launched_at_s)

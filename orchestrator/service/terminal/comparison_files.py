@@ -98,33 +98,27 @@ def _line(text: str) -> str:
 def as_markdown(view: ComparisonView) -> str:
     """Return a table for a page, with its caption, the verdict and its notes below."""
     heads, lines = _table(view)
-    table = [
-        f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |"
-        for line in (heads, *lines)
-    ]
-    rule = f"|---|{'---:|' * (len(heads) - 1)}"
-    return "\n".join([table[0], rule, *table[1:], "", "\n\n".join(_notes(view, heads)), ""])
+    return str(_templates().markdown(heads, lines, _notes(view, heads)))
 
 
 def as_latex(view: ComparisonView) -> str:
     """Return a `tabular` with booktabs' rules; its caption, the verdict and its notes stand above as comments."""
     heads, lines = _table(view)
-    parted = [
-        head.removesuffix(")").split(" (") for head in heads
-    ]  # units have a line of their own
+    parted = [head.removesuffix(")").split(" (") for head in heads]
     units = [f"({head[1]})" if len(head) > 1 else "" for head in parted]
-    body = [
-        f"{' & '.join(cell.translate(LATEX) for cell in line)} \\\\"
-        for line in ([h[0] for h in parted], units, *lines)
-    ]
-    comments = [f"% {note}" for note in _notes(view, heads)]
-    start = [
-        f"\\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
-        "\\toprule",
-        *body[:2],
-        "\\midrule",
-    ]
-    return "\n".join([*comments, *start, *body[2:], "\\bottomrule", "\\end{tabular}", ""])
+    names = [head[0] for head in parted]
+    return str(_templates().latex(names, units, lines, _notes(view, heads)))
+
+
+def _templates() -> Any:
+    from orchestrator.backends.text_templates import load_text_template
+
+    return load_text_template(
+        "orchestrator.service.terminal",
+        "comparison",
+        cell=lambda text: text.replace("|", "&#124;"),
+        latex=lambda text: text.translate(LATEX),
+    ).module
 
 
 def _table(view: ComparisonView) -> tuple[list[str], list[list[str]]]:
@@ -213,37 +207,20 @@ def _notes(view: ComparisonView, heads: Sequence[str]) -> list[str]:
 
 def _caption(view: ComparisonView, heads: Sequence[str]) -> list[str]:
     """Return what was compared, and what the columns mean."""
-    setup, rows = view["setup"], view["rows"]
-    seeds = max((row["seeds"] for row in rows), key=len, default=())
-    repeats = max((row["repeats"] for row in rows), default=1)
+    rows = view["rows"]
     devices = {row["devices"] for row in rows if row["devices"]}
-    precisions = {row["settings"]["precision"] for row in rows if "precision" in row["settings"]}
-    facts = {
-        "global batch": setup["global_batch_size"],
-        "sequence length": setup["sequence_length"],
-        "steps": setup["steps"],
-        "precision": precisions.pop() if len(precisions) == 1 else None,
-        "repeats": repeats,
-        "seeds": ", ".join(map(str, seeds)),
-    }
-    count = f"{devices.pop()} x " if len(devices) == 1 else ""
-    text = ", ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, ""))
-    versions = {"orc": setup["orc_version"]} | {
-        NAMES.get(name, name): version for name, version in setup["versions"].items()
-    }
-    programs = ", ".join(f"{name} {version}" for name, version in versions.items())
-    meanings = {
-        "Batch": "micro-batch times accumulation",
-        "Step (s)": "median of the last steps",
-        "Loss": "at the last step",
-        "Device-s": "seconds from launch to end, times devices",
-    }
-    if repeats > 1:
-        meanings["Step (s)"] += ", geometric mean over repeats with its 95 % interval"
-        meanings["Loss"] += ", mean and standard deviation over repeats"
-        meanings["Device-s"] += ", of all repeats"
-    meaning = "; ".join(f"{head}: {text}" for head, text in meanings.items() if head in heads)
-    return [f"{setup['model']} on {count}{setup['device']}: {text}. {programs}.", f"{meaning}."]
+    precisions = {row["settings"].get("precision") for row in rows} - {None}
+    text = _templates().caption(
+        view["setup"],
+        NAMES,
+        heads,
+        devices.pop() if len(devices) == 1 else None,
+        precisions.pop() if len(precisions) == 1 else None,
+        max((row["repeats"] for row in rows), default=1),
+        max((row["seeds"] for row in rows), key=len, default=()),
+    )
+    # the last line has no words of others
+    return str(text).rstrip().rsplit("\n", 1)
 
 
 WRITERS: Mapping[str, Callable[[ComparisonView], str]] = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from orchestrator.service.terminal.options import AsJson, Cluster, Home, client_
 from orchestrator.service.terminal.output import show_spinner, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
-
-if TYPE_CHECKING:
-    from orchestrator.service.client.endpoint import Endpoint
 
 
 def up(
@@ -67,6 +64,7 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
+    from orchestrator.backends.text_templates import load_text_template
     from orchestrator.service.client.client import service_file
     from orchestrator.service.client.endpoint import load_endpoint, make_endpoint, parse_listen
     from orchestrator.service.client.join_token import make_join_token
@@ -107,18 +105,8 @@ def up(
         }
         make_join_token(home, served)
         answer["join"] = {"service": f"{served.address}:{served.port}"}
-    state = "is up" if notes is not None else "was up already"
-    nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
-    records = ", ".join(f"{name} at {address}" for name, address in answer["trackers"].items())
-    tell(
-        answer,
-        as_json,
-        "".join(f"{note}\n" for note in notes or ())
-        + "".join(f"{problem}.\n" for problem in answer["problems"])
-        + f"The service {state}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
-        + f"\nPages: http://127.0.0.1:{answer['port']}, with the token in {home / 'token'}"
-        + (_reachable(served) if served is not None else ""),
-    )
+    text = load_text_template(__package__, "up").render(answer=answer, home=home, served=served)
+    tell(answer, as_json, text)
 
 
 def down(
@@ -202,13 +190,3 @@ def restore(
     restored = restore_archive(file, home.expanduser())
     state = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs, {len(restored.lost)} lost attempts."
     tell(asdict(restored), as_json, f"{state} `orc up` goes on.")
-
-
-def _reachable(endpoint: Endpoint) -> str:
-    """Return text on how other machines reach and join the service."""
-    return (
-        f"\nOther machines: https://HOST:{endpoint.port} (bound to {endpoint.host}). There, with a token of "
-        f"`orc token create USER`:\n  orc login https://HOST:{endpoint.port} --fingerprint {endpoint.fingerprint()}"
-        f"\nA machine that shares the home folder adds its devices by `orc join {endpoint.address}:{endpoint.port}`. "
-        "`orc token join` prints the token for it."
-    )

@@ -175,9 +175,6 @@ def calibrate(
             help="Address of the MLflow server that recorded the attempts.",
         ),
     ],
-    experiment: Annotated[
-        str, typer.Option("--experiment", help="Name of the MLflow experiment.")
-    ] = "orchestrator",
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -185,7 +182,7 @@ def calibrate(
     from orchestrator.backends.mlflow.outcomes import read_outcomes
 
     client = client_of(home)
-    outcomes = read_outcomes(tracking_uri, experiment)
+    outcomes = read_outcomes(tracking_uri)
     new = client.observe(outcomes)
     tell(
         {"found": len(outcomes), "new": new},

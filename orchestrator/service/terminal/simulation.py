@@ -1,4 +1,4 @@
-"""`orc simulate` and `orc replay`: the scheduler in simulated time, on a trace, the live queue or the past."""
+"""`orc simulate` and `orc replay`: the scheduler in simulated time, on a list of jobs, the live queue or the past."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ import typer
 from orchestrator.service.terminal.options import AsJson, Cluster, Home, check_finite
 from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.order import Order
 from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
-    from orchestrator.backends.simulated.traces import Trace
     from orchestrator.service.commands.simulate import Simulated
     from orchestrator.specs.cluster import ClusterSpec
-
-
-DAY_S = 86400.0
 
 
 class QueueTime(StrEnum):
@@ -32,25 +27,17 @@ class QueueTime(StrEnum):
     NOW = "now"
 
 
-class Aim(StrEnum):
-    """The queue's objective in `orc simulate`, or both compared."""
-
-    COMPLETION = "completion"
-    MAKESPAN = "makespan"
-    BOTH = "both"
-
-
 def simulate(
     trace: Annotated[
         Path | None,
         typer.Argument(
-            metavar="TRACE",
-            help="Jobs and their submission times: a published trace (CSV) or a list of job files (YAML).",
+            metavar="LIST",
+            help="List of job files and their submission times (YAML).",
         ),
     ] = None,
     queue: Annotated[
         QueueTime | None,
-        typer.Option("--queue", help="Play the live queue from now on, instead of a trace."),
+        typer.Option("--queue", help="Play the live queue from now on, instead of a list."),
     ] = None,
     cluster: Cluster = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
@@ -84,31 +71,6 @@ def simulate(
             help="Share of attempts during which a node is lost.",
         ),
     ] = 0.0,
-    launch_cost: Annotated[
-        float | None,
-        typer.Option(
-            "--launch-cost",
-            min=0.0,
-            max=DAY_S,
-            callback=check_finite,
-            metavar="SECONDS",
-            help="Seconds from a launch to the first step; without it, the cluster file's.",
-        ),
-    ] = None,
-    objective: Annotated[
-        Aim | None,
-        typer.Option(
-            "--objective",
-            help="Objective of the queue, or both compared; without it, the cluster file's.",
-        ),
-    ] = None,
-    policy: Annotated[
-        list[Order] | None,
-        typer.Option(
-            "--policy",
-            help="Order of the queue, several of them compared; all but adaptive leave teams and objective aside.",
-        ),
-    ] = None,
     gantt: Annotated[
         Path | None,
         typer.Option(
@@ -118,56 +80,35 @@ def simulate(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a trace on a cluster in simulated time, with the scheduler of the service.
+    """Simulate a list of jobs on a cluster in simulated time, with the scheduler of the service.
 
     A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
     `--queue now` plays the live queue on, as `orc forecast` does.
     """
     from orchestrator.backends.simulated.traces import misjudge
+    from orchestrator.service.commands.job_list import read_list
     from orchestrator.service.commands.simulate import Trouble, shift_maintenance
     from orchestrator.service.commands.simulate import simulate as play
     from orchestrator.service.terminal import gantt as drawing
-    from orchestrator.service.terminal.simulation_tables import runs_table
 
     home = home.expanduser()
     if (trace is None) == (queue is None):
-        raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
-    hardware = _base_cluster(cluster, queue, home, launch_cost)
-    clusters = _variants(hardware, list(dict.fromkeys(policy or ())), objective)
-    if gantt is not None and len(clusters) > 1:
-        raise SpecError(
-            "a chart shows one run", path="--gantt", allowed="one --policy, one --objective"
-        )
+        raise SpecError("say what to play", path="LIST", allowed="a list of jobs, or --queue now")
+    hardware = _base_cluster(cluster, queue, home)
     with show_spinner("simulating"):
         if trace is None:
-            chances = {
-                "--noise": noise,
-                "--oom": oom,
-                "--node-loss": node_loss,
-                "--launch-cost": launch_cost,
-            }
-            runs = _live_runs(clusters, home, chances, is_live=cluster is None)
+            chances = {"--noise": noise, "--oom": oom, "--node-loss": node_loss}
+            run = _play_live(hardware, home, chances, is_live=cluster is None)
             title = "queue"
         else:
-            played_trace = misjudge(_read_trace(trace, home), noise, seed)
-            trouble, title = Trouble(oom_chance=oom, node_loss_chance=node_loss), played_trace.name
-            runs = {
-                name: play(
-                    played_trace,
-                    shift_maintenance(spec, played_trace.begins_s),
-                    seed=seed,
-                    trouble=trouble,
-                )
-                for name, spec in clusters.items()
-            }
-    if len(runs) > 1:
-        reports = {name: _report_of(run) for name, run in runs.items()}
-        tell(reports, as_json, runs_table("OBJECTIVE" if objective else "POLICY", runs))
-        return
-    ((name, run),) = runs.items()
+            played = misjudge(read_list(trace, home), noise, seed)
+            dated = shift_maintenance(hardware, played.begins_s)
+            trouble = Trouble(oom_chance=oom, node_loss_chance=node_loss)
+            run = play(played, dated, seed=seed, trouble=trouble)
+            title = played.name
     if gantt is not None:
-        drawing.figure(f"{title} on {hardware.name}", run.outcomes, clusters[name]).savefig(gantt)
-    _print_run(run, clusters[name], as_json=as_json)
+        drawing.figure(f"{title} on {hardware.name}", run.outcomes, hardware).savefig(gantt)
+    _print_run(run, hardware, as_json=as_json)
 
 
 def _print_run(run: Simulated, cluster: ClusterSpec, *, as_json: bool) -> None:
@@ -197,84 +138,45 @@ def _report_of(run: Simulated) -> dict[str, object]:
     return {**run.report, **({"outcomes": outcomes} if outcomes else {})}
 
 
-def _read_trace(trace: Path, home: Path) -> Trace:
-    """Return the jobs of a list, or of a published trace."""
-    from orchestrator.backends.simulated.traces import read_trace
-    from orchestrator.service.commands.job_list import read_list
-
-    return read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
-
-
-def _live_runs(
-    clusters: Mapping[str, ClusterSpec],
-    home: Path,
-    chances: Mapping[str, float | None],
-    *,
-    is_live: bool,
-) -> dict[str, Simulated]:
-    """Return a play of the live queue for each cluster. Raises SpecError for an option that only a trace has."""
+def _play_live(
+    cluster: ClusterSpec, home: Path, chances: Mapping[str, float], *, is_live: bool
+) -> Simulated:
+    """Return a play of the live queue. Raises SpecError for an option that only a list has."""
     from orchestrator.service.client.lifecycle import journal_url
     from orchestrator.service.commands.live_queue import now_of, play_queue
     from orchestrator.service.commands.replay import read_queue
 
     for option, value in chances.items():
-        if value and not (option == "--launch-cost" and not is_live):
+        if value:
             raise SpecError(
-                "the live queue is played as it is expected", path=option, allowed="a trace"
+                "the live queue is played as it is expected", path=option, allowed="a list of jobs"
             )
     state, to_come = read_queue(journal_url(home), home)
     held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:
         console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
-    runs = {
-        name: play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
-        for name, cluster in clusters.items()
-    }
-    for name, run in runs.items():
-        _print_endless(name, run, held_ids)
-    return runs
+    run = play_queue(now_of(state), cluster, is_live=is_live, to_come=to_come, home=home)
+    _print_endless(run, held_ids)
+    return run
 
 
-def _print_endless(name: str, run: Simulated, held_ids: Sequence[str]) -> None:
+def _print_endless(run: Simulated, held_ids: Sequence[str]) -> None:
     """Print which jobs of a play have no end, but for those that somebody holds."""
     unfinished = (outcome.job_id for outcome in run.outcomes if outcome.ended_at_s is None)
     endless = [job_id for job_id in unfinished if job_id not in held_ids]
     if endless:
         console_on(sys.stderr).print(
-            f"{name}: not known when these end, as nothing tells how long they or those before"
-            f" them take: {', '.join(endless)}"
+            "Not known when these end, as nothing tells how long they or those before them take:"
+            f" {', '.join(endless)}"
         )
 
 
-def _base_cluster(
-    cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None
-) -> ClusterSpec:
+def _base_cluster(cluster: Path | None, queue: QueueTime | None, home: Path) -> ClusterSpec:
     """Return the cluster to play on: the named file, else for the live queue that of its home."""
     from orchestrator.service.intake.cluster_file import kept_cluster
     from orchestrator.service.intake.intake import read_cluster
 
-    spec = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
-    return spec if launch_cost is None else spec.model_copy(update={"launch_cost": launch_cost})
-
-
-def _variants(
-    hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | None
-) -> dict[str, ClusterSpec]:
-    """Return a cluster for each named policy or objective, by its name; without any, the cluster of the file."""
-    from orchestrator.specs.policy import Objective
-
-    if objective is not None and any(order is not Order.ADAPTIVE for order in orders):
-        raise SpecError(
-            "only the order adaptive has an objective",
-            path="--objective",
-            allowed="--policy adaptive",
-        )
-    if objective is None:
-        return {order.value: hardware.with_order(order) for order in orders} or {"": hardware}
-    if orders:
-        hardware = hardware.with_order(Order.ADAPTIVE)
-    aims = list(Objective) if objective is Aim.BOTH else [Objective(objective.value)]
-    return {aim.value: hardware.with_objective(aim) for aim in aims}
+    return kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
 
 
 def replay(

@@ -3,68 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.replay import Decision
 from orchestrator.service.commands.simulate import Simulated, quantile
-from orchestrator.specs.units import format_seconds
 
 
 def simulated_table(run: Simulated) -> Table:
     """Return the metrics of a simulated run, and the time of its decisions on this machine."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, value in _rows(run):
-        table.add_row(name, value)
-    return table
-
-
-def _rows(run: Simulated) -> list[tuple[str, str]]:
-    """Return (name, value) rows of a run; every run of a trace has the same names."""
-    report, taken_s = run.report, sorted(run.decisions_s)
-    completion = (
-        f"mean {format_seconds(report['mean_completion_s'])}, "
-        f"median {format_seconds(report['median_completion_s'])}, "
-        f"99 % within {format_seconds(report['p99_completion_s'])}"
+    taken_s = sorted(run.decisions_s)  # the live queue is played without timing its decisions
+    template = load_text_template("orchestrator.service.terminal", "simulated")
+    text = template.render(
+        report=run.report,
+        taken_s=taken_s,
+        mean_s=fmean(taken_s or [0.0]),
+        most_s=quantile(taken_s or [0.0], 0.99),
     )
-    slowdown = f"99 % below {report['p99_slowdown']:.1f}, worst {report['worst_slowdown']:.1f}"
-    rows = [
-        ("jobs finished", f"{report['finished']} of {report['jobs']}"),
-        ("completion", completion if report["finished"] else "-"),
-        ("makespan", format_seconds(report["makespan_s"]) if report["finished"] else "-"),
-        ("slowdown against alone", slowdown if report["finished"] else "-"),
-        ("devices", f"{report['devices']}, busy {100 * report['utilisation']:.0f} % of the time"),
-        ("GPU-hours", f"{report['gpu_hours']:.1f}"),
-        ("restarts", f"{report['restarts']}"),
-    ]
-    if taken_s:  # the live queue is played without timing its decisions
-        mean_ms, most_ms = 1e3 * fmean(taken_s), 1e3 * quantile(taken_s, 0.99)
-        times = f"mean {mean_ms:.2f} ms, 99 % within {most_ms:.2f} ms, slowest {1e3 * taken_s[-1]:.1f} ms"
-        rows.append(("decisions", f"{len(taken_s)}, {times}"))
-    if report["guaranteed"]:
-        refusals = report["guaranteed"] - report["promised"]
-        promises = f"{report['promises_kept']} of {report['promised']}, {refusals} refused"
-        rows.insert(4, ("promises kept", promises))
-    if report["deadlines"]:
-        deadlines = f"{report['deadlines_met']} of {report['deadlines']}"
-        late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"
-        rows.insert(4, ("deadlines met", deadlines + (late if report["mean_lateness_s"] else "")))
-    return rows
-
-
-def runs_table(what: str, runs: Mapping[str, Simulated]) -> Table:
-    """Return a table with a column per run of the same jobs; `what` is the heading of the names."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(what)
-    columns = [_rows(run) for run in runs.values()]
-    for name in runs:
-        table.add_column(name, overflow="fold")
-    for rows in zip(*columns, strict=True):
-        table.add_row(rows[0][0], *(value for _, value in rows))
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for line in text.splitlines():
+        table.add_row(*line.split("\t"))
     return table
 
 

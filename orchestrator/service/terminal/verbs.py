@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,24 +31,6 @@ LIVE = ("queued", "running")
 STATUSES = (*LIVE, "succeeded", "failed", "refused", "cancelled")
 
 
-class Sort(StrEnum):
-    """Orders of `orc queue`."""
-
-    QUEUE = "queue"  # ended, running, then waiting by priority
-    SUBMITTED = "submitted"
-    PRIORITY = "priority"
-    DEADLINE = "deadline"
-    USER = "user"
-
-
-SORT_KEYS: dict[Sort, Callable[[JobView], Any]] = {
-    Sort.SUBMITTED: lambda job: job["order"],
-    Sort.PRIORITY: lambda job: -job["priority"],
-    Sort.DEADLINE: lambda job: float("inf") if job["deadline_s"] is None else job["deadline_s"],
-    Sort.USER: lambda job: job["user"],
-}
-
-
 def queue(
     ended: Annotated[
         int,
@@ -60,7 +41,6 @@ def queue(
     status: Annotated[
         str | None, typer.Option("--status", help="Only jobs with this status.")
     ] = None,
-    sort: Annotated[Sort, typer.Option("--sort", help="Order of the jobs.")] = Sort.QUEUE,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +54,6 @@ def queue(
     client = client_of(home)
     everything = client.jobs(ended)
     jobs = [job for job in select(everything, user, status) if team in (None, job["team"])]
-    jobs = sorted(jobs, key=SORT_KEYS[sort]) if sort in SORT_KEYS else jobs
     shown = {job["id"] for job in jobs}
     sweeps = [
         sweep

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.views.timeline import BusySpan, add_ruler, busy_lines
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_seconds, parse_seconds
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 HOUR_S = 3600.0
 SHOWN_MAX = 200  # lines of a section; the rest is counted
@@ -86,22 +90,13 @@ def limit_rows(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def cost_words(report: MorningReport) -> str:
     """Return a sentence such as `14.2 h of devices held: 13.0 h trained, 0.9 h lost to failures; 5.1 h idle`."""
-    cost = report.cost
-    parts = {
-        "trained": cost.trained_s,
-        "lost to failures": cost.lost_s,
-        "probing": cost.probing_s,
-    }
-    uses = ", ".join(f"{_device_time(part)} {word}" for word, part in parts.items() if part)
-    text = f"{_device_time(cost.held_s)} of devices held{f': {uses}' if uses else ''}; {_device_time(cost.idle_s)} idle"
-    text += "" if cost.money is None else f"; cost {cost.money:.4g}"
-    if report.stops:
-        causes = ", ".join(f"{count} {cause}" for cause, count in report.stops.items())
-        text += f"; jobs stopped that go on: {causes}"
-    if not cost.saved_s:
-        return text
-    saved_text, jobs = _device_time(cost.saved_s), len(report.recovered)
-    return f"{text}; saved: {saved_text} of {jobs} {'job' if jobs == 1 else 'jobs'} that had failed before"
+    return _load("cost", device_time=_device_time).render(report=report)
+
+
+def _load(name: str, **filters: Callable[..., object]) -> Template:
+    from orchestrator.backends.text_templates import load_text_template  # Jinja takes 50 ms
+
+    return load_text_template("orchestrator.service.views", name, **filters)
 
 
 def _device_time(seconds: float) -> str:
@@ -124,24 +119,20 @@ def gantt(report: MorningReport) -> str:
 
 def markdown(report: MorningReport) -> str:
     """Return the report as Markdown. Untrusted names are escaped as code."""
-    parts = [f"# {title(report)}", _line(report.summary), cost_words(report)]
-    if report.to_do:
-        parts.append(
-            "\n".join(["## To do", "", *(f"- {_line(sentence)}" for sentence in report.to_do)])
-        )
-    for heading, rows in sections(report):
-        parts.append(
-            "\n".join(
-                [
-                    f"## {heading}",
-                    "",
-                    *(f"- {_code(job)}: {_line(sentence)}" for job, sentence in limit_rows(rows)),
-                ]
-            )
-        )
-    if chart := gantt(report):
-        parts.append(f"## Devices\n\n```\n{chart}\n```")
-    return "\n\n".join(parts) + "\n"
+    template = _load("report.md", line=_line, code=_code)
+    return f"{template.render(_shown(report)).rstrip()}\n"
+
+
+def _shown(report: MorningReport) -> dict[str, Any]:
+    """Return what a template shows of the report."""
+    return {
+        "title": title(report),
+        "report": report,
+        "cost": cost_words(report),
+        "chart": gantt(report),
+        "sections": [(heading, limit_rows(rows)) for heading, rows in sections(report)],
+        "counts": {heading: len(rows) for heading, rows in sections(report)},
+    }
 
 
 def _line(text: str) -> str:
@@ -161,11 +152,4 @@ def html(report: MorningReport) -> str:
     template = Environment(
         loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True
     ).get_template("report.html")
-    shown = [(heading, len(rows), limit_rows(rows)) for heading, rows in sections(report)]
-    return template.render(
-        title=title(report),
-        report=report,
-        cost=cost_words(report),
-        chart=gantt(report),
-        sections=shown,
-    )
+    return template.render(_shown(report))

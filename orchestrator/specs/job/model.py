@@ -27,60 +27,18 @@ EXACT_MAX = 2**53  # whole numbers that every reader of JSON holds exactly (RFC 
 STRICT = {"extra": "forbid", "allow_inf_nan": False, "str_max_length": 4096}
 
 
-def _key(description: str, example: object, **bounds: float) -> dict[str, Any]:
-    """Return what the JSON Schema says of a key; pydantic reads it from the metadata of the dataclass field.
-
-    `bounds` are `ge`, `gt`, `le` and `lt`, which pydantic checks where a file or a request is read.
-    """
-    return {"description": description, "examples": [example], **bounds}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """A Llama-style decoder transformer: RMSNorm, rotary positions, gated MLP. Fields are named as in Hugging Face."""
 
-    vocab_size: int = field(
-        metadata=_key("Number of tokens in the vocabulary.", 32000, ge=1, le=TABLE_MAX)
-    )
-    hidden_size: int = field(
-        metadata=_key(
-            "Width of the residual stream; a multiple of `num_attention_heads`.",
-            4096,
-            ge=1,
-            le=WIDTH_MAX,
-        )
-    )
-    intermediate_size: int = field(
-        metadata=_key("Width of the gated feed-forward layer.", 14336, ge=1, le=WIDTH_MAX)
-    )
-    num_hidden_layers: int = field(
-        metadata=_key("Number of transformer layers.", 32, ge=1, le=LAYERS_MAX)
-    )
-    num_attention_heads: int = field(
-        metadata=_key("Number of query heads per layer.", 32, ge=1, le=HEADS_MAX)
-    )
-    num_key_value_heads: int | None = field(
-        default=None,
-        metadata=_key(
-            "Number of key and value heads (grouped-query attention); null: as many as query heads.",
-            8,
-            ge=1,
-            le=HEADS_MAX,
-        ),
-    )
-    tie_word_embeddings: bool = field(
-        default=False,
-        metadata=_key("Whether the output layer shares the weights of the input embedding.", True),
-    )
-    dropout: float = field(
-        default=0.0,
-        metadata=_key(
-            "Dropout probability on the output of attention and feed-forward; from 0 to below 1.",
-            0.1,
-            ge=0,
-            lt=1,
-        ),
-    )
+    vocab_size: int = field(metadata={"ge": 1, "le": TABLE_MAX})
+    hidden_size: int = field(metadata={"ge": 1, "le": WIDTH_MAX})
+    intermediate_size: int = field(metadata={"ge": 1, "le": WIDTH_MAX})
+    num_hidden_layers: int = field(metadata={"ge": 1, "le": LAYERS_MAX})
+    num_attention_heads: int = field(metadata={"ge": 1, "le": HEADS_MAX})
+    num_key_value_heads: int | None = field(default=None, metadata={"ge": 1, "le": HEADS_MAX})
+    tie_word_embeddings: bool = False
+    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1})
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
@@ -117,32 +75,11 @@ class DecoderSpec:
 class LoraSpec:
     """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
-    rank: int = field(
-        default=8, metadata=_key("Rank of the adapter matrices.", 16, ge=1, le=RANK_MAX)
-    )
-    alpha: float = field(
-        default=16.0,
-        metadata=_key(
-            "Scale of the adapters: their output counts alpha / rank.", 32.0, gt=0, le=FACTOR_MAX
-        ),
-    )
-    dropout: float = field(
-        default=0.0,
-        metadata=_key(
-            "Dropout probability on the input of the adapters; from 0 to below 1.", 0.05, ge=0, lt=1
-        ),
-    )
-    target_modules: tuple[str, ...] = field(
-        default=(),
-        metadata=_key(
-            "Last parts of the names of modules that get adapters; empty: every linear layer but the output layer.",
-            ["q_proj", "v_proj"],
-        ),
-    )
-    quantise_base: bool = field(
-        default=False,
-        metadata=_key("Whether the frozen weights are stored in 4 bits (QLoRA); CUDA only.", True),
-    )
+    rank: int = field(default=8, metadata={"ge": 1, "le": RANK_MAX})
+    alpha: float = field(default=16.0, metadata={"gt": 0, "le": FACTOR_MAX})
+    dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1})
+    target_modules: tuple[str, ...] = ()
+    quantise_base: bool = False
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
@@ -155,52 +92,15 @@ class ModelSpec:
     reached; a factory gets it as its argument. `weights` is the precision of all weights, frozen ones included.
     """
 
-    decoder: DecoderSpec | None = field(
-        default=None,
-        metadata=_key(
-            "A decoder transformer that the engines build with random weights.",
-            {
-                "vocab_size": 256,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-            },
-        ),
-    )
-    hf: str | dict[str, Any] | None = field(
-        default=None,
-        hash=False,
-        metadata=_key(
-            "A transformers model: a folder, a name on the hub, or a configuration with random weights.",
-            "./model",
-        ),
-    )
-    lora: LoraSpec | None = field(
-        default=None,
-        metadata=_key("Trains low-rank adapters beside the frozen weights of `hf`.", {"rank": 16}),
-    )
-    factory: str | None = field(
-        default=None,
-        metadata=_key(
-            "A Python function, as file:function, that returns the module, its loss and its data set.",
-            "model.py:build",
-        ),
-    )
-    weights: Precision | None = field(
-        default=None,
-        metadata=_key(
-            "Under `trains`: data type of the script's weights while it trains; null: fp32.", "bf16"
-        ),
-    )
+    decoder: DecoderSpec | None = None
+    hf: str | dict[str, Any] | None = field(default=None, hash=False)
+    lora: LoraSpec | None = None
+    factory: str | None = None
+    weights: Precision | None = None
     config: dict[str, Any] = field(
         default_factory=dict,
         hash=False,
-        metadata=_key(
-            "Arguments of the factory, or the configuration of `hf` where it cannot be read.",
-            {"width": 64},
-        )
-        | {"json_schema_extra": {"default": {}}},
+        metadata={"json_schema_extra": {"default": {}}},
     )
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -227,39 +127,12 @@ class DataSpec:
     model head with its own loss reads `tensors`.
     """
 
-    text: tuple[str, ...] = field(
-        default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"])
-    )
-    chat: tuple[str, ...] = field(
-        default=(),
-        metadata=_key(
-            "JSON Lines files with `messages`; the loss counts only tokens of the assistant.",
-            ["chat.jsonl"],
-        ),
-    )
-    tokens: tuple[str, ...] = field(
-        default=(), metadata=_key("One-dimensional .npy files of token numbers.", ["tokens.npy"])
-    )
-    tensors: tuple[str, ...] = field(
-        default=(),
-        metadata=_key(
-            "Safetensors files of a transformers head's arguments, by their names; axis 0 counts samples.",
-            ["samples.safetensors"],
-        ),
-    )
-    tokenizer: str | None = field(
-        default=None,
-        metadata=_key("Folder or hub name of the tokenizer; null: the model's own.", "./tokenizer"),
-    )
-    sequence_length: int = field(
-        default=128,
-        metadata=_key(
-            "Tokens per sample at most; longer documents are cut into samples.",
-            2048,
-            ge=2,
-            le=LENGTH_MAX,
-        ),
-    )
+    text: tuple[str, ...] = ()
+    chat: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    sequence_length: int = field(default=128, metadata={"ge": 2, "le": LENGTH_MAX})
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
@@ -286,17 +159,8 @@ class Schedule(StrEnum):
 class Freeze:
     """Parameters to freeze, matched by their full names in the model."""
 
-    parameters: str = field(
-        metadata=_key(
-            "Shell pattern of the names of the parameters that are frozen.", "embed_tokens*"
-        )
-    )
-    until_step: int | None = field(
-        default=None,
-        metadata=_key(
-            "Optimizer step at which they begin to train; null: never.", 100, ge=1, le=STEPS_MAX
-        ),
-    )
+    parameters: str
+    until_step: int | None = field(default=None, metadata={"ge": 1, "le": STEPS_MAX})
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
@@ -305,95 +169,24 @@ class Freeze:
 class TrainingSpec:
     """Optimizer, learning-rate schedule and length of the training. No plan changes them."""
 
-    max_steps: int = field(
-        default=100,
-        metadata=_key(
-            "Optimizer steps from the beginning of the job to its end.", 1000, ge=1, le=STEPS_MAX
-        ),
-    )
-    optimizer: Optimizer = field(
-        default=Optimizer.ADAMW,
-        metadata=_key("Update rule; adamw_8bit keeps its moments in 8 bits.", "adamw_8bit"),
-    )
-    learning_rate: float = field(
-        default=1e-3, metadata=_key("Learning rate after the warm-up.", 2e-4, gt=0, le=FACTOR_MAX)
-    )
-    schedule: Schedule = field(
-        default=Schedule.CONSTANT,
-        metadata=_key(
-            "Course of the learning rate from the end of the warm-up to `max_steps`.", "cosine"
-        ),
-    )
-    warmup_steps: int = field(
-        default=0,
-        metadata=_key(
-            "Optimizer steps over which the learning rate rises linearly from 0.",
-            50,
-            ge=0,
-            le=STEPS_MAX,
-        ),
-    )
-    min_learning_rate: float = field(
-        default=0.0,
-        metadata=_key(
-            "Learning rate at the end of a linear or cosine schedule.", 2e-5, ge=0, le=FACTOR_MAX
-        ),
-    )
-    beta1: float = field(
-        default=0.9, metadata=_key("Decay of the first moment of AdamW.", 0.9, ge=0, lt=1)
-    )
-    beta2: float = field(
-        default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999, ge=0, lt=1)
-    )
-    momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", 0.95, ge=0, lt=1))
-    weight_decay: float = field(
-        default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01, ge=0, le=FACTOR_MAX)
-    )
-    clip_norm: float | None = field(
-        default=1.0,
-        metadata=_key(
-            "Greatest norm of the gradients of the whole model; larger ones are scaled down; null: none.",
-            1.0,
-            gt=0,
-            le=FACTOR_MAX,
-        ),
-    )
-    freeze: tuple[Freeze, ...] = field(
-        default=(),
-        metadata=_key(
-            "Parameters that are not trained, for ever or until a step.",
-            [{"parameters": "embed_tokens*", "until_step": 100}],
-        ),
-    )
-    compile: bool = field(
-        default=False, metadata=_key("Whether torch.compile compiles each layer.", True)
-    )
-    batch_norm_samples: int | None = field(
-        default=None,
-        metadata=_key(
-            "Samples over which BatchNorm takes its statistics, under every plan; BatchNorm models only.",
-            8,
-            ge=1,
-            le=BATCH_MAX,
-        ),
-    )
-    sync_batch_norm: bool = field(
-        default=False,
-        metadata=_key(
-            "Whether the samples of one BatchNorm statistic may lie on several ranks.", True
-        ),
-    )
-    seed: int = field(
-        default=0, metadata=_key("Seed of weights, data order and dropout.", 1, ge=0, le=EXACT_MAX)
-    )
-    checkpoint_every_steps: int = field(
-        default=50,
-        metadata=_key("Optimizer steps between two checkpoints.", 200, ge=1, le=STEPS_MAX),
-    )
-    keep_checkpoints: int = field(
-        default=2,
-        metadata=_key("Number of newest checkpoints that stay on disk.", 3, ge=1, le=STEPS_MAX),
-    )
+    max_steps: int = field(default=100, metadata={"ge": 1, "le": STEPS_MAX})
+    optimizer: Optimizer = Optimizer.ADAMW
+    learning_rate: float = field(default=1e-3, metadata={"gt": 0, "le": FACTOR_MAX})
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: int = field(default=0, metadata={"ge": 0, "le": STEPS_MAX})
+    min_learning_rate: float = field(default=0.0, metadata={"ge": 0, "le": FACTOR_MAX})
+    beta1: float = field(default=0.9, metadata={"ge": 0, "lt": 1})
+    beta2: float = field(default=0.95, metadata={"ge": 0, "lt": 1})
+    momentum: float = field(default=0.9, metadata={"ge": 0, "lt": 1})
+    weight_decay: float = field(default=0.1, metadata={"ge": 0, "le": FACTOR_MAX})
+    clip_norm: float | None = field(default=1.0, metadata={"gt": 0, "le": FACTOR_MAX})
+    freeze: tuple[Freeze, ...] = ()
+    compile: bool = False
+    batch_norm_samples: int | None = field(default=None, metadata={"ge": 1, "le": BATCH_MAX})
+    sync_batch_norm: bool = False
+    seed: int = field(default=0, metadata={"ge": 0, "le": EXACT_MAX})
+    checkpoint_every_steps: int = field(default=50, metadata={"ge": 1, "le": STEPS_MAX})
+    keep_checkpoints: int = field(default=2, metadata={"ge": 1, "le": STEPS_MAX})
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 

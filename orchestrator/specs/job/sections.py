@@ -20,20 +20,8 @@ LABEL_LENGTH_MAX = 120  # characters of a remedy's label
 class GpuRange(SpecModel):
     """Number of devices for the job: `gpus: 4` means exactly 4, `gpus: 1-4` means one to four."""
 
-    min: int = Field(
-        default=1,
-        ge=1,
-        le=DEVICES_MAX,
-        description="Fewest devices that the job runs on.",
-        examples=[1],
-    )
-    max: int = Field(
-        default=1,
-        ge=1,
-        le=DEVICES_MAX,
-        description="Most devices that the job runs on.",
-        examples=[8],
-    )
+    min: int = Field(default=1, ge=1, le=DEVICES_MAX)
+    max: int = Field(default=1, ge=1, le=DEVICES_MAX)
 
     @model_validator(mode="after")
     def _ordered(self) -> GpuRange:
@@ -66,55 +54,15 @@ Gpus = Annotated[
 class DeclaredProfile(SpecModel):
     """Memory and cost of a model or script as the user declares them. They replace formulas and traces."""
 
-    parameters: int = Field(
-        ge=0,
-        le=PARAMETERS_MAX,
-        description="Number of trained parameters, in fp32.",
-        examples=[350_000_000],
-    )
-    layers: int = Field(
-        default=1,
-        ge=1,
-        le=LAYERS_MAX,
-        description="Number of layers of equal size; FSDP gathers one at a time.",
-        examples=[24],
-    )
-    activations_per_sample: Bytes = Field(
-        description="Activation memory of one sample between forward and backward pass, in the job's `precision`.",
-        examples=["900MiB"],
-    )
-    checkpointed_per_sample: Bytes | None = Field(
-        default=None,
-        description="The same under full activation checkpointing; null: checkpointing saves nothing.",
-        examples=["90MiB"],
-    )
-    selective_per_sample: Bytes | None = Field(
-        default=None,
-        description="The same under selective activation checkpointing; null: the model does not support it.",
-        examples=["300MiB"],
-    )
-    tensor_parallel: tuple[Annotated[int, Field(ge=2, le=DEVICES_MAX)], ...] = Field(
-        default=(),
-        description="Degrees above 1 of tensor parallelism that the model supports.",
-        examples=[[2, 4]],
-    )
-    pipeline: bool = Field(
-        default=False,
-        description="Whether the model can be split into pipeline stages between layers.",
-        examples=[True],
-    )
-    workspace: Bytes = Field(
-        default=0,
-        description="Memory besides parameters, gradients, optimizer states and activations.",
-        examples=["1GiB"],
-    )
-    forward_flops_per_sample: float | None = Field(
-        default=None,
-        gt=0,
-        le=FLOPS_MAX,
-        description="FLOPs of the forward pass of one sample; null: 2 x `parameters`, of a script not known.",
-        examples=[1.4e12],
-    )
+    parameters: int = Field(ge=0, le=PARAMETERS_MAX)
+    layers: int = Field(default=1, ge=1, le=LAYERS_MAX)
+    activations_per_sample: Bytes
+    checkpointed_per_sample: Bytes | None = None
+    selective_per_sample: Bytes | None = None
+    tensor_parallel: tuple[Annotated[int, Field(ge=2, le=DEVICES_MAX)], ...] = ()
+    pipeline: bool = False
+    workspace: Bytes = 0
+    forward_flops_per_sample: float | None = Field(default=None, gt=0, le=FLOPS_MAX)
 
 
 LearningRateRule = Literal["linear", "sqrt", "same"]  # how it follows a smaller batch
@@ -123,60 +71,25 @@ LearningRateRule = Literal["linear", "sqrt", "same"]  # how it follows a smaller
 class Remedy(SpecModel):
     """A change that a person may make where no plan fits: words for the command, and keys of the job."""
 
-    label: str = Field(
-        min_length=1,
-        max_length=LABEL_LENGTH_MAX,
-        description="What changes, in a few words.",
-        examples=["the average of the weights on the host"],
-    )
-    arguments: Command = Field(
-        default=(),
-        description="Words that `command` then ends with, where its last word wins.",
-        examples=["--ema-device cpu"],
-    )
-    set: StringMap = Field(
-        default=(),
-        description="Keys of the job file that change with it, by their dotted paths.",
-        examples=[{"profile.workspace": "700MiB"}],
-    )
-    changes: Literal["exact", "numeric", "semantic"] = Field(
-        default="semantic",
-        description="What becomes of the training: the same mathematics, other arithmetic, or another training.",
-        examples=["exact"],
-    )
+    label: str = Field(min_length=1, max_length=LABEL_LENGTH_MAX)
+    arguments: Command = ()
+    set: StringMap = ()
+    changes: Literal["exact", "numeric", "semantic"] = "semantic"
 
 
 class SmallerBatch(SpecModel):
     """How far a restart may reduce the global batch, and how it then scales the learning rate."""
 
-    least: int = Field(
-        ge=1, le=BATCH_MAX, description="Fewest samples per optimizer step.", examples=[8]
-    )
-    learning_rate: LearningRateRule = Field(
-        description="Learning rate of a smaller batch: cut as much, by the square root of that, or kept.",
-        examples=["same"],
-    )
+    least: int = Field(ge=1, le=BATCH_MAX)
+    learning_rate: LearningRateRule
 
 
 class Degrade(SpecModel):
     """The settings that a restart may change."""
 
-    allow: Literal["none", "exact", "numeric", "semantic"] = Field(
-        default="exact",
-        description="Furthest change: none, exact (same mathematics), numeric (precision, moments in 8 bits, "
-        "master weights in bf16) or semantic (the training).",
-        examples=["numeric"],
-    )
-    sequence_lengths: tuple[Annotated[int, Field(ge=2, le=LENGTH_MAX)], ...] = Field(
-        default=(),
-        description="Sequence lengths in tokens that a restart may use; needs `allow: semantic`.",
-        examples=[[1024, 512]],
-    )
-    global_batch_size: SmallerBatch | None = Field(
-        default=None,
-        description="Smaller global batches for a restart that has no other plan; without `allow: semantic` it asks.",
-        examples=[{"least": 8, "learning_rate": "same"}],
-    )
+    allow: Literal["none", "exact", "numeric", "semantic"] = "exact"
+    sequence_lengths: tuple[Annotated[int, Field(ge=2, le=LENGTH_MAX)], ...] = ()
+    global_batch_size: SmallerBatch | None = None
 
     @property
     def limit(self) -> Degradation:
@@ -189,68 +102,27 @@ class Degrade(SpecModel):
         return self.allow == "none"
 
 
+Budget = Annotated[int, Field(ge=0, le=64)]  # restarts
+
+
 class Retries(SpecModel):
     """Restarts allowed per cause of failure, from 0 to 64. Errors of the program use `on_error`."""
 
-    oom: int = Field(
-        default=8,
-        ge=0,
-        le=64,
-        description="Restarts after out-of-memory failures of device or host.",
-        examples=[4],
-    )
-    node: int = Field(
-        default=3,
-        ge=0,
-        le=64,
-        description="Restarts after lost nodes and contended device memory.",
-        examples=[5],
-    )
-    startup: int = Field(
-        default=2, ge=0, le=64, description="Restarts after failed launches.", examples=[1]
-    )
-    hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.", examples=[2])
-    preemption: int = Field(
-        default=16,
-        ge=0,
-        le=64,
-        description="Restarts after signals from outside the service.",
-        examples=[32],
-    )
-    unknown: int = Field(
-        default=2,
-        ge=0,
-        le=64,
-        description="Restarts after ends that nothing explains, once training steps were made.",
-        examples=[4],
-    )
-    on_error: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description="Restarts after any error of the program, or those that `exit_codes` names.",
-        examples=[3],
-    )
-    exit_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(
-        default=(),
-        max_length=64,
-        description="Exit codes to which `on_error` is limited; empty: all.",
-        examples=[[75]],
-    )
+    oom: Budget = 8
+    node: Budget = 3
+    startup: Budget = 2
+    hang: Budget = 1
+    preemption: Budget = 16
+    unknown: Budget = 2
+    on_error: Budget = 0
+    exit_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(default=(), max_length=64)
 
 
 class Dependency(SpecModel):
     """Another job that must end before this one starts."""
 
-    job: str = Field(
-        description="Id of the other job, or the name of an earlier one in the same submission.",
-        examples=["prepare-1"],
-    )
-    when: Literal["success", "always"] = Field(
-        default="success",
-        description="End that satisfies the dependency: success only, or any (Slurm: afterok, afterany).",
-        examples=["always"],
-    )
+    job: str
+    when: Literal["success", "always"] = "success"
 
 
 class Member(SpecModel):
@@ -290,19 +162,8 @@ Dependencies = Annotated[
 class Guarantee(SpecModel):
     """A minimum training speed promised to the job: that of `gpus` devices with the requested plan."""
 
-    gpus: int | None = Field(
-        default=None,
-        ge=1,
-        le=DEVICES_MAX,
-        description="Number of devices requested; null: `gpus.max`.",
-        examples=[4],
-    )
-    step: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="Time of an optimizer step on those devices with the requested plan; null: with the fastest plan.",
-        examples=["2.1s"],
-    )
+    gpus: int | None = Field(default=None, ge=1, le=DEVICES_MAX)
+    step: Seconds | None = Field(default=None, gt=0)
 
 
 def _parse_guarantee(raw: object) -> object:

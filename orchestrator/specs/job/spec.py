@@ -13,7 +13,15 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.choices import Degradation, Precision
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.fields import DeadlineField, Hours, Priority, Seconds, Speeds, UserName
+from orchestrator.specs.fields import (
+    DeadlineField,
+    Hours,
+    Name,
+    Priority,
+    Seconds,
+    Speeds,
+    UserName,
+)
 from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.frameworks import (
@@ -65,125 +73,33 @@ IN_NO_FILE = ("member", "traced", "measured", "relative_to", "source", "trial")
 class JobSpec(SpecModel):
     """A training job: a `command` with `knobs`, or a `model` with `data`."""
 
-    name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
-        description="Name of the job; its id is the name with a number.",
-        examples=["my-finetune"],
-    )
-    family: str | None = Field(
-        default=None,
-        max_length=FAMILY_LENGTH_MAX,
-        description="Jobs of one family share the calibration of their memory; null: the name.",
-        examples=["llama-8b"],
-    )
-    priority: Priority = Field(
-        default=0,
-        description="Higher starts first: a whole number, or high (100), normal (0), low (-100).",
-        examples=["high"],
-    )
-    user: UserName | None = Field(
-        default=None,
-        description="User whose share the job is charged to; null: who submits it.",
-        examples=["ada"],
-    )
-    depends_on: Dependencies = Field(
-        default=(),
-        description="Jobs that have to end before this one starts.",
-        examples=[["prepare-1", {"job": "encode-2", "when": "always"}]],
-    )
+    name: Name
+    family: str | None = Field(default=None, max_length=FAMILY_LENGTH_MAX)
+    priority: Priority = 0
+    user: UserName | None = None
+    depends_on: Dependencies = ()
     # of an array, which is expanded where a job file is read
     member: SkipJsonSchema[Member | None] = None
-    deadline: DeadlineField | None = Field(
-        default=None,
-        description="Time at which the job should have ended; without a zone, that of the submitting machine.",
-        examples=["2026-11-23T08:00 Europe/Berlin"],
-    )
-    start_window: Hours | None = Field(
-        default=None,
-        description="Hours and weekdays within which the job starts; without a zone, that of the submitting machine.",
-        examples=["22:00-08:00 Europe/Berlin mon-fri"],
-    )
-    stays: bool = Field(
-        default=False,
-        description="Whether an attempt that saves on SIGTERM goes on when its `start_window` closes.",
-        examples=[True],
-    )
-    gpus: Gpus = Field(
-        default=GpuRange(),
-        description="Number of devices: exactly this many, or a range.",
-        examples=[{"min": 1, "max": 4}, 2],
-    )
-    guarantee: Promise = Field(
-        default=None,
-        description="Promises at least the speed of the request from a start told at submission, or refuses the job.",
-        examples=["requested"],
-    )
-    objective: Literal["trusted", "fastest"] = Field(
-        default="trusted",
-        description="Plan to take among those that fit: the most trusted one within the error of the predicted step "
-        "times, or the fastest one.",
-        examples=["fastest"],
-    )
-    steps: int | None = Field(
-        default=None,
-        ge=1,
-        le=STEPS_MAX,
-        description="Optimizer steps of a script from beginning to end; a `model` says `training.max_steps`.",
-        examples=[5000],
-    )
-    speeds: Speeds = Field(
-        default=(),
-        description="Measured time per optimizer step of a script, by number of devices.",
-        examples=[{"1": "2.1s", "2": "1.2s"}],
-    )
-    global_batch_size: int = Field(
-        ge=1,
-        le=BATCH_MAX,
-        description="Samples per optimizer step over all ranks; no plan changes it.",
-        examples=[256],
-    )
-    precision: Precision = Field(
-        default=Precision.FP32,
-        description="Arithmetic of the forward and backward pass; master weights are fp32.",
-        examples=["bf16"],
-    )
+    deadline: DeadlineField | None = None
+    start_window: Hours | None = None
+    stays: bool = False
+    gpus: Gpus = Field(default=GpuRange(), examples=[{"min": 1, "max": 4}, 2])
+    guarantee: Promise = None
+    objective: Literal["trusted", "fastest"] = "trusted"
+    steps: int | None = Field(default=None, ge=1, le=STEPS_MAX)
+    speeds: Speeds = ()
+    global_batch_size: int = Field(ge=1, le=BATCH_MAX)
+    precision: Precision = Precision.FP32
 
-    model: ModelSpec | None = Field(
-        default=None,
-        description="Model that the engines train; excludes `command`.",
-        examples=[{"factory": "model.py:build"}],
-    )
-    data: DataSpec = Field(
-        default=DataSpec(),
-        description="Files that a `model` is trained on, and the length of a sample.",
-        examples=[{"text": ["corpus.txt"], "sequence_length": 512}],
-    )
-    training: TrainingSpec = Field(
-        default=TrainingSpec(),
-        description="Optimizer, schedule and length of the training of a `model`; of a script, what it does itself.",
-        examples=[{"max_steps": 1000, "learning_rate": 2e-4}],
-    )
+    model: ModelSpec | None = None
+    data: DataSpec = DataSpec()
+    training: TrainingSpec = TrainingSpec()
 
-    command: Command | None = Field(
-        default=None,
-        description="Training script and its arguments, split as a POSIX shell would; no shell runs it.",
-        examples=["python train.py --data corpus.txt"],
-    )
-    python: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Interpreter of the script's environment, relative to `workdir`; programs are those beside it.",
-        examples=[".venv/bin/python"],
-    )
-    trains: ModelSpec | None = Field(
-        default=None,
-        description="Model that a script trains: its memory is estimated from it; the model is never run.",
-        examples=[{"hf": "./model"}],
-    )
+    command: Command | None = None
+    python: str | None = Field(default=None, min_length=1)
+    trains: ModelSpec | None = None
     trainer: Framework | None = Field(
         default=None,
-        description="Framework, or a preset file of yours, that fills in launch, knobs, resume, progress and phases.",
-        examples=["hf"],
         json_schema_extra={
             "anyOf": [
                 {"enum": list(get_args(Framework))},
@@ -192,118 +108,36 @@ class JobSpec(SpecModel):
             ]
         },
     )
-    launch: LaunchStyle = Field(
-        default="ranks",
-        description="Who starts the ranks: the service, a launcher on each node, or the script itself.",
-        examples=["torchrun"],
-    )
-    workdir: str | None = Field(
-        default=None,
-        description="Working directory of the script, relative to the job file; null: the job file's folder.",
-        examples=["project"],
-    )
-    env: Environment = Field(
-        default=(),
-        description="Environment variables of the script.",
-        examples=[{"OMP_NUM_THREADS": "8"}],
-    )
-    secrets: tuple[Variable, ...] = Field(
-        default=(),
-        description="Environment variables of the service that the script gets; their values are never recorded.",
-        examples=[["HF_TOKEN"]],
-    )
-    knobs: Knobs = Field(
-        default=Knobs(),
-        description="How the script takes each setting of a plan; a setting without a knob is never changed.",
-        examples=[{"micro_batch_size": {"flag": "--batch-size", "default": 8}}],
-    )
-    config: ConfigFile | None = Field(
-        default=None,
-        description="YAML or JSON file in which knobs are keys; each attempt gets a copy.",
-        examples=[{"file": "train.yaml", "flag": "--config"}],
-    )
-    success: Success = Field(
-        default=Success(),
-        description="What a finished script leaves behind, besides exit code 0.",
-        examples=[{"artifacts": ["model.pt"]}],
-    )
-    resume: Resume = Field(
-        default=Resume(),
-        description="The script's own checkpoints and what a restart needs.",
-        examples=[{"checkpoints": "checkpoint-*", "on_sigterm": True}],
-    )
-    progress: Counter | None = Field(
-        default=None,
-        description="Regular expression with one group: a number in the log that counts up, step or epoch.",
-        examples=[r"step (\d+)"],
-    )
-    phases: StringMap = Field(
-        default=(),
-        description="Regular expression of the log line that begins a phase, such as encoding, training or evaluation.",
-        examples=[{"evaluation": "Running evaluation"}],
-    )
+    launch: LaunchStyle = "ranks"
+    workdir: str | None = None
+    env: Environment = ()
+    secrets: tuple[Variable, ...] = ()
+    knobs: Knobs = Knobs()
+    config: ConfigFile | None = None
+    success: Success = Success()
+    resume: Resume = Resume()
+    progress: Counter | None = None
+    phases: StringMap = ()
 
-    profile: DeclaredProfile | None = Field(
-        default=None,
-        description="Memory and cost of the model as you declare them; overrides closed form and trace.",
-        examples=[{"parameters": 350_000_000, "activations_per_sample": "900MiB"}],
-    )
+    profile: DeclaredProfile | None = None
     traced: SkipJsonSchema[
         tuple[TracedProfile, ...]
     ] = ()  # of a model that no closed form knows: added at intake
-    probe: Literal["auto", "never"] = Field(
-        default="auto",
-        description="Whether two short attempts measure a script of unknown memory before it trains.",
-        examples=["never"],
-    )
+    probe: Literal["auto", "never"] = "auto"
     # what its family was probed to need: never said in a file
     measured: SkipJsonSchema[MeasuredLine | None] = None
     # of its family, those that outcomes are told by: as above
     relative_to: SkipJsonSchema[OwnSettings | None] = None
     source: SkipJsonSchema[CodeSource | None] = None  # of its code: added at intake
     trial: SkipJsonSchema[Trial | None] = None  # of a sweep, of which a file says the first
-    plan: Pins = Field(
-        default=(),
-        description="Settings that every plan of the job has; what is left out is planned.",
-        examples=[{"zero_stage": 3, "micro_batch": 2}],
-    )
-    degrade: Degrade = Field(
-        default=Degrade(),
-        description="What a restart on a cheaper plan may change.",
-        examples=[{"allow": "numeric"}],
-    )
-    remedies: tuple[Remedy, ...] = Field(
-        default=(),
-        max_length=REMEDIES_MAX,
-        description="Changes of the script that a refusal offers where no plan fits; none is made by itself.",
-        examples=[[{"label": "its smaller variant", "arguments": "--size small"}]],
-    )
-    retries: Retries = Field(
-        default=Retries(),
-        description="Restarts per cause of failure, each from 0 to 64.",
-        examples=[{"oom": 4}],
-    )
-    on_caught_oom: Literal["recover", "accept"] = Field(
-        default="recover",
-        description="What follows where a script catches its out-of-memory errors: a cheaper plan, or nothing.",
-        examples=["accept"],
-    )
-    hang_timeout: Seconds = Field(
-        default=600.0,
-        description="Time without a training step after which an attempt counts as hung.",
-        examples=["20min"],
-    )
-    startup_timeout: Seconds = Field(
-        default=900.0,
-        description="Time within which the first training step has to come.",
-        examples=["1h"],
-    )
-    time_limit: Seconds | None = Field(
-        default=None,
-        gt=0,
-        description="Time that the job's attempts may run together before it saves and ends; null: the team's default.",
-        examples=["8h"],
-    )
+    plan: Pins = ()
+    degrade: Degrade = Degrade()
+    remedies: tuple[Remedy, ...] = Field(default=(), max_length=REMEDIES_MAX)
+    retries: Retries = Retries()
+    on_caught_oom: Literal["recover", "accept"] = "recover"
+    hang_timeout: Seconds = 600.0
+    startup_timeout: Seconds = 900.0
+    time_limit: Seconds | None = Field(default=None, gt=0)
 
     def file_content(self) -> dict[str, Any]:
         """Return the content of a job file that reads as this job: what no file says is left out."""

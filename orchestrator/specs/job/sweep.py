@@ -44,40 +44,19 @@ KEPT = (  # of every trial: whose it is, its files, and what is found out
 class Metric(SpecModel):
     """The metric that ranks trials by its last value."""
 
-    name: str = Field(
-        default="loss",
-        pattern=r"^[\w./ -]{1,200}$",
-        description="Name of the metric; of a `model`: loss, grad_norm or step_s.",
-        examples=["loss"],
-    )
-    goal: Literal["minimize", "maximize"] = Field(
-        default="minimize", description="Whether lower or higher is better.", examples=["maximize"]
-    )
-    log: Number | None = Field(
-        default=None,
-        description="Regular expression with one group: the value in a script's log, which a `command` needs.",
-        examples=[r"eval_loss=([-+.\de]+)"],
-    )
+    name: str = Field(default="loss", pattern=r"^[\w./ -]{1,200}$")
+    goal: Literal["minimize", "maximize"] = "minimize"
+    log: Number | None = None
 
 
 class Parameter(SpecModel):
     """Values of one swept parameter: a list `values`, one `value`, or a range from `min` to `max`."""
 
-    value: Value | None = Field(default=None, description="The same in every trial.", examples=[8])
-    values: tuple[Value, ...] = Field(
-        default=(), description="Values to choose from.", examples=[[1e-3, 1e-4]]
-    )
-    min: Whole | Real | None = Field(
-        default=None, description="Lowest value of a range.", examples=[1e-5]
-    )
-    max: Whole | Real | None = Field(
-        default=None, description="Highest value of a range.", examples=[1e-2]
-    )
-    distribution: Literal["uniform", "int_uniform", "log_uniform_values"] | None = Field(
-        default=None,
-        description="How a range is drawn from; null: int_uniform between whole numbers, else uniform.",
-        examples=["log_uniform_values"],
-    )
+    value: Value | None = None
+    values: tuple[Value, ...] = ()
+    min: Whole | Real | None = None
+    max: Whole | Real | None = None
+    distribution: Literal["uniform", "int_uniform", "log_uniform_values"] | None = None
 
     @model_validator(mode="after")
     def _one_way(self) -> Parameter:
@@ -123,34 +102,11 @@ class Parameter(SpecModel):
 class EarlyTerminate(SpecModel):
     """Early stopping: when a trial ends because others were better at the same step."""
 
-    type: Literal["median", "hyperband"] = Field(
-        description="median: worse than half of the others; hyperband: brackets of successive halving.",
-        examples=["hyperband"],
-    )
-    min_iter: int = Field(
-        default=1,
-        ge=1,
-        le=STEPS_MAX,
-        description="Steps before a trial can be stopped.",
-        examples=[10],
-    )
-    max_iter: int | None = Field(
-        default=None,
-        ge=1,
-        le=STEPS_MAX,
-        description="Steps of a whole trial, for hyperband; null: those of the job.",
-        examples=[100],
-    )
-    eta: int = Field(
-        default=3, ge=2, le=1000, description="Factor by which hyperband halves.", examples=[3]
-    )
-    startup_trials: int = Field(
-        default=5,
-        ge=1,
-        le=JOBS_MAX,
-        description="Trials that end before median stops any.",
-        examples=[2],
-    )
+    type: Literal["median", "hyperband"]
+    min_iter: int = Field(default=1, ge=1, le=STEPS_MAX)
+    max_iter: int | None = Field(default=None, ge=1, le=STEPS_MAX)
+    eta: int = Field(default=3, ge=2, le=1000)
+    startup_trials: int = Field(default=5, ge=1, le=JOBS_MAX)
 
 
 Parameters = Annotated[
@@ -170,31 +126,12 @@ Parameters = Annotated[
 class Sweep(SpecModel):
     """A hyperparameter sweep: trials of one job with different parameters, each a job in the queue."""
 
-    method: Literal["grid", "random", "bayes"] = Field(
-        description="grid: every combination; random: drawn; bayes: by what earlier trials gave (Optuna's TPE).",
-        examples=["bayes"],
-    )
-    metric: Metric = Field(
-        default=Metric(), description="The number that judges a trial.", examples=[{"name": "loss"}]
-    )
-    parameters: Parameters = Field(
-        min_length=1,
-        description="Values of each {placeholder} of the job.",
-        examples=[{"lr": {"min": 1e-5, "max": 1e-2, "distribution": "log_uniform_values"}}],
-    )
-    max_trials: int | None = Field(
-        default=None,
-        ge=1,
-        le=JOBS_MAX,
-        description="Most trials; null: every combination of a grid.",
-        examples=[20],
-    )
-    early_terminate: EarlyTerminate | None = Field(
-        default=None,
-        description="When a trial is stopped before its end; null: never.",
-        examples=[{"type": "median", "min_iter": 10}],
-    )
-    seed: int = Field(default=0, ge=0, le=2**31, description="Seed of what is drawn.", examples=[1])
+    method: Literal["grid", "random", "bayes"]
+    metric: Metric = Metric()
+    parameters: Parameters = Field(min_length=1)
+    max_trials: int | None = Field(default=None, ge=1, le=JOBS_MAX)
+    early_terminate: EarlyTerminate | None = None
+    seed: int = Field(default=0, ge=0, le=2**31)
 
     @model_validator(mode="after")
     def _consistent(self) -> Sweep:

@@ -70,70 +70,20 @@ Globs = Annotated[
 class Knob(SpecModel):
     """How a script takes one setting: exactly one of flag, switch, override, key, env and accelerate."""
 
-    flag: str | None = Field(
-        default=None,
-        description="Option that the value follows on the command line.",
-        examples=["--batch-size"],
-    )
-    switch: str | None = Field(
-        default=None,
-        description="Option without a value: present for yes, absent for no.",
-        examples=["--gradient-checkpointing"],
-    )
-    override: str | None = Field(
-        default=None,
-        description="Key of a word key=value on the command line (OmegaConf, Hydra, dora).",
-        examples=["data.batch_size"],
-    )
-    key: str | None = Field(
-        default=None,
-        description="Dotted key in the file that `config` names.",
-        examples=["train.batch_size"],
-    )
-    env: Variable | None = Field(
-        default=None, description="Environment variable that holds the value.", examples=["BATCH"]
-    )
-    accelerate: Literal["fsdp", "deepspeed"] | None = Field(
-        default=None,
-        description="Section of the file that `accelerate launch` reads; of `zero_stage` only.",
-        examples=["fsdp"],
-    )
-    default: int | float | str | None = Field(
-        default=None, description="Value that the script uses when it is given none.", examples=[8]
-    )
-    values: ValueMap = Field(
-        default=(),
-        description="The script's word for each value of the setting; null: the option is left out.",
-        examples=[{"fp32": "float32", "bf16": "bfloat16"}],
-    )
-    per: Literal["rank", "node", "global"] = Field(
-        default="rank",
-        description="What a batch size or a number of ranks counts: those of one rank, one node, or all.",
-        examples=["global"],
-    )
-    multiplied_by_ranks: bool = Field(
-        default=False,
-        description="Whether the script multiplies the batch size by its number of ranks.",
-        examples=[True],
-    )
-    separator: str = Field(
-        default=",", description="Text between two device numbers.", examples=["-"]
-    )
-    relative: bool = Field(
-        default=False,
-        description="Whether the script takes the output folder relative to its working directory only.",
-        examples=[True],
-    )
-    phase: Literal["encoding", "evaluation"] | None = Field(
-        default=None,
-        description="Phase outside training whose own batch size this is; needs `default`.",
-        examples=["evaluation"],
-    )
-    also: tuple[Knob, ...] = Field(
-        default=(),
-        description="Further options that the same setting needs.",
-        examples=[[{"flag": "--eval-batch-size", "phase": "evaluation", "default": 8}]],
-    )
+    flag: str | None = None
+    switch: str | None = None
+    override: str | None = None
+    key: str | None = None
+    env: Variable | None = None
+    accelerate: Literal["fsdp", "deepspeed"] | None = None
+    default: int | float | str | None = None
+    values: ValueMap = ()
+    per: Literal["rank", "node", "global"] = "rank"
+    multiplied_by_ranks: bool = False
+    separator: str = ","
+    relative: bool = False
+    phase: Literal["encoding", "evaluation"] | None = None
+    also: tuple[Knob, ...] = ()
 
     @model_validator(mode="after")
     def _one_way(self) -> Knob:
@@ -178,84 +128,22 @@ PROBED_BY = {
 class Knobs(SpecModel):
     """Settings that the script takes from a plan. A setting without a knob is the same in every plan."""
 
-    micro_batch_size: Knob | None = Field(
-        default=None,
-        description="Samples per forward pass (per rank, unless `per` says otherwise).",
-        examples=[{"flag": "--batch-size", "default": 8}],
-    )
-    gradient_accumulation_steps: Knob | Literal["derived"] | None = Field(
-        default=None,
-        description="Micro-batches per optimizer step; `derived`: the script divides its global batch itself.",
-        examples=[{"flag": "--accumulate", "default": 1}],
-    )
-    global_batch_size: Knob | None = Field(
-        default=None,
-        description="Samples per optimizer step of all ranks; gets the job's `global_batch_size`.",
-        examples=[{"flag": "--global-batch-size"}],
-    )
-    activation_checkpointing: Knob | None = Field(
-        default=None,
-        description="Whether activations are recomputed in the backward pass.",
-        examples=[{"switch": "--gradient-checkpointing"}],
-    )
-    precision: Knob | None = Field(
-        default=None,
-        description="Arithmetic of the forward and backward pass: fp32, bf16 or fp16.",
-        examples=[{"flag": "--dtype", "values": {"fp32": "float32", "bf16": "bfloat16"}}],
-    )
-    full_checkpointing_layers: Knob | None = Field(
-        default=None,
-        description="Number of first layers of a stage that are recomputed while the others keep everything.",
-        examples=[{"flag": "--recompute-num-layers", "values": {"0": None}}],
-    )
-    optimizer_in_backward: Knob | None = Field(
-        default=None,
-        description="Whether parameters are updated in the backward pass; needs `training: {clip_norm: null}`.",
-        examples=[{"override": "optimizer_in_bwd", "values": {"false": "False", "true": "True"}}],
-    )
-    learning_rate: Knob | None = Field(
-        default=None,
-        description="Learning rate; its `default` is what the script is told, or less where `degrade` cuts the batch.",
-        examples=[{"flag": "--lr", "default": 0.0001}],
-    )
-    sequence_length: Knob | None = Field(
-        default=None,
-        description="Tokens per sample; changed under `degrade.allow: semantic`.",
-        examples=[{"flag": "--len"}],
-    )
-    zero_stage: Knob | None = Field(
-        default=None,
-        description="Sharding: 0, 2 or 3 of FSDP, or 0 to 3 under `accelerate: deepspeed`.",
-        examples=[{"flag": "--shard", "values": {"0": "none", "2": "grads", "3": "full"}}],
-    )
-    deepspeed_config: Knob | None = Field(
-        default=None,
-        description="Path of a DeepSpeed file, which is written from the plan; opens ZeRO 1 to 3 and offload.",
-        examples=[{"flag": "--deepspeed"}],
-    )
-    devices: Knob | None = Field(
-        default=None,
-        description="Numbers of the devices of the node.",
-        examples=[{"flag": "--gpus", "separator": "-"}],
-    )
-    ranks: Knob | None = Field(
-        default=None,
-        description="Number of processes, per node or in all.",
-        examples=[{"flag": "--devices", "per": "node"}],
-    )
-    nodes: Knob | None = Field(
-        default=None, description="Number of nodes.", examples=[{"flag": "--num-nodes"}]
-    )
-    resume_from: Knob | None = Field(
-        default=None,
-        description="Path of the checkpoint from which a restart continues.",
-        examples=[{"flag": "--resume"}],
-    )
-    output_dir: Knob | None = Field(
-        default=None,
-        description="Folder for checkpoints and results; the service names one per job.",
-        examples=[{"flag": "--output"}],
-    )
+    micro_batch_size: Knob | None = None
+    gradient_accumulation_steps: Knob | Literal["derived"] | None = None
+    global_batch_size: Knob | None = None
+    activation_checkpointing: Knob | None = None
+    precision: Knob | None = None
+    full_checkpointing_layers: Knob | None = None
+    optimizer_in_backward: Knob | None = None
+    learning_rate: Knob | None = None
+    sequence_length: Knob | None = None
+    zero_stage: Knob | None = None
+    deepspeed_config: Knob | None = None
+    devices: Knob | None = None
+    ranks: Knob | None = None
+    nodes: Knob | None = None
+    resume_from: Knob | None = None
+    output_dir: Knob | None = None
 
     def items(self) -> Iterator[tuple[str, Knob]]:
         """Yield (setting, knob) of each declared setting. Knobs under `also` come as `setting.also[0]` and so on."""
@@ -346,73 +234,27 @@ class ConfigFile(SpecModel):
     Without `flag` the copy takes the file's place, in a working directory that links to everything else in `workdir`.
     """
 
-    file: str = Field(
-        pattern=r"\.(ya?ml|json)$",
-        description="Path of the file, relative to `workdir`.",
-        examples=["train.yaml"],
-    )
-    flag: str | None = Field(
-        default=None,
-        description="Option that gets the path of the copy; null: the script opens `file` itself.",
-        examples=["--config"],
-    )
+    file: str = Field(pattern=r"\.(ya?ml|json)$")
+    flag: str | None = None
 
 
 class Success(SpecModel):
     """Signs of success required besides exit code 0."""
 
-    artifacts: Globs = Field(
-        default=(),
-        description="Shell patterns of files, below the output folder or absolute; each needs a match newer than the "
-        "attempt's start.",
-        examples=[["model.pt"]],
-    )
-    log: Pattern | None = Field(
-        default=None,
-        description="Regular expression of a log line that the script prints only when it has finished.",
-        examples=["training finished"],
-    )
-    steps: Literal["all"] | None = Field(
-        default=None,
-        description="Steps that a success needs besides exit code 0: all of `steps`; null: it may stop early.",
-        examples=["all"],
-    )
+    artifacts: Globs = ()
+    log: Pattern | None = None
+    steps: Literal["all"] | None = None
 
 
 class Resume(SpecModel):
     """The script's own checkpoints: how a complete checkpoint is recognised, and how a restart uses it."""
 
-    checkpoints: Globs = Field(
-        default=("checkpoint*", "step-*"),
-        description="Shell patterns of checkpoints, below the output folder or absolute; "
-        "the newest complete one is used.",
-        examples=["checkpoint-*"],
-    )
-    on_sigterm: bool = Field(
-        default=False,
-        description="Whether the script saves a checkpoint on SIGTERM; only then does a stop lose nothing.",
-        examples=[True],
-    )
-    holds: Globs = Field(
-        default=(),
-        description="Shell patterns of files that a complete checkpoint contains, none of them empty.",
-        examples=[["trainer_state.json"]],
-    )
-    step: Counter | None = Field(
-        default=None,
-        description="Regular expression with one group: step or epoch in a checkpoint's path; null: newest by time.",
-        examples=[r"checkpoint-(\d+)"],
-    )
-    before: Command | None = Field(
-        default=None,
-        description="Command run before each restart; {arguments} are the script's, {checkpoint} is the path.",
-        examples=["python prepare_resume.py {checkpoint}"],
-    )
-    loses: tuple[str, ...] = Field(
-        default=(),
-        description="What the script does not restore on resume; stands in the record of the attempt.",
-        examples=[["learning-rate schedule"]],
-    )
+    checkpoints: Globs = ("checkpoint*", "step-*")
+    on_sigterm: bool = False
+    holds: Globs = ()
+    step: Counter | None = None
+    before: Command | None = None
+    loses: tuple[str, ...] = ()
 
 
 def check_script(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import Any
 from unittest.mock import patch
 
@@ -12,76 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in torch/include/ATen/autocast_mode.h, torch
-# 2.13.0.
-FP32 = (
-    *(
-        "acos",
-        "asin",
-        "cosh",
-        "erfinv",
-        "exp",
-        "expm1",
-        "log",
-        "log10",
-        "log2",
-        "log1p",
-        "reciprocal",
-        "rsqrt",
-    ),
-    *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
-    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
-    *(
-        "frobenius_norm.dim",
-        "nuclear_norm",
-        "nuclear_norm.dim",
-        "cosine_similarity",
-        "poisson_nll_loss",
-    ),
-    *(
-        "cosine_embedding_loss",
-        "nll_loss",
-        "nll_loss2d",
-        "hinge_embedding_loss",
-        "kl_div",
-        "l1_loss",
-    ),
-    *("smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss"),
-    *(
-        "soft_margin_loss",
-        "triplet_margin_loss",
-        "multi_margin_loss",
-        "binary_cross_entropy_with_logits",
-    ),
-    *("dist", "pdist", "cdist", "renorm", "logsumexp"),
-    *(
-        "upsample_nearest1d",
-        "_upsample_nearest_exact1d",
-        "upsample_nearest2d",
-        "_upsample_nearest_exact2d",
-    ),
-    *(
-        "upsample_nearest3d",
-        "_upsample_nearest_exact3d",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-    ),
-    *(
-        "_upsample_bilinear2d_aa",
-        "upsample_trilinear3d",
-        "upsample_bicubic2d",
-        "_upsample_bicubic2d_aa",
-    ),
-)
-FP32_UNLESS_SAID = (
-    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
-    *(
-        "linalg_vector_norm",
-        "linalg_matrix_norm",
-        "linalg_matrix_norm.str_ord",
-        "sum",
-        "sum.dim_IntList",
-    ),
+# Names of operators that CUDA's autocast computes in fp32: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in
+# torch/include/ATen/autocast_mode.h, torch 2.13.0.
+OPERATORS: dict[str, list[str]] = json.loads(
+    files(__package__).joinpath("cuda_autocast.json").read_text()
 )
 LOW = (torch.bfloat16, torch.float16)
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
@@ -96,9 +32,8 @@ def as_on_cuda() -> Iterator[None]:
     in fp32 (pooling, padding, image sampling) stay so.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    names = [(name, _in_fp32) for name in FP32] + [
-        (name, _in_fp32_by_default) for name in FP32_UNLESS_SAID
-    ]
+    names = [(name, _in_fp32) for name in OPERATORS["fp32"]]
+    names += [(name, _in_fp32_by_default) for name in OPERATORS["fp32_unless_said"]]
     for name, kernel in names:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]

@@ -7,9 +7,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
+
+from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.init.command_settings import collect_settings
 from orchestrator.service.commands.init.controlled import SEVERAL_RANKS, BareCommand, choose_knobs
 from orchestrator.service.commands.init.help_text import with_help
@@ -86,18 +90,16 @@ def read_proposal(
         script = with_help(script, typed)
     framework, source = _framework(typed, script), f"the proposal for {shlex.join(argv)}"
     bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
-    head, *lines = (
-        *_lines(typed, script, bare, run_help),
-        *_secrets(typed, script, environment),
-    )
-    is_whole = any(line.startswith("global_batch_size:") for line in lines)
-    batch = [] if is_whole else [UNKNOWN_BATCH]
-    spec = parse_jobs("\n".join((*lines, *batch)), source)[0]
+    is_whole = bare.batch.samples is not None
+    head, body = _job_file(typed, script, bare, run_help, environment).split("\n", 1)
+    body = f"{body.rstrip()}\n"
+    batch = "" if is_whole else UNKNOWN_BATCH
+    spec = parse_jobs(body + batch, source)[0]
     has_success = framework in SAYS_SUCCESS or bool(spec.success.artifacts)
-    lines += results(spec, script, framework, has_success=has_success)
-    spec = parse_jobs("\n".join((*lines, *batch)), source)[0]
-    text = "\n".join((head, *verdict(spec, script, framework, is_whole=is_whole), *lines))
-    return Proposal(typed=typed, script=script, bare=bare, text=text + "\n")
+    body += results(spec, script, framework, has_success=has_success)
+    spec = parse_jobs(body + batch, source)[0]
+    text = f"{head}\n{verdict(spec, script, framework, is_whole=is_whole)}{body}"
+    return Proposal(typed=typed, script=script, bare=bare, text=text)
 
 
 def _framework(typed: TypedCommand, script: Script) -> Framework | None:
@@ -118,15 +120,20 @@ def _framework(typed: TypedCommand, script: Script) -> Framework | None:
     return "deepspeed" if load_preset("deepspeed")["config_flag"] in flags else None
 
 
-def _lines(typed: TypedCommand, script: Script, bare: BareCommand, has_run: bool) -> Iterator[str]:
+def _job_file(
+    typed: TypedCommand,
+    script: Script,
+    bare: BareCommand,
+    has_run: bool,
+    environment: Mapping[str, str],
+) -> str:
+    """Return the text of a job file, without what follows from reading it."""
     framework, folder = _framework(typed, script), typed.folder
     differing = _missing_knobs(framework, script) if framework and framework not in INHERITS else {}
     knobs = {**differing, **bare.knobs}
+    every = {**_preset(framework), **knobs}
     names = {
-        name
-        for knob in (*knobs.values(), *_preset(framework).values())
-        if knob
-        for name in _names(knob)
+        name for knob in (*knobs.values(), *_preset(framework).values()) for name in _names(knob)
     }
     arguments = typed.command[typed.arguments :]
     needed = [flag for flag in script.flags if flag.required and flag.name not in names]
@@ -134,129 +141,77 @@ def _lines(typed: TypedCommand, script: Script, bare: BareCommand, has_run: bool
     if arguments:  # a parser of its package may be another program's: what was typed is whole
         missing = [flag.name for flag in needed if flag.kind != "positional"]
         needed = []
-    missing = [name for name in missing if name not in bare.names]
     command = [*bare.command, *_command(framework, folder, needed, bare=not arguments)]
-    read = (
-        typed.script.name
-        if typed.script is not None
-        else typed.framework or shlex.join(typed.command[:3])
-    )
-    run = "whose --help was run" if has_run else "which was read, not run"
-    yield f"# Proposed from {read}, {run}. Check every CHECK; `orc plan` shows its plans."
-    yield from (f"# {_comment_text(note)}." for note in (*typed.notes, *bare.notes))
-    for way in script.unread:
-        yield f"# Not read: settings by {way}."
-    yield f"name: {_name(folder, typed)}"
-    if missing:
-        yield f"# {CHECK}not typed, though a parser here requires: {', '.join(missing)}."
-    if needed:
-        names_needed = ", ".join(flag.name for flag in needed)
-        yield f"# {CHECK}required: {names_needed}; replace by your own values."
-    if framework == "deepspeed" and not arguments:
-        yield f"# {CHECK}the DeepSpeed file, relative to workdir; each attempt gets a copy with its batch size."
-    yield f"command: {_quote(shlex.join(command))}"
-    yield f"workdir: {_quote(str(folder))}"
     env = {name: str(value) for name, value in bare.env.items()}
     env |= task_variable(typed.slurm, (*command, *env.values()))
-    if env:
-        yield f"env: {_flow(env, texts=True)}"
-    yield from slurm_lines(typed.slurm, as_texts=f"{{{TASK}}}" in env.values())
-    yield from _trainer(script, framework)
-    yield from _devices(typed, script, framework, bare)
-    yield from _batch(bare)
-    if bare.precision is not None:
-        yield f"precision: {bare.precision}"
-    if bare.steps is not None:
-        yield f"steps: {bare.steps.number} # {bare.steps.place}"
-    if bare.config is not None:
-        yield f"config: {_flow(bare.config)} # each attempt gets a copy with its plan"
-    yield from _knob_lines(knobs, framework)
-    if framework == "trl":
-        yield "success: {artifacts: ['*.safetensors']} # trl's scripts save it at their end"
-    yield from _unknown(knobs, framework, bare)
-
-
-def _comment_text(text: str) -> str:
-    """Return a text on one line: a typed word may hold a line break."""
-    return " ".join(text.split())
-
-
-def _secrets(typed: TypedCommand, script: Script, environment: Mapping[str, str]) -> Iterator[str]:
-    names = [
-        *typed.secrets,
-        *([HUB_TOKEN] if HUB_TOKEN in environment and HUB_TOKEN not in typed.secrets else []),
-    ]
-    if names:
-        yield f"secrets: [{', '.join(names)}] # not inherited: the service must have it when it is started"
-    elif (
-        HUBS & {name.partition(".")[0] for name in script.imports}
-        or _framework(typed, script) in OF_THE_HUB
-    ):
-        yield f"# secrets: [{HUB_TOKEN}] # for models that need a token: set it where you start the service"
-
-
-def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
-    if framework is None:
-        return
-    why = {
-        "hf": f"it parses {script.training_arguments}",
-        "trl": f"it parses {script.training_arguments}"
-        if script.training_arguments
-        else "by its name",
-        "lightning": "it calls LightningCLI",
-        "diffusers": "an Accelerator, and the flags of the examples of diffusers",
-        "accelerate": "an Accelerator, and the flags of transformers' examples without Trainer",
-        "deepspeed": "it takes --deepspeed_config",
-    }.get(framework, "by its name")
-    yield f"trainer: {framework} # {why}; sets knobs, launch and resume unless given here"
-
-
-def _devices(
-    typed: TypedCommand, script: Script, framework: Framework | None, bare: BareCommand
-) -> Iterator[str]:
-    ranks = bare.ranks
-    if ranks is not None and ranks > 1 and bare.is_fixed:
-        yield f"gpus: {ranks} # {CHECK}exactly as many as in its command, where no plan changes it"
-    elif ranks is not None:
-        yield f"gpus: {{min: 1, max: {ranks}}} # {CHECK}as many as in its command, or fewer"
-    elif (
-        framework is not None
-        or typed.launch is not None
-        or script.calls & set(SEVERAL_RANKS)
-        or "torch.distributed" in script.imports
-    ):
-        yield f"gpus: {{min: 1, max: 1}} # {CHECK}it can use several; set the largest number"
-    else:
-        request = (
-            f"{CHECK}{typed.devices} devices were asked for, and "
-            if (typed.devices or 1) > 1
-            else ""
-        )
-        yield f"gpus: 1 # {request}no code for several devices was found"
-    spawns = (
-        script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports
+    secrets = list(typed.secrets)
+    if HUB_TOKEN in environment and HUB_TOKEN not in secrets:
+        secrets.append(HUB_TOKEN)
+    packages = {name.partition(".")[0] for name in script.imports}
+    is_launched = framework is not None and launch_of(framework) == typed.launch
+    return _template().render(
+        read=_source(typed),
+        run="whose --help was run" if has_run else "which was read, not run",
+        notes=(*typed.notes, *bare.notes),
+        unread=script.unread,
+        name=_name(folder, typed),
+        missing=[name for name in missing if name not in bare.names],
+        needed=[flag.name for flag in needed],
+        framework=framework,
+        arguments=arguments,
+        command=shlex.join(command),
+        workdir=str(folder),
+        env=env,
+        slurm=slurm_lines(typed.slurm, as_texts=f"{{{TASK}}}" in env.values()),
+        parses=script.training_arguments,
+        bare=bare,
+        may_use_several=_may_use_several(typed, script, framework),
+        devices=typed.devices,
+        launch=None if is_launched else typed.launch,
+        starts_itself=framework is None and _starts_ranks(script, bare),
+        knobs=knobs,
+        comment=lambda name, knob: _comment(name, knob, framework),
+        every=every,
+        secrets=secrets,
+        hub_token=HUB_TOKEN,
+        loads_from_hub=HUBS & packages or framework in OF_THE_HUB,
     )
-    spawns = spawns or ("DataParallel" in script.calls and ranks is not None)
-    if typed.launch is not None and (framework is None or launch_of(framework) != typed.launch):
-        yield f"launch: {typed.launch}"
-    elif framework is None and spawns:
-        yield f"launch: self # {CHECK}it starts its ranks itself"
 
 
-def _batch(bare: BareCommand) -> Iterator[str]:
-    batch = bare.batch
-    if batch.samples is not None:
-        yield f"global_batch_size: {batch.samples} # {CHECK}{_comment_text(batch.origin)}"
-    else:
-        yield f"# {CHECK}nothing says the samples per optimizer step, over all devices. global_batch_size: NUMBER"
+@cache
+def _template() -> Template:
+    return load_text_template(
+        "orchestrator.service.commands.init",
+        "job.yaml",
+        one_line=_one_line,
+        scalar=_quote,
+        flow=_flow,
+    )
 
 
-def _knob_lines(knobs: Mapping[str, Any], framework: Framework | None) -> Iterator[str]:
-    if not knobs:
-        return
-    yield "knobs:"
-    for name, knob in knobs.items():
-        yield f"  {name}: {_flow(knob)}{_comment(name, knob, framework)}"
+def _one_line(text: object) -> str:
+    """Return the text on one line: a typed word may hold a line break."""
+    return " ".join(str(text).split())
+
+
+def _source(typed: TypedCommand) -> str:
+    if typed.script is not None:
+        return typed.script.name
+    return typed.framework or shlex.join(typed.command[:3])
+
+
+def _may_use_several(typed: TypedCommand, script: Script, framework: Framework | None) -> bool:
+    """Return whether anything speaks for several devices."""
+    is_started = framework is not None or typed.launch is not None
+    imports = "torch.distributed" in script.imports
+    return is_started or imports or bool(script.calls & set(SEVERAL_RANKS))
+
+
+def _starts_ranks(script: Script, bare: BareCommand) -> bool:
+    """Return whether a script starts its ranks itself."""
+    if script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports:
+        return True
+    return "DataParallel" in script.calls and bare.ranks is not None
 
 
 def _comment(name: str, knob: dict[str, Any] | None, framework: Framework | None) -> str:
@@ -275,26 +230,6 @@ def _is_plain(knob: Mapping[str, Any]) -> bool:
     """Return whether the name of a batch size does not say what it counts."""
     name = next((knob[way] for way in ("flag", "override", "key", "env") if way in knob), "")
     return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
-
-
-def _unknown(
-    knobs: Mapping[str, Any], framework: Framework | None, bare: BareCommand
-) -> Iterator[str]:
-    every = {**_preset(framework), **knobs}
-    if every.get("micro_batch_size") is None:
-        yield "# Not known: how a plan tells it its batch size. Without that knob no plan changes it."
-    if every.get("output_dir") is None:
-        yield "# Not known: the folder of its checkpoints. Without knobs.output_dir it is workdir."
-    model = bare.model.value if bare.model is not None else "MODEL"
-    length = bare.length.value if bare.length is not None else "N"
-    if bare.model is None:
-        yield "# Not known: its memory. Naming the model predicts it:"
-    else:
-        yield f"# Its model is {_comment_text(str(model))}. These keys predict its memory:"
-    hf = f"{{hf: {_comment_text(str(model))}}} with data: {{sequence_length: {length}}}"
-    yield f"# trains: {hf}, or a file: trains: {{factory: model.py:build}}."
-    if bare.steps is None:
-        yield "# Not known: the number of its optimizer steps. steps: 1000"
 
 
 def _missing_knobs(framework: Framework, script: Script) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache, partial
 
+from orchestrator.backends.text_templates import load_text_template
 from orchestrator.scheduling.options.probe import unmeasured_reason
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.saved_files import SavedFile
@@ -32,96 +34,83 @@ def used_names(script: Script) -> set[str]:
     }
 
 
-def verdict(
-    spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool
-) -> Iterator[str]:
-    """Yield comments on out-of-memory failures, on restarts, and on unmeasured memory.
+def verdict(spec: JobSpec, script: Script, framework: Framework | None, *, is_whole: bool) -> str:
+    """Return comments on out-of-memory failures, on restarts, and on unmeasured memory, as lines.
 
     `is_whole` is whether the job states its global batch. Without it, only missing knobs are a reason.
     """
-    knobs = spec.knobs
     missing = [
-        name
+        f"{PROBED_BY[name]} ({_absence(name, script)})"
         for name in ("micro_batch_size", "gradient_accumulation_steps")
-        if getattr(knobs, name) is None
+        if getattr(spec.knobs, name) is None
     ]
-    if missing:
-        absences = " and ".join(f"{PROBED_BY[name]} ({_absence(name, script)})" for name in missing)
-        ways = list(_other_ways(spec))
-        result = f"recovers only with {' or '.join(ways)} from" if ways else "does not recover from"
-        yield f"# {CHECK}{result} an out-of-memory failure: no knob for {absences}."
-    else:
-        yield "# An out-of-memory failure: it goes on with a smaller micro-batch and more accumulation."
-    yield _restart_verdict(spec, script, framework)
-    reason = unmeasured_reason(spec) if is_whole or missing or knobs.output_dir is None else None
-    if reason is None:
-        yield "# Its memory is not known: two short attempts measure it first."
-    else:
-        yield f"# {CHECK}its memory is not measured: {reason}. Its own micro-batch is assumed to fill a device."
+    is_judged = is_whole or missing or spec.knobs.output_dir is None
+    return _write(
+        "verdict",
+        spec,
+        framework,
+        missing,
+        list(_other_ways(spec)),
+        lambda name: _absence(name, script),
+        _why_no_restart(spec, script, framework),
+        unmeasured_reason(spec) if is_judged else None,
+    )
 
 
-def _restart_verdict(spec: JobSpec, script: Script, framework: Framework | None) -> str:
-    patterns = ", ".join(spec.resume.checkpoints)
+def _why_no_restart(spec: JobSpec, script: Script, framework: Framework | None) -> str:
+    """Return why a restart may begin anew, as a word of the template; "" where it goes on."""
     if spec.knobs.resume_from is None:
-        return f"# {CHECK}a restart begins anew: no knob for resume_from ({_absence('resume_from', script)})."
+        return "no knob"
     if framework in ("hf", "trl") and script.flags and not RESUMES & used_names(script):
-        return f"# {CHECK}a restart begins anew: nothing in it uses resume_from_checkpoint."
+        return "no use"
     if not _has_preset(framework) and spec.resume.checkpoints == DEFAULT_PATTERNS:
-        return f"# {CHECK}a restart begins anew: no file name of the script matches {patterns}."
+        return "no file"
     has_folder_knob = spec.knobs.output_dir is not None
-    if framework in SCRIPTS_SAVE and not _files(
-        script, has_folder_knob, is_checkpoint=True, is_guess=False
-    ):
-        return f"# {CHECK}a restart goes on only if the script names its checkpoints {patterns}: none was read."
-    return f"# A restart: it goes on from the newest checkpoint, {patterns}."
+    is_read = _files(script, has_folder_knob, is_checkpoint=True, is_guess=False)
+    return "not read" if framework in SCRIPTS_SAVE and not is_read else ""
 
 
 def results(
     spec: JobSpec, script: Script, framework: Framework | None, *, has_success: bool
-) -> Iterator[str]:
-    """Yield lines for `resume` and `success` from the names of saved files, marked as read from the script.
+) -> str:
+    """Return lines for `resume` and `success` from the names of saved files, marked as read from the script.
 
     A guess is a comment: no condition of success, and no pattern of checkpoints, comes from it.
     """
-    has_folder_knob = spec.knobs.output_dir is not None
+    files = partial(_files, script, spec.knobs.output_dir is not None)
     is_scripts = framework in SCRIPTS_SAVE
+    text = ""
     if not _has_preset(framework) or is_scripts:
-        checkpoints = _files(script, has_folder_knob, is_checkpoint=True, is_guess=False)
-        if checkpoints and not (is_scripts and set(checkpoints) <= set(spec.resume.checkpoints)):
-            patterns = list(checkpoints)
-            value = (
-                _quoted(patterns[0])
-                if len(patterns) == 1
-                else f"[{', '.join(map(_quoted, patterns))}]"
-            )
-            step = ", step: null" if spec.resume.step is not None else ""
-            yield f"resume: {{checkpoints: {value}{step}}} # {CHECK}read from {checkpoints[patterns[0]].where}"
-        elif not is_scripts and spec.knobs.resume_from is not None:
-            patterns_text = ", ".join(map(_quoted, DEFAULT_PATTERNS))
-            yield f"resume: {{checkpoints: [{patterns_text}]}} # {CHECK}not read from the script: write its own names"
-            guesses = _files(script, has_folder_knob, is_checkpoint=True, is_guess=True)
-            for name, file in list(guesses.items())[-1:]:
-                yield f"# {CHECK}guessed, {_origin(file)}: resume: {{checkpoints: {_quoted(name)}}}"
+        checkpoints = files(is_checkpoint=True, is_guess=False)
+        if is_scripts and set(checkpoints) <= set(spec.resume.checkpoints):
+            checkpoints = {}
+        step = ", step: null" if spec.resume.step is not None else ""
+        guess = _last(files(is_checkpoint=True, is_guess=True))
+        is_needed = not is_scripts and spec.knobs.resume_from is not None
+        text = _write("checkpoints", checkpoints, guess, step, is_needed, DEFAULT_PATTERNS)
     if has_success:
-        return
-    artifacts = _files(script, has_folder_knob, is_checkpoint=False, is_guess=False)
-    guesses = _files(script, has_folder_knob, is_checkpoint=False, is_guess=True)
-    if artifacts:
-        name, file = next(reversed(artifacts.items()))
-        yield f"success: {{artifacts: [{_quoted(name)}]}} # {CHECK}read from {file.where}"
-    elif guesses:
-        name, file = next(reversed(guesses.items()))
-        yield f"# {CHECK}guessed, {_origin(file)}: success: {{artifacts: [{_quoted(name)}]}}"
-    else:
-        yield "# Not known: the files that it writes on success. success: {artifacts: [model.pt]}"
+        return text
+    artifacts = [_last(files(is_checkpoint=False, is_guess=is_guess)) for is_guess in (False, True)]
+    return text + _write("success", *artifacts)
+
+
+def _last(files: dict[str, SavedFile]) -> tuple[str, SavedFile] | None:
+    return next(reversed(files.items()), None)
+
+
+def _write(name: str, *values: object) -> str:
+    return str(getattr(_templates(), name)(*values))
+
+
+@cache
+def _templates() -> object:
+    return load_text_template(
+        "orchestrator.service.commands.init", "recovery", quoted=_quoted
+    ).module
 
 
 def _has_preset(framework: Framework | None) -> bool:
     return framework is not None and "resume" in load_preset(framework)
-
-
-def _origin(file: SavedFile) -> str:
-    return f"since {file.where} saves it {file.guess}"
 
 
 def _files(

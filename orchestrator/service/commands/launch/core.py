@@ -30,9 +30,8 @@ from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.planning.render import script_command
 from orchestrator.scheduling.options.asks import with_allowed
-from orchestrator.scheduling.reports.advice import help_for
+from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.commands.diagnose import ELSEWHERE
 from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
 from orchestrator.service.commands.launch.typed_job import (

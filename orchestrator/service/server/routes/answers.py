@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, is_dataclass
 from functools import wraps
 from inspect import iscoroutinefunction
-from typing import Any, NotRequired
+from typing import Any, NotRequired, get_type_hints
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
+from typing_extensions import (  # pydantic reads the standard library's from Python 3.12 on
+    TypedDict,
+    is_typeddict,
+)
 
 from orchestrator.backends.journal.accounts import AuditRow, Token, User
 from orchestrator.backends.journal.set_aside import UnreadableRow
@@ -123,7 +128,7 @@ class ClusterAnswer(TypedDict):
     trackers: dict[str, str]
     problems: list[str]  # what is wrong around the service now, in one sentence each
     nodes: list[NodeView]
-    drained: list[str]
+    drained: Sequence[str]
     observations: list[dict[str, Any]]
 
 
@@ -168,7 +173,7 @@ class JoinAnswer(TypedDict):
 class SweepsAnswer(TypedDict):
     """The newest sweeps."""
 
-    sweeps: list[SweepReport]
+    sweeps: Sequence[SweepReport]
 
 
 class TeamsAnswer(TypedDict):
@@ -198,13 +203,13 @@ class TriedAnswer(TypedDict):
 class UsersAnswer(TypedDict):
     """Every user."""
 
-    users: list[User]
+    users: Sequence[User]
 
 
 class TokensAnswer(TypedDict):
     """Every token."""
 
-    tokens: list[Token]
+    tokens: Sequence[Token]
 
 
 class NewTokenAnswer(TypedDict):
@@ -217,13 +222,13 @@ class NewTokenAnswer(TypedDict):
 class UnreadableAnswer(TypedDict):
     """The unreadable rows of the journal."""
 
-    rows: list[UnreadableRow]
+    rows: Sequence[UnreadableRow]
 
 
 class AuditAnswer(TypedDict):
     """Rows of the audit log, newest first."""
 
-    rows: list[AuditRow]
+    rows: Sequence[AuditRow]
 
 
 Responses = dict[int | str, dict[str, Any]]
@@ -247,13 +252,18 @@ REFUSALS: Responses = {
 
 
 class PlainRoute(APIRoute):
-    """Route that serialises its dict directly, in its own thread, since views build plain JSON data.
+    """Route that serialises its answer directly, in its own thread, since views build plain JSON data.
 
-    FastAPI would first copy each part of it, in the thread that serves everybody.
+    FastAPI would first copy each part of it, in the thread that serves everybody. The type that an endpoint returns is
+    documented, and not validated.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
-        self.answers = endpoint  # the function itself, which returns a dict
+        self.answers = endpoint  # the function itself, which returns the content
+        model = get_type_hints(endpoint)["return"]
+        if is_typeddict(model) or is_dataclass(model):
+            settings["responses"] = {**settings["responses"], 200: {"model": model}}
+        settings["response_model"] = None
         super().__init__(path, _with_json_answer(endpoint), **settings)
 
 
@@ -274,8 +284,19 @@ def _with_json_answer(endpoint: Callable[..., Any]) -> Callable[..., Any]:
     return answer_json
 
 
-def _as_response(content: Response | Mapping[str, Any]) -> Response:
-    return content if isinstance(content, Response) else JSONResponse(content)
+def _as_response(content: Any) -> Response:
+    return content if isinstance(content, Response) else _JsonAnswer(content)
+
+
+class _JsonAnswer(JSONResponse):
+    """JSON of plain data, in which dataclasses are mappings."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the text in UTF-8, as JSONResponse has it."""
+        text = json.dumps(
+            content, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=asdict
+        )
+        return text.encode()
 
 
 def answers(model: type) -> dict[str, Any]:

@@ -266,8 +266,8 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
     """Add what probes, Prometheus and clients ask of the service itself."""
     controller = service.controller
 
-    @app.get("/healthz", **answers(StatusAnswer))
-    async def healthz() -> dict[str, str]:
+    @app.get("/healthz")
+    async def healthz() -> StatusAnswer:
         return {"status": "ok"}
 
     @app.get("/readyz", **READY)
@@ -298,16 +298,16 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
     def scrape() -> Response:
         return Response(content=metrics.text(), media_type=MEDIA_TYPE)
 
-    @app.get("/whoami", **answers(WhoAnswer))
-    def whoami(sender: Sender) -> dict[str, str]:
+    @app.get("/whoami")
+    def whoami(sender: Sender) -> WhoAnswer:
         return {"user": sender.name, "role": sender.role}
 
 
 def _add_cluster_routes(app: FastAPI, service: Service) -> None:
     controller = service.controller
 
-    @app.get("/cluster", **answers(ClusterAnswer))
-    def cluster(request: Request) -> dict[str, Any]:
+    @app.get("/cluster")
+    def cluster(request: Request) -> ClusterAnswer:
         state = controller.state
         job_ids = holders(state)
         return {
@@ -321,22 +321,22 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
             "observations": observations_view(state.observations),
         }
 
-    @app.post("/nodes/{node}/drain", **answers(EmptyAnswer))
-    def drain(node: str, request: DrainRequest, name_objects: NameObjects) -> dict[str, Any]:
+    @app.post("/nodes/{node}/drain")
+    def drain(node: str, request: DrainRequest, name_objects: NameObjects) -> EmptyAnswer:
         name_objects(["undo"] if request.undo else [])
         controller.drain(node, undo=request.undo)
         return {}
 
-    @app.get("/teams", **answers(TeamsAnswer))
-    def teams() -> dict[str, Any]:
+    @app.get("/teams")
+    def teams() -> TeamsAnswer:
         return {"teams": teams_view(controller.state, time.time())}
 
 
 def _add_report_routes(app: FastAPI, service: Service) -> None:
     controller = service.controller
 
-    @app.get("/forecast", **answers(ForecastAnswer))
-    def forecast() -> dict[str, Any]:
+    @app.get("/forecast")
+    def forecast() -> ForecastAnswer:
         """Return expected start and end of each live job, earliest start first, assuming no more submissions."""
         return {"jobs": [*service.forecasts.wait_for_newest().values()]}
 
@@ -361,15 +361,15 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     """Add routes for operators and admins: test notices, observations, purge and shutdown."""
     controller = service.controller
 
-    @app.post("/notify/test", **answers(TriedAnswer))
-    def notify_test(request: TryRequest) -> dict[str, Any]:
+    @app.post("/notify/test")
+    def notify_test(request: TryRequest) -> TriedAnswer:
         """Send a test notice to these notification targets, or to all."""
         return {
             "problems": {} if service.notifier is None else service.notifier.test(request.targets)
         }
 
-    @app.post("/observations", **answers(KeptAnswer))
-    def observe(request: ObserveRequest) -> dict[str, Any]:
+    @app.post("/observations")
+    def observe(request: ObserveRequest) -> KeptAnswer:
         return {"count": controller.observe(observations_from_view(request.observations))}
 
     @app.post("/purge", **answers(PurgeAnswer))
@@ -378,8 +378,8 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         result = service.purger.purge(sender, http_request.state.id, is_dry=request.dry_run)
         return purge_view(result, is_dry=request.dry_run)
 
-    @app.post("/shutdown", **answers(ShutdownAnswer))
-    def shutdown(request: ShutdownRequest) -> dict[str, Any]:
+    @app.post("/shutdown")
+    def shutdown(request: ShutdownRequest) -> ShutdownAnswer:
         running = [
             job.id for job in controller.state.jobs.values() if job.status is JobStatus.RUNNING
         ]
@@ -395,22 +395,22 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 def _add_member_routes(app: FastAPI, service: Service) -> None:
     """Add routes for machines that join and leave the service's own Ray."""
 
-    @app.get("/join", **answers(JoinAnswer))
-    def join() -> dict[str, Any]:
+    @app.get("/join")
+    def join() -> JoinAnswer:
         return {
             "ray_address": _members(service).ray_address(),
-            "machine": asdict(machine(service.home)),
+            "machine": machine(service.home),
         }
 
-    @app.post("/nodes", **answers(EmptyAnswer))
-    def add_node(request: NodeRequest, name_objects: NameObjects) -> dict[str, Any]:
+    @app.post("/nodes")
+    def add_node(request: NodeRequest, name_objects: NameObjects) -> EmptyAnswer:
         node = node_from_data(request.node, "the machine that joins")
         name_objects([node.name, request.address])
         _members(service).add(node, request.address)
         return {}
 
-    @app.delete("/nodes/{node}", **answers(EmptyAnswer))
-    def remove_node(node: str) -> dict[str, Any]:
+    @app.delete("/nodes/{node}")
+    def remove_node(node: str) -> EmptyAnswer:
         """Remove a machine that has left. A new node of its name starts without a drain."""
         _members(service).remove(node)
         if node in service.controller.state.drained:
@@ -427,8 +427,8 @@ def _members(service: Service) -> Members:
 
 
 def _add_sign_in_route(app: FastAPI, gate: Gate) -> None:
-    @app.post("/sign-in-links", **answers(LinkAnswer))
-    def sign_in_link(request: Request) -> dict[str, str]:
+    @app.post("/sign-in-links")
+    def sign_in_link(request: Request) -> LinkAnswer:
         """Return the path of a link that signs one browser in as the sender, within five minutes."""
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         cookie = gate.sessions.cookie(token)
@@ -441,56 +441,56 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
     """Add users, tokens and the audit log, for admins alone: `ROLES` does not name them."""
     accounts = service.accounts
 
-    @app.get("/users", **answers(UsersAnswer))
-    def users() -> dict[str, Any]:
-        return {"users": [asdict(user) for user in accounts.users()]}
+    @app.get("/users")
+    def users() -> UsersAnswer:
+        return {"users": accounts.users()}
 
-    @app.put("/users/{name}", **answers(EmptyAnswer))
-    def set_user(name: UserName, request: UserRequest, name_objects: NameObjects) -> dict[str, Any]:
+    @app.put("/users/{name}")
+    def set_user(name: UserName, request: UserRequest, name_objects: NameObjects) -> EmptyAnswer:
         name_objects([request.role])
         if request.role.may(Role.MEMBER):
             service.refuse_user(name)
         accounts.set_user(name, request.role)
         return {}
 
-    @app.delete("/users/{name}", **answers(EmptyAnswer))
-    def remove_user(name: str) -> dict[str, Any]:
+    @app.delete("/users/{name}")
+    def remove_user(name: str) -> EmptyAnswer:
         accounts.remove_user(name)
         return {}
 
-    @app.get("/tokens", **answers(TokensAnswer))
-    def tokens() -> dict[str, Any]:
-        return {"tokens": [asdict(token) for token in accounts.tokens()]}
+    @app.get("/tokens")
+    def tokens() -> TokensAnswer:
+        return {"tokens": accounts.tokens()}
 
-    @app.post("/tokens", **answers(NewTokenAnswer))
-    def create_token(request: TokenRequest, name_objects: NameObjects) -> dict[str, Any]:
+    @app.post("/tokens")
+    def create_token(request: TokenRequest, name_objects: NameObjects) -> NewTokenAnswer:
         """Create a token. Only this response contains the token itself."""
         name_objects([request.user])
         secret, token = accounts.create_token(request.user, request.lifetime_s)
-        return {"secret": secret, "token": asdict(token)}
+        return {"secret": secret, "token": token}
 
-    @app.delete("/tokens/{number}", **answers(EmptyAnswer))
-    def revoke_token(number: Annotated[int, PathField(ge=0, le=NUMBER_MAX)]) -> dict[str, Any]:
+    @app.delete("/tokens/{number}")
+    def revoke_token(number: Annotated[int, PathField(ge=0, le=NUMBER_MAX)]) -> EmptyAnswer:
         accounts.revoke_token(number)
         return {}
 
-    @app.get("/audit", **answers(AuditAnswer))
+    @app.get("/audit")
     def audit(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
-    ) -> dict[str, Any]:
-        return {"rows": [asdict(row) for row in accounts.audit(limit, before)]}
+    ) -> AuditAnswer:
+        return {"rows": accounts.audit(limit, before)}
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
     """Add the journal's unreadable rows, for admins alone."""
 
-    @app.get("/journal/unreadable", **answers(UnreadableAnswer))
-    def unreadable() -> dict[str, Any]:
-        return {"rows": [asdict(row) for row in service.set_aside.rows()]}
+    @app.get("/journal/unreadable")
+    def unreadable() -> UnreadableAnswer:
+        return {"rows": service.set_aside.rows()}
 
-    @app.delete("/journal/unreadable/{table}/{row}", **answers(EmptyAnswer))
-    def drop_unreadable(table: str, row: str) -> dict[str, Any]:
+    @app.delete("/journal/unreadable/{table}/{row}")
+    def drop_unreadable(table: str, row: str) -> EmptyAnswer:
         """Delete an unreadable row for good. A live job is cancelled first, as it may occupy devices."""
         job = service.controller.state.jobs.get(row) if table == "live" else None
         if job is not None and job.unreadable:
@@ -507,18 +507,23 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
+# Of any other error 409.
+STATUSES = {
+    UnknownError: 404,
+    Forbidden: 403,
+    StorageError: 503,
+    ReadOnlyError: 503,
+    UncertainError: 503,
+    SpecError: 422,
+}
+
+
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, UnknownError):
-        return refusal(404, str(error))
-    if isinstance(error, Forbidden):
-        return refusal(403, str(error))
-    if isinstance(error, StorageError | ReadOnlyError):
-        return refusal(503, str(error))
+    status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 409)
+    answer = refusal(status, str(error))
     if isinstance(error, UncertainError):
-        answer = refusal(503, str(error))
         answer.headers["Retry-After"] = str(ASK_AGAIN_S)
-        return answer
-    return refusal(422 if isinstance(error, SpecError) else 409, str(error))
+    return answer
 
 
 async def _answer_unrouted(_: Request, error: Exception) -> JSONResponse:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Header, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -111,13 +110,13 @@ def add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wait
 def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     controller = service.controller
 
-    @app.post("/jobs", **answers(SubmittedAnswer))
+    @app.post("/jobs")
     def submit(
         request: SubmitRequest,
         sender: Sender,
         name_objects: NameObjects,
         idempotency_key: IdempotencyKey = "",
-    ) -> dict[str, Any]:
+    ) -> SubmittedAnswer:
         key = request_key(idempotency_key, sender, request)
         job_id = controller.submit(
             *requested_job(request, "the submitted job", sender, uploads, service), key
@@ -125,13 +124,13 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
         name_objects([job_id])
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
-    @app.post("/jobs/batch", **answers(BatchAnswer))
+    @app.post("/jobs/batch")
     def submit_batch(
         request: BatchRequest,
         sender: Sender,
         name_objects: NameObjects,
         idempotency_key: IdempotencyKey = "",
-    ) -> dict[str, Any]:
+    ) -> BatchAnswer:
         """Submit all jobs or none, in one transaction."""
         key = request_key(idempotency_key, sender, request)
         jobs = [
@@ -154,12 +153,12 @@ def _add_submission_routes(app: FastAPI, service: Service, uploads: Uploads) -> 
 def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
     controller = service.controller
 
-    @app.get("/jobs", **answers(JobsAnswer))
+    @app.get("/jobs")
     def jobs(
         ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN,
         before: str | None = None,
         after: Annotated[str | None, Query(pattern=PLACE)] = None,
-    ) -> dict[str, Any]:
+    ) -> JobsAnswer:
         """Return recently ended jobs, then live jobs, by page; `next` of a page is `after` of the following one.
 
         A job that starts between two pages is on neither.
@@ -202,31 +201,33 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         view = view_of(service.home, job, controller.state.policy, controller.health.problems())
         return JSONResponse({"job": view, "version": version})
 
-    @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
-    def explanation(job_id: str) -> dict[str, Any]:
+    @app.get("/jobs/{job_id}/explanation")
+    def explanation(job_id: str) -> ExplanationView:
         job = service.reasons.explained(job_of(controller, job_id))
-        return dict(explanation_view(controller.state, job, service.reasons.sooner(job)))
+        return explanation_view(controller.state, job, service.reasons.sooner(job))
 
 
 def _add_comparison_route(app: FastAPI, service: Service) -> None:
     links = Links(partial(comparison_url, service.home))
 
-    @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
-    def compared(job_id: str, request: Request) -> dict[str, Any]:
+    @app.get("/jobs/{job_id}/comparison")
+    def compared(job_id: str, request: Request) -> ComparisonView:
         """Return the strategies of a comparison, by the id of any of its jobs."""
         jobs = _compared_jobs(service, job_of(service.controller, job_id))
         curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
         strategies = comparison(service.controller.state, jobs, curves)
         address, ran = service.trackers.get("mlflow"), sum(bool(job.attempts) for job in jobs)
         link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return dict(comparison_view(strategies, link and seen_from(request, link)))
+        return comparison_view(strategies, link and seen_from(request, link))
 
 
 def _add_cancel_route(app: FastAPI, service: Service) -> None:
     controller, sweeper = service.controller, service.sweeper
 
-    @app.post("/jobs/cancel", **answers(CancelledAnswer))
-    def cancel(request: CancelRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
+    @app.post("/jobs/cancel")
+    def cancel(
+        request: CancelRequest, sender: Sender, name_objects: NameObjects
+    ) -> CancelledAnswer:
         """Cancel jobs, and sweeps by their ids."""
         name_objects(request.jobs)
         sweeps = [job_id for job_id in request.jobs if sweeper.knows(job_id)]
@@ -251,13 +252,13 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
 
 
 def _add_sweep_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/sweeps", **answers(SweepsAnswer))
-    def sweeps() -> dict[str, Any]:
-        return {"sweeps": [asdict(report) for report in service.sweeper.reports()]}
+    @app.get("/sweeps")
+    def sweeps() -> SweepsAnswer:
+        return {"sweeps": service.sweeper.reports()}
 
-    @app.get("/sweeps/{sweep_id}", **answers(SweepReport))
-    def sweep(sweep_id: str) -> dict[str, Any]:
-        return asdict(_sweep_report(service, sweep_id))
+    @app.get("/sweeps/{sweep_id}")
+    def sweep(sweep_id: str) -> SweepReport:
+        return _sweep_report(service, sweep_id)
 
 
 def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
@@ -315,12 +316,12 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
 
 def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/uploads/missing", **answers(MissingAnswer))
-    def missing(request: DigestsRequest) -> dict[str, Any]:
+    @app.post("/uploads/missing")
+    def missing(request: DigestsRequest) -> MissingAnswer:
         return {"missing": uploads.missing(request.digests)}
 
-    @app.put("/uploads/{digest}", **answers(EmptyAnswer), openapi_extra=BYTES_SENT)
-    async def upload(digest: str, request: Request) -> dict[str, Any]:
+    @app.put("/uploads/{digest}", openapi_extra=BYTES_SENT)
+    async def upload(digest: str, request: Request) -> EmptyAnswer:
         with uploads.receiving() as file:
             try:
                 async with asyncio.timeout(RECEIVE_S):

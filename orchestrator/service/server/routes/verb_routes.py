@@ -36,24 +36,24 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
             _verb_route(service, verb, change_of)
         )
 
-    @app.post("/jobs/{job_id}/update", **answers(ChangedAnswer))
+    @app.post("/jobs/{job_id}/update")
     def update_job(
         job_id: str, request: UpdateRequest, sender: Sender, name_objects: NameObjects
-    ) -> dict[str, Any]:
+    ) -> ChangedAnswer:
         """Change the priority, deadline or time limit of a job that has not ended."""
         refuse_other_teams(job_of(controller, job_id), sender, controller.state.policy, "update")
         settings = tuple(request.settings.items())
         name_objects(f"{key}={value}" for key, value in settings)
         return {"changed": controller.change([job_id], update(settings, controller.state.policy))}
 
-    @app.post("/jobs/{job_id}/retry", **answers(RetriedAnswer))
+    @app.post("/jobs/{job_id}/retry")
     def retry(
         job_id: str,
         request: RetryRequest,
         sender: Sender,
         name_objects: NameObjects,
         idempotency_key: IdempotencyKey = "",
-    ) -> dict[str, Any]:
+    ) -> RetriedAnswer:
         """Answer a job's question, or submit an ended job again."""
         job = job_of(controller, job_id)
         refuse_other_teams(job, sender, controller.state.policy, "retry")

@@ -9,13 +9,8 @@ from statistics import median, pstdev
 
 import pytest
 
-from orchestrator.backends.simulated.traces import (
-    SCALING,
-    Trace,
-    _read_speeds,
-    misjudge,
-    read_trace,
-)
+from benchmarks.trace_files import SCALING, _read_speeds, read_trace
+from orchestrator.backends.simulated.traces import Trace, misjudge
 from orchestrator.specs.errors import SpecError
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"

@@ -1,0 +1,32 @@
+"""Templates of plain text, such as Markdown, which stand beside the modules that fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from orchestrator.specs.units import format_bytes, format_seconds
+
+
+def load_text_template(package: str, name: str, **filters: Callable[..., object]) -> Template:
+    """Return the template `NAME.jinja` of a package. Nothing is escaped; an unknown name is an error.
+
+    Its filters are `filters`, `bytes` and `seconds`, which show `-` or their argument for None.
+    """
+    environment = Environment(
+        loader=PackageLoader(package, ""),
+        trim_blocks=True,
+        autoescape=False,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"bytes": _bytes, "seconds": _seconds, **filters}
+    return environment.get_template(f"{name}.jinja")
+
+
+def _bytes(count: int | None, unknown: str = "-") -> str:
+    return unknown if count is None else format_bytes(count)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
