@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
 
 from orchestrator.memory.calibration.calibrate import (
@@ -36,6 +37,7 @@ from orchestrator.planning.ways_out import Unfit, WayOut, adapters, smaller_mode
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
@@ -49,7 +51,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import (
     GIVEN,
@@ -142,6 +144,30 @@ def plan_job(
     profile of its model, which adds adapters to the advice. Raises SpecError if there are too few devices, or no kind
     can run the job.
     """
+    return _choose_kind(spec, nodes, observations, trace).answer
+
+
+def export_job(
+    spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation], folder: Path
+) -> Path:
+    """Write the plan that the job would get as files that run without this service; return the path of `run.sh`.
+
+    Raises SpecError where no plan fits, and as `export_plan`.
+    """
+    on_kind = _choose_kind(spec, nodes, observations, None)
+    chosen = on_kind.answer["chosen"]
+    if chosen is None:
+        raise SpecError(on_kind.answer["nothing_fits"] or "no plan fits", source="--export")
+    plan = on_kind.candidates[chosen].plan
+    return export_plan(spec, plan, on_kind.hardware.devices_per_node, folder)
+
+
+def _choose_kind(
+    spec: JobSpec,
+    nodes: Sequence[Node],
+    observations: Sequence[Observation],
+    trace: Callable[[JobSpec], JobSpec] | None,
+) -> _KindPlans:
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
     if not large_enough:
@@ -162,8 +188,8 @@ def plan_job(
         raise errors[0]
     if not any(forecast.fits_empty for forecast in forecasts):
         forecasts = [replace(forecast, answer=_with_likeliest(forecast)) for forecast in forecasts]
-    answers = [forecast.answer for forecast in forecasts]
-    return next((answer for answer in answers if answer["chosen"] is not None), answers[0])
+    fitting = (forecast for forecast in forecasts if forecast.answer["chosen"] is not None)
+    return next(fitting, forecasts[0])
 
 
 def _origin(spec: JobSpec, profile: ModelProfile) -> str:
@@ -179,21 +205,23 @@ class _KindPlans:
     """Plans on one kind of device; only those that fit its free memory may be chosen."""
 
     answer: JobPlans
-    device: DeviceSpec
+    hardware: Hardware
     candidates: Sequence[Candidate]  # of the frontier, in its order
     calibrated: Calibration
 
     @property
     def fits_empty(self) -> bool:
         return any(
-            fits(candidate, self.device.memory, self.calibrated) for candidate in self.candidates
+            fits(candidate, self.hardware.device.memory, self.calibrated)
+            for candidate in self.candidates
         )
 
 
 def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
     """Return the forecast with the plan most likely to fit an empty device, if the free memory allows it."""
     candidate = likeliest(
-        ((candidate, on_kind.device.memory) for candidate in on_kind.candidates), on_kind.calibrated
+        ((candidate, on_kind.hardware.device.memory) for candidate in on_kind.candidates),
+        on_kind.calibrated,
     )
     if candidate is None:
         return on_kind.answer
@@ -252,7 +280,7 @@ def _plan_on_kind(
         if chosen is None or probe is not None
         else _rivals_note(candidates, views, chosen),
     )
-    return _KindPlans(answer, hardware.device, candidates, calibrated)
+    return _KindPlans(answer, hardware, candidates, calibrated)
 
 
 def _way_view(way: WayOut) -> WayOutView:
