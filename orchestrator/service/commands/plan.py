@@ -69,6 +69,7 @@ from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
+from orchestrator.specs.units import format_bytes
 from orchestrator.specs.written import as_yaml
 
 # Median error of predicted steps of 40 published configurations to which nothing was fitted (`make
@@ -117,7 +118,9 @@ class JobPlans(TypedDict):
     job: str
     device: str
     devices: int
+    hardware: str  # nodes, network and host memory that the plan counts on, in one line
     global_batch_size: int
+    steps: int | None  # of the whole training; None: the job file does not say
     profile: str  # source of the model's costs
     chosen: int | None  # index into the frontier; if nothing fits, of the plan that may fit
     # the measuring attempt that runs first if the script's memory is unknown
@@ -190,6 +193,13 @@ def _choose_kind(
         forecasts = [replace(forecast, answer=_with_likeliest(forecast)) for forecast in forecasts]
     fitting = (forecast for forecast in forecasts if forecast.answer["chosen"] is not None)
     return next(fitting, forecasts[0])
+
+
+def _hardware_in_words(hardware: Hardware) -> str:
+    """Return nodes, devices of each, what is between nodes, and host memory."""
+    network = f", {hardware.network_bandwidth / 1e9:.4g} GB/s between nodes" * (hardware.nodes > 1)
+    nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.devices_per_node}"
+    return f"{nodes}{network}, {format_bytes(hardware.host_memory)} of host memory each"
 
 
 def _origin(spec: JobSpec, profile: ModelProfile) -> str:
@@ -268,7 +278,9 @@ def _plan_on_kind(
         job=spec.name,
         device=hardware.device.name,
         devices=len(free_bytes),
+        hardware=_hardware_in_words(hardware),
         global_batch_size=spec.global_batch_size,
+        steps=spec.optimizer_steps,
         profile=_origin(spec, profile_for(spec, hardware, candidates[0].plan)),
         chosen=chosen,
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),

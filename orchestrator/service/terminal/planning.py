@@ -35,8 +35,8 @@ Cards = Annotated[
     str | None,
     typer.Option(
         "--gpu",
-        metavar="[NUMBERx]NAME",
-        help="Cards of the catalogue, such as rtx3090 or 2xa100-80gb, and no cluster.",
+        metavar="[[NODESx]NUMBERx]NAME[@NETWORK]",
+        help="Cards of the catalogue, such as 2xa100-80gb or 16xh100-80gb@400Gb, and no cluster.",
     ),
 ]
 
