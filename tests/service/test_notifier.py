@@ -113,12 +113,16 @@ def test_over_a_year_there_is_one_report_a_day_also_where_clocks_change(
     assert {round(gap / 3600) for gap in gaps} <= {23, 24, 25}
 
 
+# a step of a virtual device is told where it was measured, or declared as here
+TIMED = "name: lm\ncommand: sleep 1\nglobal_batch_size: 8\nspeeds: {1: 1s}\n"
+
+
 def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is_not(
     tmp_path: Path,
 ) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
         for steps, deadline in ((1_000_000_000, "07:01"), (2, "06:00")):
-            text = f"{JOB}training: {{max_steps: {steps}}}\ndeadline: '{deadline}'\n"
+            text = f"{TIMED}steps: {steps}\ndeadline: '{deadline}'\n"
             watched.controller.submit(parse_job(text, "job.yaml"))
         watched.controller.turn(0.0)
         assert watched.pending_notices() == [("late", "lm-1 will be late")]

@@ -75,6 +75,7 @@ class Cost:
     trained_s: float  # by attempts that succeeded, run, or saved their progress
     lost_s: float  # by attempts that failed
     probing_s: float
+    cancelled_s: float = 0.0  # by attempts that a person ended
     idle_s: float  # of the nodes that live now
     # part of `trained_s`: of jobs that succeeded after a failure, where the request would have
     # failed
@@ -83,7 +84,7 @@ class Cost:
 
     @property
     def held_s(self) -> float:
-        return self.trained_s + self.lost_s + self.probing_s
+        return self.trained_s + self.lost_s + self.probing_s + self.cancelled_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +337,7 @@ def _cost(
     recovered: Set[str],
 ) -> Cost:
     saved_s = 0.0
-    by_use = {"trained": 0.0, "lost": 0.0, "probing": 0.0}
+    by_use = {"trained": 0.0, "lost": 0.0, "probing": 0.0, "cancelled": 0.0}
     for span in spans:
         device_s = len(span.devices) * (span.until_s - span.from_s)
         by_use[_use(span.outcome)] += device_s
@@ -346,6 +347,7 @@ def _cost(
         trained_s=by_use["trained"],
         lost_s=by_use["lost"],
         probing_s=by_use["probing"],
+        cancelled_s=by_use["cancelled"],
         idle_s=max(0.0, capacity_s - sum(by_use.values())),
         saved_s=saved_s,
         money=sum_spent(jobs, prices(state), until_s, since_s).money,
@@ -355,6 +357,8 @@ def _cost(
 def _use(outcome: str) -> str:
     if outcome == FailureKind.PROBED:
         return "probing"
+    if outcome == FailureKind.CANCELLED:
+        return "cancelled"
     return "trained" if outcome in ("running", "succeeded", FailureKind.MOVED) else "lost"
 
 

@@ -128,7 +128,7 @@ class _Pages:
             self._home,
             self._reasons.explained(job),
             self._controller.state.policy,
-            self._controller.health.problems(),
+            self._controller.health.delays(),
         )
 
     def _page(self, request: Request, template: str, **data: Any) -> Response:

@@ -84,6 +84,7 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
 HOME_CHECK_S = 5.0
 HEALTH_S = 1.0
+PORT_FILE, PORT_DIGITS = "port", 5  # in the home: of its last service on the loopback
 STOP_TIMEOUT_S = 5.0
 GRACE_S = 8.0  # from SIGTERM to the end, whatever the service does
 # that a page's stream of events, which has no end, may hold up the end of the service
@@ -196,7 +197,7 @@ def serve(
         relays = stack.enter_context(_relays(journal, trackers, targets))
         purger = Purger(home, declared.keep, declared.trackers, controller, journal, accounts)
         for source in (purger, *targets.values()):
-            controller.health.watch(partial(getattr, source, "problem"))
+            controller.health.watch(partial(getattr, source, "problem"), delays_jobs=False)
         _start_thread(_notify, controller, relays, stop)
 
         def shut_down() -> None:
@@ -285,8 +286,14 @@ def _serve_requests(
     """Answer requests in place of the waiting application, and run the controller until `stop` is set."""
     application = create_app(service)
     waiting.close()
-    with serve_http(application) as port, _served_to_others(application, endpoint):
+    earlier_port = _earlier_port(service.home)
+    with (
+        serve_http(application, port=earlier_port) as port,
+        _served_to_others(application, endpoint),
+    ):
         write_service_file(service.home, port)
+        with suppress(OSError):  # a full disk: the next start takes another port
+            (service.home / PORT_FILE).write_text(str(port))
         is_serving.set()
         _start_followers(stop, service.notifier, service.sweeper, service.purger)
         gc.collect()
@@ -462,18 +469,34 @@ def _served_to_others(
     return nullcontext() if endpoint is None else serve_http(app, endpoint)
 
 
-@contextmanager
-def serve_http(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
-    """Run the application in a separate thread, and yield its port: free on the loopback, or TLS on an endpoint.
+def _earlier_port(home: Path) -> int:
+    """Return the port of the home's last service, so that open pages and links stay; 0 without one."""
+    try:
+        port = int((home / PORT_FILE).read_text()[:PORT_DIGITS])
+    except (OSError, ValueError):
+        return 0
+    return port if 0 < port < 2**16 else 0
 
-    Raises ServiceError where the address cannot be bound.
+
+@contextmanager
+def serve_http(app: FastAPI, endpoint: Endpoint | None = None, port: int = 0) -> Iterator[int]:
+    """Run the application in a separate thread, and yield its port: on the loopback, or TLS on an endpoint.
+
+    On the loopback it is `port`, or a free one where that is taken or 0. Raises ServiceError where the address cannot
+    be bound.
     """
-    host, port = (endpoint.host, endpoint.port) if endpoint else ("127.0.0.1", 0)
+    host = "127.0.0.1"
+    if endpoint is not None:
+        host, port = endpoint.host, endpoint.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = Listener(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        if endpoint is None and port:
+            with suppress(OSError):  # somebody else has it now
+                listener.bind((host, port))
+        if not listener.getsockname()[1]:
+            listener.bind((host, 0 if endpoint is None else port))
     except OSError as error:
         listener.close()
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror}") from None

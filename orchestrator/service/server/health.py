@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class Health:
     """Present problems from all registered sources. Every method is thread-safe."""
 
     def __init__(self) -> None:
-        self._sources: list[tuple[Callable[[], str | None], bool]] = []
+        self._sources: list[Callable[[], str | None]] = []
+        self._fatal: list[Callable[[], str | None]] = []
+        self._delaying: list[Callable[[], str | None]] = []
 
-    def watch(self, source: Callable[[], str | None], *, is_fatal: bool = False) -> None:
+    def watch(
+        self,
+        source: Callable[[], str | None],
+        *,
+        is_fatal: bool = False,
+        delays_jobs: bool = True,
+    ) -> None:
         """Register a source: a function that returns one sentence at once, or None while all is well.
 
-        No job is accepted while a fatal source has a problem.
+        No job is accepted while a fatal source has a problem. A problem that delays jobs stands in the reason of those
+        that wait; a notice that reaches nobody delays none.
         """
-        self._sources.append((source, is_fatal))
+        self._sources.append(source)
+        if is_fatal:
+            self._fatal.append(source)
+        if delays_jobs:
+            self._delaying.append(source)
 
     def problems(self) -> list[str]:
         """Return one sentence per present problem; [] while all is well."""
-        return [problem for source, _ in self._sources if (problem := source()) is not None]
+        return _sentences_of(self._sources)
+
+    def delays(self) -> list[str]:
+        """Return the problems for which jobs may wait."""
+        return _sentences_of(self._delaying)
 
     def failures(self) -> list[str]:
         """Return the problems that prevent accepting jobs; [] while the service is ready."""
-        return [
-            problem
-            for source, is_fatal in self._sources
-            if is_fatal and (problem := source()) is not None
-        ]
+        return _sentences_of(self._fatal)
+
+
+def _sentences_of(sources: Sequence[Callable[[], str | None]]) -> list[str]:
+    return [problem for source in sources if (problem := source()) is not None]

@@ -172,7 +172,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             shown |= {
                 job.id: job for job in controller.ended(ended, before)
             }  # read second, so that no job is missed
-        policy, problems = controller.state.policy, controller.health.problems()
+        policy, problems = controller.state.policy, controller.health.delays()
         jobs = map(service.reasons.explained, in_order(shown.values()))
         views = [view_of(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
@@ -198,7 +198,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             job_of(controller, job_id),
         )  # in this order: nothing is missed
         job = service.reasons.explained(job)
-        view = view_of(service.home, job, controller.state.policy, controller.health.problems())
+        view = view_of(service.home, job, controller.state.policy, controller.health.delays())
         return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation")
