@@ -91,6 +91,33 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(
     assert not (home / "token").exists(), "a new home has a token of its own"
 
 
+def test_a_job_that_ran_keeps_its_checkpoints_where_the_machine_has_the_old_home(
+    world: World, tmp_path: Path
+) -> None:
+    busy(world)
+    jobs = world.controller.state.jobs.values()
+    running = [job.id for job in jobs if job.status == "running"]
+    for folder in ("checkpoints", "output"):
+        saved = world.home / "jobs" / running[0] / folder / "step-4"
+        saved.mkdir(parents=True)
+        (saved / "weights").write_text("of step 4")
+    back_up(world.home, tmp_path / "a.orc")
+    restored = restore(tmp_path / "a.orc", tmp_path / "new")
+    assert restored.anew == running[1:]
+    for folder in ("checkpoints", "output"):
+        file = tmp_path / "new/jobs" / running[0] / folder / "step-4/weights"
+        assert file.read_text() == "of step 4"
+    log = JobFolder(tmp_path / "new", running[0]).attempt(1).log(0).read_text()
+    assert "goes on from the newest checkpoint" in log
+    world.home.rename(tmp_path / "gone")
+    restored = restore(tmp_path / "a.orc", tmp_path / "elsewhere")
+    assert restored.anew == running
+    assert (
+        "begins anew" in JobFolder(tmp_path / "elsewhere", running[0]).attempt(1).log(0).read_text()
+    )
+    (tmp_path / "gone").rename(world.home)
+
+
 def test_no_token_is_in_an_archive(world: World, tmp_path: Path) -> None:
     secret, record = world.accounts.create_token(_user(world.accounts), None)
     (world.home / "token").write_text("home-token-4711")

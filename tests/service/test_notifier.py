@@ -31,7 +31,7 @@ from orchestrator.specs.parse import parse_job
 from orchestrator.specs.replace import replace
 from tests.backends.ray_jobs import until
 from tests.backends.test_notify import PRIVATE_PATH, SECRET, Hook
-from tests.service.worlds import JOB, World
+from tests.service.worlds import World
 
 ROOT = Path(__file__).parents[2]
 DAY_S = 86_400.0

@@ -10,11 +10,12 @@ import hashlib
 import json
 import lzma
 import os
+import shutil
 import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,6 +45,8 @@ DAMAGES = (
     *(NotImplementedError, RuntimeError, EOFError, ValueError, OverflowError, OSError),
 )
 LOST = "The journal was restored from a backup, in which this attempt ran. It counts as lost with its node.\n"
+GOES_ON = "The job goes on from the newest checkpoint in its output, which was taken from {home}.\n"
+BEGINS_ANEW = "The job begins anew: no output of it could be taken from {home}.\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,9 @@ class Restored:
     version: str  # of the orchestrator that wrote it
     queued: int  # jobs
     lost: list[str]  # attempts that ran: their jobs restart
+    anew: list[
+        str
+    ]  # of their jobs, those without the output of the backed-up home: they begin anew
 
 
 def back_up(home: Path, archive: Path) -> dict[str, Any]:
@@ -86,6 +92,7 @@ def back_up(home: Path, archive: Path) -> dict[str, Any]:
             "version": version("orchestrator"),
             "schema": schema_of(journal_copy),
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "home": str(home.resolve()),
             "files": {
                 name: {"sha256": _digest(path), "bytes": path.stat().st_size}
                 for name, path in files.items()
@@ -107,8 +114,9 @@ def back_up(home: Path, archive: Path) -> dict[str, Any]:
 def restore(archive: Path, home: Path) -> Restored:
     """Create a home folder from the archive, all or nothing.
 
-    Attempts that ran count as lost with their nodes: `orc up` restarts their jobs as new attempts. Raises SpecError
-    where the home is not empty, or the archive is invalid, damaged, or newer than this version.
+    Attempts that ran count as lost with their nodes: `orc up` restarts their jobs as new attempts. Their output with
+    its checkpoints is taken from the home that was backed up, if this machine has it. Raises SpecError where the home
+    is not empty, or the archive is invalid, damaged, or newer than this version.
     """
     if home.exists() and (not home.is_dir() or any(home.iterdir())):
         raise SpecError(
@@ -128,28 +136,61 @@ def restore(archive: Path, home: Path) -> Restored:
             _unpack(archive_file, name, entry, new_home / name, archive)
         if schema_of(new_home / JOURNAL) != manifest["schema"]:
             raise _damage_error(archive, "its manifest names another schema than its journal has")
-        queued, lost = _settle(new_home)
+        # older archives do not name it
+        restored = _settle(new_home, Path(str(manifest.get("home", "unknown"))), manifest)
         new_home.replace(home)  # an empty folder may be there
-    return Restored(
-        created_at=manifest["created_at"], version=manifest["version"], queued=queued, lost=lost
-    )
+    return restored
 
 
-def _settle(home: Path) -> tuple[int, list[str]]:
-    """Write a log for each attempt that ran, by which the service knows it; return queued jobs and these attempts."""
+def _settle(home: Path, earlier_home: Path, manifest: Mapping[str, Any]) -> Restored:
+    """Take the output of each job that ran, and write its log, by which the service knows the attempt."""
     with closing(Journal(f"{SQLITE}{home / JOURNAL}")) as journal:
         snapshot, tail = journal.load()
     scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
         scheduler.step(event)
-    jobs, lost = scheduler.state.jobs.values(), []
-    for attempt in (attempt for job in jobs for attempt in job.attempts):
-        if attempt.status is not AttemptStatus.ENDED:
-            log = JobFolder(home, attempt.job_id).attempt(attempt.number).log(0)
-            log.parent.mkdir(parents=True)
-            log.write_text(LOST)
-            lost.append(attempt.name)
-    return sum(job.status is JobStatus.QUEUED for job in jobs), lost
+    jobs, lost, anew = scheduler.state.jobs.values(), [], []
+    for job in jobs:
+        attempt = job.last
+        if attempt is None or job.status.ended:
+            continue
+        has_output = _take_output(JobFolder(earlier_home, job.id), JobFolder(home, job.id))
+        if attempt.status is AttemptStatus.ENDED:
+            continue
+        log = JobFolder(home, job.id).attempt(attempt.number).log(0)
+        log.parent.mkdir(parents=True)
+        log.write_text(LOST + (GOES_ON if has_output else BEGINS_ANEW).format(home=earlier_home))
+        lost.append(attempt.name)
+        if not has_output:
+            anew.append(job.id)
+    return Restored(
+        created_at=manifest["created_at"],
+        version=manifest["version"],
+        queued=sum(job.status is JobStatus.QUEUED for job in jobs),
+        lost=lost,
+        anew=anew,
+    )
+
+
+def _take_output(source: JobFolder, target: JobFolder) -> bool:
+    """Take a job's checkpoints and output as links, else as copies; return whether there are any, as a whole."""
+    pairs = [(source.checkpoints, target.checkpoints), (source.output, target.output)]
+    there = [(earlier, new) for earlier, new in pairs if earlier.is_dir()]
+    try:
+        for earlier, new in there:
+            shutil.copytree(earlier, new, symlinks=True, copy_function=_link_or_copy)
+    except OSError:  # of another user, or a full disk
+        for _, new in there:
+            shutil.rmtree(new, ignore_errors=True)
+        return False
+    return bool(there)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another disk, or one without links
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 @contextmanager

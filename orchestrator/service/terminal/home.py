@@ -188,5 +188,7 @@ def restore(
     from orchestrator.service.commands.backup import restore as restore_archive
 
     restored = restore_archive(file, home.expanduser())
-    state = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs, {len(restored.lost)} lost attempts."
+    going = len(restored.lost) - len(restored.anew)
+    state = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs. Of {len(restored.lost)} that ran, "
+    state += f"{going} go on from their own checkpoints, and {len(restored.anew)} begin anew."
     tell(asdict(restored), as_json, f"{state} `orc up` goes on.")
