@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.system_metrics import PREFIX
 from orchestrator.service.pages.svg import Line, spark
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import Attempt, Device
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.run import JobFolder
@@ -28,7 +28,6 @@ MEASURES = {  # name of a sample, its word, its unit, and the colour of its curv
     "utilization_percentage": ("busy", " %", "series-1"),
     "power_usage_watts": ("power", " W", ""),
 }
-Device = tuple[str, int]  # node and index
 
 
 def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from orchestrator.backends.attempts.durable import open_left
-from orchestrator.service.pages.svg import Cause, Line, frontier, lines, meter, waterfall
+from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
 from orchestrator.service.views.records import (
     AttemptView,
     ExplanationView,
@@ -203,38 +203,20 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
         is_live = attempt is job["attempts"][-1] and attempt["ended_at_s"] is None
         peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
         capacity = capacities.get(attempt["device"])
-        most = max(
-            [
-                count_bytes
-                for count_bytes in (attempt["predicted_bytes"], peak, capacity)
-                if count_bytes
-            ],
-            default=1,
-        )
-        is_over = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
+        ran_out = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
+        known = filter(None, (attempt["predicted_bytes"], peak, capacity))
         rows.append(
             {
                 "number": attempt["number"],
                 "predicted": attempt["predicted_bytes"],
-                "predicted_meter": _meter(
-                    "predicted", attempt["predicted_bytes"], most, "predicted", capacity
-                ),
                 "peak": peak,
-                "peak_meter": _meter(
-                    "measured", peak, most, "over" if is_over else "measured", capacity
-                ),
                 "capacity": capacity,
+                "most": max(known, default=1),
+                "tone": "over" if ran_out else "measured",
                 "outcome": attempt["outcome"],
             }
         )
     return rows
-
-
-def _meter(
-    name: str, count_bytes: int | None, most_bytes: int, tone: str, capacity: int | None
-) -> Markup:
-    limit = capacity / most_bytes if capacity else None
-    return meter(name, count_bytes / most_bytes, tone, limit) if count_bytes else Markup("")
 
 
 def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:
