@@ -204,14 +204,14 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
         peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
         capacity = capacities.get(attempt["device"])
         ran_out = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
-        known = filter(None, (attempt["predicted_bytes"], peak, capacity))
+        sizes = filter(None, (attempt["predicted_bytes"], peak, capacity))
         rows.append(
             {
                 "number": attempt["number"],
                 "predicted": attempt["predicted_bytes"],
                 "peak": peak,
                 "capacity": capacity,
-                "most": max(known, default=1),
+                "most": max(sizes, default=1),
                 "tone": "over" if ran_out else "measured",
                 "outcome": attempt["outcome"],
             }

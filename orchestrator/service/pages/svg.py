@@ -123,8 +123,8 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     seconds, sizes = second_ticks(*picture.span_s, 8), byte_ticks(*picture.span_bytes, 6)
     order = list(Mark)
     points = sorted(picture.points, key=lambda point: order.index(point.mark))
-    where = "ends:" if picture.has_limit else "ends above, at"
-    limit = f"memory {where} {format_bytes(picture.capacity_bytes)}"
+    ends = "ends:" if picture.has_limit else "ends above, at"
+    limit = f"memory {ends} {format_bytes(picture.capacity_bytes)}"
     counts = ", ".join(
         f"{count} {mark}" for mark, count in Counter(point.mark for point in points).items()
     )
