@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Decided on 2026-11-29: 545,000 when the round ends. What is added above goes again elsewhere.
-PACKAGE_NODES_MAX = 545_000
+PACKAGE_NODES_MAX = 544_800
 DECISIONS_MAX = 10  # ruff's default of C901, which counts no expressions
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

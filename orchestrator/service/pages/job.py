@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.left_files import log_tail
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
 from orchestrator.service.views.records import (
     AttemptView,
@@ -78,7 +78,8 @@ def last_curves(home: Path, job_id: str, number: int) -> Curves:
 
 
 def _curves(path: Path, number: int) -> Curves:
-    rows = list(_rows(path))
+    # the first row may be cut off, the last one half written; a script keeps none
+    rows = list(map(parse_row, log_tail(path, CURVE_BYTES_MAX).splitlines()))
 
     def of(name: str) -> list[Metric]:
         return [
@@ -88,18 +89,6 @@ def _curves(path: Path, number: int) -> Curves:
         ]
 
     return Curves(number=number, loss=of("loss"), step_s=of("step_s"), peak_bytes=of("peak_bytes"))
-
-
-def _rows(path: Path) -> Iterator[Mapping[str, float]]:
-    try:
-        with open_left(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - CURVE_BYTES_MAX))
-            text = file.read(CURVE_BYTES_MAX).decode(errors="replace")
-    except OSError:  # not begun yet, or a script that keeps none
-        return
-    yield from map(
-        parse_row, text.splitlines()
-    )  # the first one may be cut off, the last one half written
 
 
 def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
