@@ -14,6 +14,7 @@ import typer
 import yaml
 from typer.models import ArgumentInfo, OptionInfo
 
+from docs.cards import card_pages
 from orchestrator.cli import app
 from orchestrator.specs.cluster import cluster_json_schema
 from orchestrator.specs.job.spec import job_json_schema
@@ -58,6 +59,7 @@ def pages() -> dict[Path, str]:
             "A cluster file says what the hardware is. `orc schema cluster` prints it as JSON Schema.",
         ),
         FOLDER / "cli.md": cli_page(),
+        **card_pages(FOLDER.parent),
     }
 
 

@@ -4,7 +4,11 @@
         job = client.submit("job.yaml", priority="high")
         print(job.result()["attempts"][-1]["peak_bytes"])
 
-AsyncClient and AsyncJob are the same with `await`.
+AsyncClient and AsyncJob are the same with `await`. `plan`, `estimate`, `fit` and `export` need no service:
+
+    from orchestrator import sdk
+    answer = sdk.plan("job.yaml", gpu="2xrtx3090")
+    print(answer["frontier"][answer["chosen"] or 0]["plan"])
 """
 
 from __future__ import annotations
@@ -15,10 +19,10 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from orchestrator.service.client.client import LONG_POLL_S
 from orchestrator.service.client.client import Client as Connection
@@ -27,16 +31,112 @@ from orchestrator.service.client.sending import read_jobs_for
 from orchestrator.service.intake.intake import JobSource, with_zone
 from orchestrator.service.terminal.follow import ENDS, log_lines
 from orchestrator.service.views.records import JobView, failure_excerpt
+from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override
 from orchestrator.specs.run import DEFAULT_HOME
 
-__all__ = ["AsyncClient", "AsyncJob", "Client", "Job", "JobFailed"]
+if TYPE_CHECKING:  # planning is loaded where it is asked for
+    from orchestrator.scheduling.reports.morning import MorningReport
+    from orchestrator.service.commands.fit import FitRow
+    from orchestrator.service.commands.plan import CandidateView, JobPlans
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJob",
+    "Client",
+    "Job",
+    "JobFailed",
+    "estimate",
+    "export",
+    "fit",
+    "plan",
+]
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 JobInput = str | Path | Mapping[str, Any]  # a job file's path, or its content
+
+
+def plan(
+    job: JobInput, *, gpu: str | None = None, cluster: str | Path | None = None, **overrides: Any
+) -> JobPlans:
+    """Return the plan that a job would get, its frontier and what would fit: the JSON of `orc plan`.
+
+    `gpu` names cards of the catalogue, such as `2xa100-80gb`; `cluster` a cluster file. Without both it is the live
+    cluster, or this machine. Raises SpecError for bad input and for too few devices.
+    """
+    from orchestrator.service.commands.plan import plan_job
+
+    spec, nodes, observations = _read_to_plan(job, gpu, cluster, overrides)
+    return plan_job(spec, nodes, observations)
+
+
+def export(
+    job: JobInput,
+    folder: str | Path,
+    *,
+    gpu: str | None = None,
+    cluster: str | Path | None = None,
+    **overrides: Any,
+) -> Path:
+    """Write the plan that a script's job would get as files that run without this service; return their `run.sh`.
+
+    The hardware is that of `plan`. Raises SpecError where no plan fits, and for a folder that has files.
+    """
+    from orchestrator.service.commands.plan import export_job
+
+    spec, nodes, observations = _read_to_plan(job, gpu, cluster, overrides)
+    return export_job(spec, nodes, observations, Path(folder))
+
+
+def estimate(
+    job: JobInput,
+    settings: Mapping[str, Any],
+    *,
+    gpu: str | None = None,
+    cluster: str | Path | None = None,
+) -> CandidateView:
+    """Return bytes and seconds of one plan, such as `{"zero_stage": 3, "dp": 8}`: the JSON of `orc estimate`.
+
+    The hardware is that of `plan`. Raises SpecError for a plan that the job cannot have.
+    """
+    from orchestrator.service.commands.plan import estimate_plan
+
+    spec, nodes, observations = _read_to_plan(job, gpu, cluster, {})
+    return estimate_plan(spec, _overrides(settings), nodes, observations)
+
+
+def fit(job: JobInput, **overrides: Any) -> list[FitRow]:
+    """Return on which cards of the catalogue a job has a plan, and on how few: the rows of `orc fit`.
+
+    `hf:NAME` is a transformers model. Raises SpecError for bad input.
+    """
+    from orchestrator.service.commands.fit import fit_job
+
+    source = job if isinstance(job, str) and job.startswith("hf:") else _source(job)
+    return fit_job(source, _overrides(overrides))[1]
+
+
+def _read_to_plan(
+    job: JobInput, gpu: str | None, cluster: str | Path | None, overrides: Mapping[str, Any]
+) -> tuple[JobSpec, Sequence[Node], Sequence[Observation]]:
+    """Return (job, nodes, observations of them)."""
+    from orchestrator.service.commands.hardware import hardware_of
+    from orchestrator.service.commands.plan import trace_scope
+    from orchestrator.service.intake.intake import read_job
+
+    path = None if cluster is None else Path(cluster).expanduser()
+    nodes, observations = hardware_of(_service(None), path, gpu)
+    scope = partial(trace_scope, nodes)
+    spec = read_job(_source(job), _overrides(overrides), to_run=False, scope=scope)
+    return spec, nodes, observations
+
+
+def _source(job: JobInput) -> JobSource:
+    return Path(job).expanduser() if isinstance(job, str) else job
 
 
 class JobFailed(OrchestratorError):
@@ -104,6 +204,14 @@ class Client:
         self._connection.job(job_id)
         return Job(self._connection, job_id)
 
+    def queue(self, ended: int = 100) -> list[JobView]:
+        """Return the live jobs in the order of `orc queue`, and as many that have ended."""
+        return self._connection.jobs(ended)
+
+    def report(self, since_s: float) -> MorningReport:
+        """Return what happened since a time in seconds since 1970, as `orc report` tells it."""
+        return self._connection.report(since_s)
+
     def close(self) -> None:
         """Close the connection; jobs go on."""
         self._connection.close()
@@ -122,9 +230,9 @@ class Client:
     def _read(
         self, job: JobInput, overrides: Mapping[str, Any], *, only_one: bool
     ) -> list[JobSpec]:
-        file: JobSource = Path(job).expanduser() if isinstance(job, str) else job
         home = self._service if isinstance(self._service, Path) else None
-        return read_jobs_for(self._service, [file], _overrides(overrides), home, only_one=only_one)
+        sources, settings = [_source(job)], _overrides(overrides)
+        return read_jobs_for(self._service, sources, settings, home, only_one=only_one)
 
     def _submit_specs(self, specs: Sequence[JobSpec]) -> list[Job]:
         if self._batch is not None:
@@ -263,6 +371,14 @@ class AsyncClient:
     async def job(self, job_id: str) -> AsyncJob:
         """Return an earlier job, as `Client.job` does."""
         return AsyncJob(await asyncio.to_thread(self._client.job, job_id))
+
+    async def queue(self, ended: int = 100) -> list[JobView]:
+        """Return live and ended jobs, as `Client.queue` does."""
+        return await asyncio.to_thread(self._client.queue, ended)
+
+    async def report(self, since_s: float) -> MorningReport:
+        """Return what happened since then, as `Client.report` does."""
+        return await asyncio.to_thread(self._client.report, since_s)
 
     async def close(self) -> None:
         """Close the connection; jobs go on."""

@@ -702,6 +702,10 @@ CHINESE = {
     "quickstart.md": ("docs/quickstart.md", 1),
     "debug-oom.md": ("docs/guides/debug-oom.md", 1),
     "own-script.md": ("docs/guides/own-script.md", 1),
+    "finetune.md": ("docs/guides/finetune.md", 0),
+    "notifications.md": ("docs/guides/notifications.md", 0),
+    "frameworks.md": ("docs/guides/frameworks.md", 1),
+    "your-card.md": ("docs/guides/your-card.md", 0),
 }
 
 

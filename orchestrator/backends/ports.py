@@ -65,6 +65,9 @@ class Backend(Protocol):
     def events(self, timeout_s: float) -> Sequence[Event]:
         """Return the events since the last call; wait at most `timeout_s` for the first."""
 
+    def wake(self) -> None:
+        """Let `events` return at once, in another thread."""
+
     def close(self) -> None:
         """Stop watching; running attempts continue."""
 

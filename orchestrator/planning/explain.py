@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
 from orchestrator.memory.calibration.correction import corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.planning.ways_out import Unfit, cards_with, missing_knobs, ways_out
+from orchestrator.planning.ways_out import (
+    Unfit,
+    WayOut,
+    cards_with,
+    missing_knobs,
+    number_ways,
+    ways_out,
+)
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
@@ -74,10 +83,12 @@ def why_nothing_fits(
     calibrated: Calibration,
     refuted: frozenset[Plan] = frozenset(),
     loaded_bytes: int | None = None,
+    ways: Sequence[WayOut] | None = None,
 ) -> str:
     """Return lines of text: the closest plan, its bytes by cause, and changes that would make the job fit.
 
-    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch changes.
+    `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch changes. `ways` are
+    the changes to name, with numbers; None: those of `ways_out`, without.
     """
     if loaded_bytes is not None:
         return _why_loading_fails(hardware, capacity_bytes, loaded_bytes)
@@ -121,8 +132,10 @@ def why_nothing_fits(
             f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
         ]
     case = Unfit(spec, hardware, capacity_bytes, calibrated, refuted)
-    if closest.estimate.source is not Source.ASSUMED:
+    if ways is None:
         lines += [f"would fit: {way.sentence}" for way in ways_out(case)]
+    else:
+        lines += number_ways(ways)
     lines += missing_knobs(case)
     lines += (
         ["other changes were not searched: the job allows too many plans"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.memory.calibration.calibrate import Calibration
@@ -21,6 +21,7 @@ from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
+from orchestrator.specs.parse import with_remedy
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import Source
 from orchestrator.specs.published import published_sizes, smaller_siblings
@@ -33,6 +34,11 @@ SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
 CARDS_NAMED = 3  # of the catalogue, the smallest that hold the job
 DEVICES_PER_NODE = 8
 ADAPTER_RANK = 16  # that of QLoRA's and LLaMA-Factory's examples
+# what a job of our engines does not say
+SCRIPT_KEYS = (
+    *("command", "python", "trains", "trainer", "launch", "workdir", "knobs", "config"),
+    *("success", "resume", "progress", "phases", "remedies", "hang_timeout"),
+)
 BATCH_KNOBS = ("micro_batch_size", "gradient_accumulation_steps")
 
 
@@ -64,6 +70,8 @@ class WayOut:
         default_factory=dict
     )  # key of the job file: value, as `--set` takes them
     plan: Plan | None = None
+    # the changed job; None: no job file makes the change, as of other devices
+    job: JobSpec | None = None
     needed_bytes: int  # of each device
     degradation: Degradation = Degradation.EXACT  # what changes of the training
 
@@ -91,7 +99,10 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
     Each changes one setting. Where no single setting helps on these devices, two are tried together. No model is traced
     anew, since the scheduler asks for these changes in its decisions, too: `orc plan` adds adapters.
     """
+    if _is_assumed(case):
+        return ()  # no bytes are known that a change could lower
     single = (
+        _remedies,
         _other_settings,
         _numeric,
         _eight_bit,
@@ -121,17 +132,16 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
     if ways:
         yield from ways
         return
+    defaults = {key: JobSpec.model_fields[key].get_default() for key in SCRIPT_KEYS}
     changes = {
-        "command": None,
-        "trainer": None,
-        "knobs": Knobs(),
-        "trains": None,
+        **defaults,
         "model": replace(model, weights=None),
         "data": replace(spec.data, text=("text.txt",)),  # a file that nothing reads here
     }
     for way in adapters(replace(case, spec=spec.model_copy(update=changes)), trace):
         label = (
-            f"a job with `model: {{hf: ...}}` in place of `command` and `trains`, with {way.label}"
+            "a job with `model: {hf: ...}` and your own `data` in place of `command` and `trains`, "
+            f"with {way.label}"
         )
         yield replace(way, label=label, settings={})
 
@@ -157,7 +167,10 @@ def _adapted(
         label = label if way.settings == settings else f"{label}, and {way.label}"
         # a script gets no adapters from its job file
         settings = {} if case.spec.is_script else {**settings, **way.settings}
-        yield replace(way, label=label, settings=settings, degradation=Degradation.SEMANTIC)
+        job = None if case.spec.is_script else way.job
+        yield replace(
+            way, label=label, settings=settings, job=job, degradation=Degradation.SEMANTIC
+        )
 
 
 def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
@@ -253,7 +266,7 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
     together = f"each device needs {format_bytes(least)}"
     if best is not None:
         together = f"{in_short(best.plan)} fits"
-    elif searched.candidates[0].estimate.source is Source.ASSUMED:
+    elif _is_assumed(case):
         together = "a lighter plan could be tried"
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
     keys, with_all = (
@@ -265,6 +278,38 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
 
 def _checkpointing(knobs: Knobs) -> Knobs:
     return knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")})
+
+
+def _is_assumed(case: Unfit) -> bool:
+    candidates = frontier(
+        case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead
+    ).candidates
+    return candidates[0].estimate.source is Source.ASSUMED
+
+
+def number_ways(ways: Sequence[WayOut]) -> list[str]:
+    """Return a line for each way out. Those that a job file makes have numbers from 1, for `orc plan --way-out`."""
+    lines, number = [], 0
+    for way in ways:
+        number += way.job is not None
+        mark = f"would fit ({number})" if way.job is not None else "would fit"
+        lines.append(f"{mark}: {way.sentence}")
+    return lines
+
+
+def _remedies(case: Unfit) -> Iterator[WayOut]:
+    """Yield what the job file offers by `remedies`, alone or with a smaller global batch."""
+    for remedy in case.spec.remedies:
+        changed = replace(case, spec=with_remedy(case.spec, remedy))
+        settings = {} if remedy.arguments else dict(remedy.set)
+        ways = list(_way(changed, remedy.label, settings)) or list(_smaller_batch(changed))
+        for way in ways:
+            label = remedy.label
+            if way.label != label:
+                label = f"{label}, and {way.label} of {way.settings['global_batch_size']}"
+            worst = max(way.degradation, Degradation[remedy.changes.upper()])
+            settings = {} if remedy.arguments else {**settings, **way.settings}
+            yield replace(way, label=label, settings=settings, degradation=worst)
 
 
 def _other_settings(case: Unfit) -> Iterator[WayOut]:
@@ -294,7 +339,8 @@ def _eight_bit(case: Unfit) -> Iterator[WayOut]:
         "AdamW in 8 bits: `--optim adamw_8bit` in its command, and `training.optimizer: adamw_8bit`"
     )
     training = replace(spec.training, optimizer=Optimizer.ADAMW_8BIT)
-    for way in _way(case, label, {}, training=training):
+    command = (*(spec.command or ()), "--optim", Optimizer.ADAMW_8BIT.value)
+    for way in _way(case, label, {}, training=training, command=command):
         yield replace(way, degradation=Degradation.NUMERIC)
 
 
@@ -441,6 +487,7 @@ def _way(
             label=label,
             settings=settings,
             plan=best.plan,
+            job=case.spec.model_copy(update=changes),
             needed_bytes=needed,
             degradation=best.degradation,
         )

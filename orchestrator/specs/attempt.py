@@ -270,6 +270,8 @@ class Heartbeat:
     # ranks of the largest process group it joined; 0: none, None: unknown
     group_size: int | None = None
     signal: int = 0  # SIGTERM or SIGINT that reached a handler of the program; 0: none
+    # what makes a sample's result depend on the others of its micro-batch, in a few words each
+    mixing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,10 @@ from orchestrator.specs.job.array import (
     read_max_concurrent,
     with_family,
 )
+from orchestrator.specs.job.frameworks import take_flag
 from orchestrator.specs.job.model import EXACT_MAX
 from orchestrator.specs.job.pins import GIVEN as PLAN_SETTINGS
+from orchestrator.specs.job.sections import Remedy
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
 from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_no_text
@@ -137,6 +139,24 @@ def with_overrides(spec: JobSpec, overrides: Sequence[Override], source: str) ->
         JobSpec,
         _override(Document(source=source, data=spec.model_dump(mode="json"), lines={}), overrides),
     )
+
+
+def with_remedy(spec: JobSpec, remedy: Remedy) -> JobSpec:
+    """Return the job as one of its `remedies` changes it. Raises SpecError for a wrong key or value.
+
+    A word KEY=VALUE or an option takes the place of an earlier one of the same name in `command`.
+    """
+    changed = with_overrides(spec, remedy.set, f"the remedy {remedy.label!r}")
+    if changed.command is None:
+        return changed
+    command = changed.command
+    for word in remedy.arguments:
+        name, equals, _ = word.partition("=")
+        if word.startswith("-"):
+            _, command = take_flag(command, name)
+        elif equals:
+            command = tuple(argument for argument in command if not argument.startswith(f"{name}="))
+    return changed.model_copy(update={"command": (*command, *remedy.arguments)})
 
 
 class _WithSweep(SpecModel):

@@ -20,6 +20,7 @@ from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
+from orchestrator.specs.written import as_yaml
 from tests.planning.test_scripts import decoder_job, machine
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -107,7 +108,9 @@ def test_a_script_is_told_its_missing_levers_and_the_job_of_our_engines_that_fit
     for way in ways:
         assert "`model: {hf: ...}`" in way.label
         assert way.needed_bytes <= hardware.device.memory
-        assert not way.settings, "no `--set` makes another job of it"
+        assert not way.options, "no `--set` makes another job of it"
+        assert way.job is not None
+        assert way.job.command is None
 
 
 def test_adapters_are_left_out_where_the_model_cannot_be_traced_and_where_there_is_none_of_transformers() -> (
@@ -125,3 +128,39 @@ def test_adapters_are_left_out_where_the_model_cannot_be_traced_and_where_there_
         list(adapters(Unfit(decoder_job(), machine(), 1, UNMEASURED), lambda adapted: adapted))
         == []
     )
+
+
+REMEDY = """
+name: job
+command: python train.py --size large --ema-device cuda key.a=1
+global_batch_size: 4
+knobs:
+  micro_batch_size: {flag: --batch, default: 4}
+remedies:
+  - {label: its small variant, arguments: --size small key.a=2, set: {profile.parameters: "1000000"}}
+profile: {parameters: 4000000000, activations_per_sample: 1MiB}
+"""
+
+
+def test_a_remedy_of_the_job_file_is_offered_as_a_job_that_fits_with_one_word_of_each_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "job.yaml").write_text(REMEDY)
+    (tmp_path / "train.py").touch()
+    spec, hardware = read_job(tmp_path / "job.yaml", to_run=False), cards("rtx3060")
+    way = ways_out(Unfit(spec, hardware, hardware.device.memory, UNMEASURED))[0]
+    assert way.label == "its small variant"
+    assert not way.options, "no `--set` says words of a command"
+    assert way.job is not None
+    (tmp_path / "other.yaml").write_text(as_yaml(way.job.file_content()))
+    again = read_job(tmp_path / "other.yaml", to_run=False)
+    assert again.command is not None
+    assert again.command[2:] == ("--ema-device", "cuda", "--size", "small", "key.a=2")
+    assert fits(again, hardware)
+
+
+def test_a_remedy_with_an_unknown_key_is_refused_where_the_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(REMEDY.replace("profile.parameters", "profile.paramters"))
+    with pytest.raises(SpecError, match="its small variant") as caught:
+        read_job(tmp_path / "job.yaml", to_run=False)
+    assert "profile.paramters" in str(caught.value)

@@ -20,6 +20,7 @@ from orchestrator.scheduling.reports.forecast import (
     forecast,
     quick_forecast,
     spread_of,
+    with_paces,
 )
 from orchestrator.service.commands.simulate import (
     FOREVER_S,
@@ -29,10 +30,18 @@ from orchestrator.service.commands.simulate import (
     outcomes_of,
 )
 from orchestrator.service.server.controller import Controller
-from orchestrator.specs.attempt import Evidence, RankEnd
-from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
+from orchestrator.specs.attempt import Evidence, Pace, RankEnd
+from orchestrator.specs.events import (
+    Event,
+    Finished,
+    NodesSeen,
+    PaceReported,
+    Released,
+    Started,
+)
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Resume
+from tests.scheduling import factories
 from tests.scheduling.factories import job, observation
 from tests.scheduling.test_queue import gone, node, played, script, seen, submitted
 
@@ -194,6 +203,28 @@ def test_measured_steps_of_the_family_set_the_range() -> None:
     assert spread_of((), asking) == pytest.approx(SUPPOSED_SPREAD)
     assert spread_of(exact, asking) < 0.4 * SUPPOSED_SPREAD
     assert spread_of(wild, asking) > 4 * SUPPOSED_SPREAD
+
+
+def test_on_virtual_devices_no_end_is_told_before_a_step_was_measured_and_then_for_twins_too() -> (
+    None
+):
+    virtual = factories.node(devices=1)
+    spec = factories.decoder_spec(gpus=1)
+    queue: list[Event] = [seen(virtual), submitted(1, spec), submitted(2, spec)]
+    state, _ = played(*queue)
+    expected = forecast(state)
+    assert [expected[job_id].knows_end for job_id in ("job-1", "job-2")] == [False, False]
+    assert not expected["job-2"].knows_start
+    queue.append(Started(job_id="job-1", number=1, at_s=2.0))
+    pace = Pace(steps_done=20, step_s=1.0, at_s=25.0)
+    queue.append(PaceReported(job_id="job-1", number=1, pace=pace, at_s=25.0))
+    state, _ = played(*queue)
+    paced = forecast(with_paces(state))
+    assert [paced[job_id].knows_end for job_id in ("job-1", "job-2")] == [True, True]
+    steps = spec.optimizer_steps
+    assert steps is not None
+    assert paced["job-1"].end_s == pytest.approx(25.0 + (steps - 20) * 1.0)
+    assert paced["job-2"].end_s - paced["job-2"].start_s > 0.9 * steps
 
 
 def test_what_runs_is_expected_to_end_later_than_now() -> None:

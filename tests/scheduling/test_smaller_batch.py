@@ -141,6 +141,33 @@ def test_a_learning_rate_that_nothing_tells_the_script_is_refused(
     assert path in str(refused.value)
 
 
+def test_who_allows_a_smaller_batch_is_told_the_learning_rate_that_follows_and_gets_it() -> None:
+    night = Night(fixed=40, sample=30)
+    night.submit(unknown(global_batch_size=16, knobs=KNOBS))
+    night.end()
+    job = night.job()
+    assert job.asks is not None
+    assert "--global-batch-size 8` goes on with 8 samples a step and the same" in job.asks
+    assert "`--learning-rate linear` beside it makes that 0.05" in job.asks
+    spec = with_allowed(job.spec, None, 8, "linear")
+    assert spec.learning_rate == 0.05
+    night.tell(RetryRequested(job_id=job.id, spec=spec, at_s=night.tick()))
+    changes = {change.setting: change.after for change in night.launched[-1].change}
+    assert changes["learning_rate"] == "0.05"
+    assert changes["global_batch_size"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("batch", "what"), [(None, "a learning rate follows a batch"), (8, "nothing tells the script")]
+)
+def test_a_rule_of_the_learning_rate_without_effect_is_refused(
+    batch: int | None, what: str
+) -> None:
+    spec = unknown(global_batch_size=16, knobs={"micro_batch_size": KNOBS["micro_batch_size"]})
+    with pytest.raises(SpecError, match=what):
+        with_allowed(spec, None if batch else "semantic", batch, "linear")
+
+
 def test_the_learning_rate_of_our_own_training_follows_with_the_end_of_its_schedule() -> None:
     spec = JobSpec.model_validate(
         {

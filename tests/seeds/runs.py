@@ -25,6 +25,8 @@ from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import parse_job
+from orchestrator.specs.preset_file import with_preset_file
+from orchestrator.specs.yaml_text import read_document
 from tests import fake_card
 from tests.seeds import latentsync, musicgen, orpheus, parler, rvc
 from tests.trainers.driver import Drive, card_cluster, cluster, log
@@ -113,7 +115,12 @@ def edited(
     project: ModuleType, case: Case, paths: Mapping[str, str], env: Mapping[str, str]
 ) -> JobSpec:
     """The job file with `case`'s sizes, and with `paths` in its braces; nothing else of it may change."""
-    data = yaml.safe_load((JOBS / project.JOB).read_text())
+    file = JOBS / project.JOB
+
+    def read_beside(name: str) -> str:
+        return (file.parent / name).read_text()
+
+    data = dict(with_preset_file(read_document(file.read_text(), str(file)), read_beside).data)
     for key, value in case.sizes.items():
         *above, last = key.split(".")
         is_batch_size = above[:1] == ["knobs"] and last in ("default", "also")
@@ -122,14 +129,13 @@ def edited(
         for name in above:
             place = place.setdefault(name, {})
         place[last] = value
-    command = [paths["python"] if word == "python" else word for word in data["command"].split()]
+    command = data["command"].split()
+    data["python"] = paths["python"]
     for option, value in case.options.items():
         if option.endswith("="):  # key=value of Hydra, whose last wins
             command.append(option + value.format(**paths))
         else:
             command[command.index(option) + 1] = value.format(**paths)
-    if command[0] in getattr(project, "PROGRAMS", ()):
-        command[0] = str(Path(paths["python"]).with_name(command[0]))
     before = data.get("resume", {}).get("before", "").split()
     if before:
         data["resume"]["before"] = shlex.join(

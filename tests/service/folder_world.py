@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class FolderBackend:
         self._told_nodes = False
         self._watched: dict[str, tuple[Attempt, float]] = {}
         self._outbox: list[Event] = []
+        self._woken = threading.Event()
 
     def launch(self, action: Launch) -> None:
         self.adopt(action.job, action.attempt)
@@ -58,10 +60,14 @@ class FolderBackend:
         deadline_s = time.time() + timeout_s
         while True:
             self._look()
-            if self._outbox or time.time() >= deadline_s:
+            if self._outbox or time.time() >= deadline_s or self._woken.is_set():
+                self._woken.clear()
                 events, self._outbox = self._outbox, []
                 return events
-            time.sleep(POLL_S)
+            self._woken.wait(POLL_S)
+
+    def wake(self) -> None:
+        self._woken.set()
 
     def close(self) -> None:
         self._watched.clear()

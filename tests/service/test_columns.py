@@ -80,6 +80,17 @@ def test_the_example_of_the_page_is_one_change_that_every_place_shows(
     assert cells_of(world.client.get("/ui/queue").text, "OOMs") == ["0"]
 
 
+def test_a_long_queue_is_lines_of_the_same_cells(world: World) -> None:
+    world.submit()
+    (job,) = world.client.get("/jobs").json()["jobs"]
+    few = lines(tables.queue_table([job]), width=400)
+    many = tables.queue_table([job] * (tables.STYLED_MAX + 1))
+    assert isinstance(many, str)
+    heading, first, *others = many.splitlines()
+    assert [heading.split(), first.split()] == [few[0].split(), few[1].split()]
+    assert others == [first] * tables.STYLED_MAX
+
+
 def test_a_rare_column_stands_in_a_terminal_only_where_a_row_has_a_value() -> None:
     rows = [{"priority": 0, "team": None}]
     assert "priority" not in [column.key for column in columns_of("queue", rows)]

@@ -18,8 +18,10 @@ from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan, read_
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.service.commands import diagnose as work
 from orchestrator.service.commands.diagnose import diagnose, redact, shorten
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, NodeDevices
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.packaged import load_table
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, write_json
 from tests.scheduling.corpus import REPORTED, names
@@ -29,6 +31,7 @@ WATCHDOG = "[rank0]:[E] Watchdog caught collective operation timeout: WorkNCCL(S
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 BUG = 'Traceback (most recent call last):\n  File "train.py", line 3, in main\n    x = f()\nRuntimeError: odd\nbye\n'
 
+JOBS = Path(__file__).parents[2] / "jobs"
 GUIDE = Path(__file__).parents[2] / "docs/guides/what-happens.md"
 ENDS = [
     row.split(" | ")[:2]
@@ -375,3 +378,45 @@ def test_the_folder_of_an_attempt_is_judged_as_the_service_judges_it(
     assert diagnosis.kind == failure.kind.value
     assert diagnosis.orc_would == work._next_action(failure)
     assert diagnosis.reason == failure.reason
+
+
+PROJECTS = load_table("orchestrator.service.commands", "projects")
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/me/{path}", line 480, in main
+    forward(batch)
+{oom}
+"""
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_the_phases_of_a_project_are_those_of_its_job_file(name: str) -> None:
+    spec = read_job(JOBS / PROJECTS[name]["job"], to_run=False)
+    assert PROJECTS[name]["phases"] == dict(spec.phases)
+    assert set(PROJECTS[name]["phases"]) <= set(PROJECTS[name]["levers"])
+
+
+@pytest.mark.parametrize(
+    ("path", "begin", "parts"),
+    [
+        (
+            "parler-tts/training/run_parler_tts_training.py",
+            "*** Encode target audio with encodec ***",
+            ("Parler-TTS, in its encoding", "--audio_encoder_per_device_batch_size"),
+        ),
+        (
+            "audiocraft/audiocraft/solvers/base.py",
+            "Valid | Epoch 1 | 10/100",
+            ("MusicGen, in its evaluation", "dataset.valid.batch_size"),
+        ),
+        ("LatentSync/scripts/train_unet.py", "Steps: 1/9", ("LatentSync, in its training",)),
+        ("rvc/train/train.py", "Training epoch: 1", ("RVC, in its training", "-bs")),
+        ("someone/else.py", "*** Encode target audio with encodec ***", ("halve the samples",)),
+    ],
+)
+def test_an_out_of_memory_log_of_a_known_project_names_the_phase_and_its_lever(
+    path: str, begin: str, parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    log = write(tmp_path / "0.log", f"{begin}\n" + TRACEBACK.format(path=path, oom=OOM))
+    diagnosis = diagnose([log], [1], 0)
+    assert diagnosis.kind == "device_oom"
+    assert [part for part in parts if part not in diagnosis.you_can] == [], diagnosis.you_can

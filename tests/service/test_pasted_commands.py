@@ -659,3 +659,48 @@ def test_a_flag_that_another_parser_requires_is_named_and_not_added(tmp_path: Pa
 def test_code_that_stands_in_no_file_is_told_as_such(tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(SpecError, match="its code stands in no file"):
         proposal(["python", *words], tmp_path, {})
+
+
+CHARACTERS = "abXYZ019 _-=.,:;/|&<>()[]{}$`\"'\\#!*?~%^@+\n\té中"
+ARRAY = """#!/bin/bash
+NAME=run#1
+ARGS=(
+  --lr 0.5   # the rate; twice
+  --note "a b; c && d"
+)
+ARGS+=(--more "$1")
+python train.py "${ARGS[@]}" --tail it\\'s --name $NAME \\
+  --quoted '$@ ${ARGS[@]} $NAME' --double "it's $NAME" 2>&1 | tee log
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_command_keeps_every_word_in_argv_in_a_file_and_in_a_shell(
+    tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    (tmp_path / "train.py").write_text(PLAIN)
+    for _ in range(25):
+        texts = ["".join(draw.choices(CHARACTERS, k=draw.randrange(9))) for _ in range(5)]
+        options = ["--note", texts[0], f"--tag={texts[1]}", *texts[2 : draw.randrange(2, 6)]]
+        argv = ["python", "train.py", *options]
+        (tmp_path / "run.sh").write_text(f"#!/bin/bash\nset -e\n{shlex.join(argv)}\n")
+        for typed in (argv, [shlex.join(argv)], ["bash", "run.sh"], ["sh", "-c", shlex.join(argv)]):
+            text = proposal(typed, tmp_path, {})
+            # a job file needs a batch, of which nothing here says the size
+            text += "" if "\nglobal_batch_size:" in text else "\nglobal_batch_size: 8\n"
+            spec = parse_job(text, "proposal")
+            assert spec.command is not None
+            assert list(spec.command[2:]) == options, typed
+
+
+def test_an_array_of_a_shell_script_gives_its_words_and_no_check(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN)
+    (tmp_path / "run.sh").write_text(ARRAY)
+    text = proposal(["bash", "run.sh", "x y"], tmp_path, {})
+    spec = parse_job(text, "proposal")
+    assert spec.command is not None
+    expected = "--lr 0.5 --note 'a b; c && d' --more 'x y' --tail it\\'s --name 'run#1' "
+    expected += "--quoted '$@ ${ARGS[@]} $NAME' --double \"it's run#1\""
+    assert list(spec.command[2:]) == shlex.split(expected)
+    assert "CHECK: not in the job" not in text

@@ -13,6 +13,7 @@ from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.parse import with_overrides
 from tests.trainers.driver import Drive, cluster, story
 
 JOB = "name: job\nglobal_batch_size: 1\nlaunch: self\ncommand: {command}\n"
@@ -78,6 +79,41 @@ def test_a_program_that_starts_is_taken(command: str, tmp_path: Path) -> None:
     path = f"env: {{PATH: '{tmp_path}/bin:/usr/bin:/bin:{Path(sys.executable).parent}'}}\n"
     (tmp_path / "job.yaml").write_text(JOB.format(command=command) + path)
     assert read_job(tmp_path / "job.yaml").command is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "python", "program_path"),
+    [
+        ("python train.py", "bin/works", "project/bin/works"),
+        ("works --x 1", "bin/python3", "project/bin/works"),
+        ("python3.11 -m train", "../bin/works", "bin/works"),
+    ],
+)
+def test_the_key_python_names_the_interpreter_of_every_word_that_needs_one(
+    command: str, python: str, program_path: str, tmp_path: Path
+) -> None:
+    write_programs(tmp_path)
+    write_programs(tmp_path / "project")
+    program(tmp_path / "project/train.py", "", 0o644)
+    job = JOB.format(command=command) + f"workdir: project\npython: {python}\n"
+    (tmp_path / "job.yaml").write_text(job)
+    spec = read_job(tmp_path / "job.yaml")
+    assert spec.command is not None
+    assert spec.command[0] == str(tmp_path / program_path)
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
+    elsewhere = with_overrides(spec, [("python", "/other/bin/python")], "orc retry")
+    assert elsewhere.command is not None
+    assert Path(elsewhere.command[0]).parent == Path("/other/bin")
+
+
+def test_a_missing_interpreter_is_named_with_the_key_that_changes_it(tmp_path: Path) -> None:
+    job = JOB.format(command="python train.py") + "python: .venv/bin/python\n"
+    (tmp_path / "job.yaml").write_text(job)
+    program(tmp_path / "train.py", "", 0o644)
+    with pytest.raises(SpecError, match="python: the program does not exist") as caught:
+        read_job(tmp_path / "job.yaml")
+    assert "--set python=PATH" in str(caught.value)
+    assert read_job(tmp_path / "job.yaml", to_run=False).python == f"{tmp_path}/.venv/bin/python"
 
 
 @pytest.mark.parametrize(

@@ -137,3 +137,22 @@ def test_on_cards_one_worker_for_each_trains_over_nccl_to_its_end(tmp_path: Path
     assert (evidence.virtual, evidence.unwatched) == (False, ())
     assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 6), (1, 6)]
     assert all(beat.peak_bytes > 0 and beat.allocator_room_bytes for beat in evidence.heartbeats)
+
+
+def test_a_stage_takes_the_newest_checkpoint_of_the_stage_before_or_says_that_there_is_none(
+    tmp_path: Path,
+) -> None:
+    keep = MIGRATE.with_name("keep_checkpoint.py")
+    argv = [sys.executable, str(keep), "short", str(tmp_path / "stage_1.th")]
+    env = {**os.environ, "ORC_HOME": str(tmp_path)}
+    without = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    assert without.returncode == 1
+    assert "no checkpoint of short" in without.stderr
+    # `short-and-wide-1` is another job
+    for time_s, name in ((20, "short-1"), (30, "short-12"), (40, "short-and-wide-1")):
+        file = tmp_path / f"jobs/{name}/output/xps/a1/checkpoint.th"
+        file.parent.mkdir(parents=True)
+        file.write_text(name)
+        os.utime(file, (time_s, time_s))
+    subprocess.run(argv, env=env, check=True)
+    assert (tmp_path / "stage_1.th").read_text() == "short-12"

@@ -230,6 +230,17 @@ def test_attention_saves_seeds_in_fused_kernels_and_byte_masks_beside_scores() -
     )
 
 
+def test_attention_with_dropout_takes_fewer_heads_of_keys_than_of_queries() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        q = torch.ones((2, 4, LENGTH, 8), requires_grad=True)
+        k, v = (torch.ones((2, 2, LENGTH, 8), requires_grad=True) for _ in range(2))
+        out = functional.scaled_dot_product_attention(q, k, v, dropout_p=P, enable_gqa=True)
+        out.sum().backward()
+    assert out.shape == q.shape
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fp32", "cast"])

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 
 from orchestrator.memory.models import experts
 from orchestrator.memory.models import hf as hf_profiles
@@ -30,6 +36,7 @@ from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe, materia
 from orchestrator.training.data.dataset import global_batch
 from orchestrator.training.export import export
 from orchestrator.training.models import hf_parallel
+from orchestrator.training.models.hf_model import _decoder_inputs
 from tests.training import gang, tiny_hf
 
 TOLERANCE = 2e-6
@@ -434,3 +441,11 @@ def test_every_combination_trains_as_one_process(tmp_path: Path, family: str) ->
         gang.launch([gang.Part(run=run) for run in runs if run.plan.world_size == ranks])
     for name, run in several.items():
         assert gang.losses(run) == pytest.approx(gang.losses(single), abs=TOLERANCE, rel=0), name
+
+
+def test_a_decoder_without_a_method_of_its_own_is_given_what_others_make_of_labels() -> None:
+    config = AutoConfig.for_model("bart", **tiny_hf.FAMILIES["bart"])
+    module = AutoModelForSeq2SeqLM.from_config(config)
+    labels = torch.tensor([[5, 6, IGNORED_LABEL, IGNORED_LABEL], [7, 8, 9, 10]])
+    bare = SimpleNamespace(config=config)
+    assert _decoder_inputs(bare, labels).tolist() == _decoder_inputs(module, labels).tolist()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -473,3 +475,22 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
     assert grown(5) == grown(9)
     with pytest.raises(Unlike):
         grown(5, 1)
+
+
+CALLER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-m", "orchestrator.training.tracing.trace", sys.argv[1], "600"])
+"""
+
+
+def test_a_trace_ends_with_whoever_waits_for_it(tmp_path: Path) -> None:
+    request = tmp_path / "request.json"
+    os.mkfifo(request)
+    caller = subprocess.Popen([sys.executable, "-c", CALLER, str(request)])
+    # opening it waits until the trace has opened it, too, which then waits for the request
+    with request.open("w") as pipe:
+        caller.kill()
+        caller.wait()
+        ended = select.poll()
+        ended.register(pipe, select.POLLERR)
+        assert ended.poll(20_000), "the trace still reads"

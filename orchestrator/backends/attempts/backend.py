@@ -49,7 +49,8 @@ class ProcessBackend:
 
         No attempt is watched before `serving` is set; None: they are watched at once.
         """
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        # None: somebody else wants the loop that reads events to go round
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._world = World(
             home=home.resolve(),
             python=sys.executable,
@@ -106,7 +107,11 @@ class ProcessBackend:
             return ()
         while len(events) < EVENTS_MAX and not self._events.empty():
             events.append(self._events.get())
-        return events
+        return [event for event in events if event is not None]
+
+    def wake(self) -> None:
+        """Let `events` return at once, in another thread."""
+        self._events.put(None)
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Use another cluster description from the next refresh of nodes on. Running attempts continue."""

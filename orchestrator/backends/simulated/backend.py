@@ -133,6 +133,9 @@ class SimulatedBackend:
         events, self._outbox = self._outbox, []
         return events
 
+    def wake(self) -> None:
+        """Do nothing: the simulated clock waits for nobody."""
+
     def close(self) -> None:
         """Drop listeners and undelivered events; running attempts continue."""
         self._watched.clear()

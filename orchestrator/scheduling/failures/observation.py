@@ -53,6 +53,17 @@ def observe_running(job: Job, attempt: Attempt) -> Observation | None:
     return _observation(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
 
 
+def observe_pace(job: Job, attempt: Attempt) -> Observation | None:
+    """Return the speed of a running attempt, with its memory as predicted; None where no seconds can be learned."""
+    pace = attempt.pace
+    if pace is None:
+        return None
+    observation = _observation(
+        job, attempt, attempt.estimate.allocated_bytes, pace.step_s, pace.at_s
+    )
+    return None if observation.step_ratio is None else observation
+
+
 def _observation(
     job: Job, attempt: Attempt, measured: int, step_s: float | None, at_s: float
 ) -> Observation:
@@ -120,7 +131,22 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
         )
     if other_size := other_size_in_words(attempt):
         sentences.append(other_size)
+    if mixing := _mixing_in_words(attempt):
+        sentences.append(mixing)
     return tuple(sentences)
+
+
+def _mixing_in_words(attempt: Attempt) -> str:
+    """Return what another micro-batch than before changed in the training of a script; "" where nothing was seen."""
+    cut = next((c for c in attempt.change if c.setting == "micro_batch_size"), None)
+    beats = attempt.evidence.heartbeats if attempt.evidence is not None else ()
+    mixing = next((beat.mixing for beat in beats if beat.mixing), ())
+    if cut is None or not mixing:
+        return ""
+    return (
+        f"{' and '.join(mixing)}: at micro-batch {cut.after} instead of {cut.before} this is another training, though "
+        "its global batch is the same"
+    )
 
 
 def _worst_report(attempt: Attempt) -> OomReport | None:

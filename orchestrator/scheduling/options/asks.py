@@ -12,6 +12,7 @@ from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import JobOptions, calibration_for, job_options
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.sections import LearningRateRule, SmallerBatch
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.pending import Facts
@@ -142,11 +143,23 @@ def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
     if spec.degrade.global_batch_size is None:
         for smaller in smaller_batches(spec):
             batch = smaller.global_batch_size
-            yield smaller, "global_batch_size", batch, _in_words(smaller)
+            meaning = _in_words(smaller)
+            if spec.learning_rate is not None:
+                rate = spec.learning_rate * batch / spec.global_batch_size
+                meaning += f"; `--learning-rate linear` beside it makes that {rate:.3g}"
+            yield smaller, "global_batch_size", batch, meaning
 
 
-def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None) -> JobSpec:
-    """Return the job with a person's permissions added. Raises SpecError for none or contradictory ones."""
+def with_allowed(
+    spec: JobSpec,
+    allow: str | None,
+    global_batch_size: int | None,
+    learning_rate: LearningRateRule | None = None,
+) -> JobSpec:
+    """Return the job with a person's permissions added. Raises SpecError for none or contradictory ones.
+
+    `learning_rate` says how the learning rate follows a smaller batch; None: as the job file says, else not at all.
+    """
     if allow is None and global_batch_size is None:
         raise SpecError(
             "nothing is allowed",
@@ -163,5 +176,26 @@ def with_allowed(spec: JobSpec, allow: str | None, global_batch_size: int | None
             raise SpecError(
                 "a larger batch needs more memory", path="global_batch_size", got=global_batch_size
             )
+        if learning_rate is not None:
+            spec = _with_learning_rate(spec, global_batch_size, learning_rate)
         spec = with_global_batch(spec, global_batch_size)
+    elif learning_rate is not None:
+        hint = "say --global-batch-size N, too"
+        raise SpecError(
+            "a learning rate follows a batch", path="learning_rate", got=learning_rate, hint=hint
+        )
     return spec.model_copy(update=changes)
+
+
+def _with_learning_rate(spec: JobSpec, batch: int, rule: LearningRateRule) -> JobSpec:
+    """Return the job with a rule by which its learning rate follows down to this batch. Raises SpecError."""
+    if rule != "same" and spec.learning_rate is None:
+        raise SpecError(
+            "nothing tells the script another learning rate",
+            path="learning_rate",
+            got=rule,
+            hint="say knobs.learning_rate: {flag: ..., default: NUMBER} in its job file, or same",
+        )
+    smaller = SmallerBatch(least=batch, learning_rate=rule)
+    degrade = spec.degrade.model_copy(update={"global_batch_size": smaller})
+    return spec.model_copy(update={"degrade": degrade})

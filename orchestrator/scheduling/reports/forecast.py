@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.base.migration import expected_loss_s
-from orchestrator.scheduling.options.job_options import JobOptions, steps_left
+from orchestrator.scheduling.failures.observation import observe_pace
+from orchestrator.scheduling.options.job_options import JobOptions, step_factors, steps_left
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduler import Scheduler
@@ -28,9 +29,11 @@ from orchestrator.specs.attempt import (
     RankEnd,
     devices_in,
 )
+from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.events import Event, Finished, Released, Submitted, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.profile import WITHOUT_SECONDS, Source
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
@@ -101,6 +104,21 @@ def forecast(state: State) -> Mapping[str, Expected]:
     return forecasts
 
 
+def with_paces(state: State) -> State:
+    """Return the state with the speeds of running attempts as observations, where a family has none on that device.
+
+    Its queued twins are then forecast by them. No decision reads this state.
+    """
+    measured = {(entry.family, entry.device) for entry in state.observations if entry.step_ratio}
+    paces = []
+    for job in state.jobs.values():
+        if job.status is JobStatus.RUNNING and job.last is not None:
+            observation = observe_pace(job, job.last)
+            if observation and (observation.family, observation.device) not in measured:
+                paces.append(observation)
+    return replace(state, observations=(*state.observations, *paces)) if paces else state
+
+
 def _first_jobs(state: State, order: Iterable[str]) -> State:
     """Return the state without the waiting jobs behind the first PLAYED_MAX, which delay none of those."""
     queued = [job.id for job in state.live_jobs if job.status is JobStatus.QUEUED]
@@ -139,6 +157,32 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     )
 
 
+def is_timed(
+    index: SchedulerIndex, job: Job, device: DeviceSpec, source: Source, attempt: Attempt | None
+) -> bool:
+    """Return whether the predicted seconds of a job's steps may be told to a person.
+
+    A virtual device's steps are the host's: a prediction of them was 27 times off (November 2026). They are told once
+    the attempt has a pace, or an attempt of the family was measured on this kind of device. Where `source` has no
+    seconds, other lengths were learned.
+    """
+    if not device.kind.traits.is_virtual or job.spec.speeds or source in WITHOUT_SECONDS:
+        return True
+    if attempt is not None and attempt.pace is not None:
+        return True
+    calibrated = index.options.calibrated(job, device.name)
+    return bool(calibrated.step_factors or step_factors(job, device.name))
+
+
+def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
+    length, pool = index.length_of(job, attempt), index.pool_of(attempt)
+    if length is None or pool is None:
+        return False
+    return length.is_known and is_timed(
+        index, job, pool.group.hardware.device, attempt.estimate.source, attempt
+    )
+
+
 class _Placing:
     """A forecast that places jobs one after the other, each with its predicted length."""
 
@@ -173,12 +217,11 @@ class _Placing:
                 end_s, launched_s = self._index.end_of(job, attempt), attempt.launched_at_s
                 end_s = end_s if end_s > at_s else at_s + OVERDUE_S
                 self._index.expect(attempt, end_s)
-                length = self._index.length_of(job, attempt)
                 self._forecasts[job.id] = self._vague.expect(
                     launched_s,
                     end_s,
                     attempt.placement,
-                    knows_length=length is not None and length.is_known and not attempt.probe,
+                    knows_length=_knows_length(self._index, job, attempt) and not attempt.probe,
                 )
             self._arrays.take(job, end_s)
 
@@ -212,16 +255,18 @@ class _Placing:
         if reservation is None:
             return
         self._index.reserve((reservation,), backfill=True)
-        entries = [
-            menu.entries[0]
-            for _, menu in self._index.options.options_of(waiting)
-            if isinstance(menu, JobOptions)
-        ]
+        knows_length = True
+        for profile, menu in self._index.options.options_of(waiting):
+            if isinstance(menu, JobOptions):
+                entry, device = menu.entries[0], profile.group.hardware.device
+                is_known = entry.is_known and not entry.probe
+                source = entry.candidate.estimate.source
+                knows_length &= is_known and is_timed(self._index, job, device, source, None)
         self._forecasts[job.id] = self._vague.expect(
             reservation.start_s,
             reservation.end_s,
             reservation.placement,
-            knows_length=all(entry.is_known and not entry.probe for entry in entries),
+            knows_length=knows_length,
         )
         self._arrays.take(job, reservation.end_s)
 
@@ -368,7 +413,7 @@ class Play:
             launched_s,
             inf,
             attempt.placement,
-            knows_length=length is None or length.is_known,
+            knows_length=length is None or _knows_length(self._index, job, attempt),
         )
         begun = self._found.get(job.id, expected)
         self._found[job.id] = replace(begun, knows_end=expected.knows_end)

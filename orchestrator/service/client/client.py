@@ -266,9 +266,15 @@ class Client:
         *,
         allow: str | None = None,
         global_batch_size: int | None = None,
+        learning_rate: str | None = None,
     ) -> dict[str, Any]:
         """Answer a job's question, or resubmit an ended job; return the id of the job that continues, and how."""
-        body = {"allow": allow, "global_batch_size": global_batch_size, "settings": dict(settings)}
+        body = {
+            "allow": allow,
+            "global_batch_size": global_batch_size,
+            "learning_rate": learning_rate,
+            "settings": dict(settings),
+        }
         answer: dict[str, Any] = self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
         return answer
 

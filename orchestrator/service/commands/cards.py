@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.devices import load_devices, match_devices
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.units import BINARY_UNITS
+from orchestrator.specs.units import BINARY_UNITS, parse_bandwidth
 
 DEVICES_PER_NODE = 8  # as servers have them: more devices are so many such nodes
 CARDS_MAX = 4096
@@ -15,17 +16,28 @@ CARDS_MAX = 4096
 # this.
 HOST_BYTES_MIN = 64 * BINARY_UNITS["GiB"]
 SOURCE = "--gpu"
+BANDWIDTH_MAX = 10**13  # bytes per second of a node
+FORMS = "rtx3090, 2xa100-80gb, 16xh100-80gb@400Gb or 2x4xa100-80gb"
+
+
+FORM = re.compile(
+    r"\s*(?:(?:(?P<nodes>[0-9]{1,6})\s*[x*]\s*)?(?P<count>[0-9]{1,6})\s*[x*]\s*)?"
+    r"(?P<name>[^@]*?)\s*(?:@\s*(?P<network>.*?))?\s*"
+)
+GIGABITS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?Gb(?:it)?(?:/s|ps)?")  # of a network card
 
 
 def cluster_of_cards(text: str) -> ClusterSpec:
-    """Return a cluster of the GPUs that `text` names: `NAME`, or `NUMBERxNAME`.
+    """Return a cluster of the GPUs that `text` names: `NAME`, `NUMBERxNAME` or `NODESxNUMBERxNAME`, and `@NETWORK`.
 
-    Its nodes have up to 8 GPUs, and twice their memory as host memory, at least 64 GiB. Raises SpecError where the
-    catalogue has no such GPU or several, or for more than 8 that are no multiple of 8.
+    Without NODES its nodes have up to 8 GPUs. They have twice their memory as host memory, at least 64 GiB. NETWORK is
+    a node's bandwidth to the others, such as `400Gb` or `50GB/s`. Raises SpecError where the catalogue has no such GPU
+    or several, and for other numbers.
     """
-    match = re.fullmatch(r"\s*(?:([0-9]{1,6})\s*[x*]\s*)?(.*?)\s*", text)
-    assert match is not None, "every text has a name, if an empty one"
-    count, name = int(match[1] or 1), match[2]
+    match = FORM.fullmatch(text)
+    if match is None:
+        raise SpecError("not the name of cards", source=SOURCE, got=text, allowed=FORMS)
+    name = match["name"]
     names = match_devices(name)
     if len(names) != 1:
         near = closest(name.lower(), load_devices())
@@ -37,15 +49,42 @@ def cluster_of_cards(text: str) -> ClusterSpec:
             allowed=", ".join(names or load_devices()),
             hint="name one of them" if names else hint,
         )
-    per_node = min(count, DEVICES_PER_NODE)
-    if not 1 <= count <= CARDS_MAX or count % per_node:
+    cluster = _cluster(names[0], *_split_count(match, text))
+    if match["network"] is None:
+        return cluster
+    return _with_network(cluster, match["network"])
+
+
+def _split_count(match: re.Match[str], text: str) -> tuple[int, int]:
+    """Return (GPUs of a node, nodes). Raises SpecError for a number that makes no equal nodes."""
+    count = int(match["count"] or 1)
+    if match["nodes"]:
+        per_node, nodes, rest = count, int(match["nodes"]), 0
+    else:
+        per_node = max(1, min(count, DEVICES_PER_NODE))
+        nodes, rest = divmod(count, per_node)
+    if rest or not 1 <= nodes * per_node <= CARDS_MAX:
         raise SpecError(
             "no such number of cards",
             source=SOURCE,
-            got=count,
-            allowed="1 to 8, or a multiple of 8 up to 4096",
+            got=text,
+            allowed="1 to 8, a multiple of 8 up to 4096, or NODESxNUMBER, such as 2x4xa100-80gb",
         )
-    return _cluster(names[0], per_node, count // per_node)
+    return per_node, nodes
+
+
+def _with_network(cluster: ClusterSpec, text: str) -> ClusterSpec:
+    """Return the cluster with a bandwidth between its nodes. Raises SpecError where the text is none."""
+    gigabits, bandwidth = GIGABITS.fullmatch(text), 0
+    if gigabits is not None:
+        bandwidth = int(float(gigabits[1]) * 10**9 / 8)
+    else:
+        with contextlib.suppress(ValueError):
+            bandwidth = parse_bandwidth(text)
+    if not 0 < bandwidth <= BANDWIDTH_MAX:
+        allowed = "400Gb, 50GB/s or the like"
+        raise SpecError("no bandwidth of a network", source=SOURCE, got=text, allowed=allowed)
+    return cluster.model_copy(update={"network_bandwidth": bandwidth})
 
 
 def _cluster(name: str, per_node: int, nodes: int) -> ClusterSpec:

@@ -22,7 +22,7 @@ from orchestrator.scheduling.failures.unexplained import in_one_line
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.service.client.client import Client
-from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, RankEnd
+from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
 from orchestrator.specs.job.sections import Retries
@@ -138,7 +138,7 @@ def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -
         line=line.partition("\n")[0],
         rank=failure.rank,
         orc_would=_next_action(failure),
-        you_can=help_for(failure, ELSEWHERE),
+        you_can=_advise(failure, ends, paths),
     )
 
 
@@ -256,8 +256,48 @@ def _resolve_log(path: Path) -> Path:
     return real
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Project:
+    """A project whose logs are known: a row of projects.yaml."""
+
+    name: str
+    job: str  # its job file, in `jobs/` of this project
+    phases: Mapping[Phase, str]  # the pattern of the line that begins it
+    levers: Mapping[Phase, str]  # what makes it take less memory
+
+
+def project_of(path: Path) -> Project | None:
+    """Return the project whose sign stands at the begin or the end of a log; None for any other."""
+    with path.open("rb") as file:
+        text = file.read(LOG_TAIL_BYTES)
+        file.seek(max(file.tell(), path.stat().st_size - LOG_TAIL_BYTES))
+        text += file.read(LOG_TAIL_BYTES)
+    log = text.decode("utf-8", errors="replace")
+    for name, row in load_table(__package__, "projects").items():
+        if re.search(row["sign"], log):
+            phases = {Phase(phase): pattern for phase, pattern in row["phases"].items()}
+            levers = {Phase(phase): lever for phase, lever in row["levers"].items()}
+            return Project(name=name, job=row["job"], phases=phases, levers=levers)
+    return None
+
+
+def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
+    """Return what a person can do: for want of device memory, the lever of a known project in its phase."""
+    index, _, _ = _place_of(failure, ends, paths)
+    has_log = failure.kind is FailureKind.DEVICE_OOM and bool(paths) and paths[index].exists()
+    project = project_of(paths[index]) if has_log else None
+    if project is None:
+        return help_for(failure, ELSEWHERE)
+    phase = failure.phase or Phase.TRAINING
+    if phase not in project.levers:
+        phase = Phase.TRAINING
+    plan = f"`orc plan jobs/{project.job} --gpu CARD` tells what fits"
+    return f"{project.name}, in its {phase}: {project.levers[phase]}; {plan}"
+
+
 def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
-    scan = LogScan(log=path.name)
+    project = project_of(path)
+    scan = LogScan(log=path.name, markers=project.phases if project is not None else {})
     feed_log(scan, path)
     return end_of(path, rank, exit_code, scan, scan.findings)
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypedDict
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
+from orchestrator.memory.profiles import is_known
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.intake.intake import JobSource, read_job
+from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import LoraSpec, ModelSpec
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import Override
 from orchestrator.specs.profile import WITHOUT_SECONDS
 from orchestrator.specs.replace import replace
+from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.settings import in_short
 
 COUNTS = (1, 2, 4, 8)  # of one machine's cards
@@ -64,6 +70,37 @@ def script_of_model(name: str) -> dict[str, Any]:
     length = {"sequence_length": ASSUMED["data"]["sequence_length"]}
     script = {"command": "python -m train", "knobs": flags, "trains": {"hf": name}, "data": length}
     return {"name": "fit", "gpus": 1, **assumed, **script}
+
+
+def fit_job(
+    job: JobSource | str,
+    overrides: Sequence[Override] = (),
+    home: Path = DEFAULT_HOME,
+    *,
+    elsewhere: bool = False,
+) -> tuple[JobSpec, list[FitRow]]:
+    """Return a job, or that of a transformers model `hf:NAME`, and its row on each card. Raises SpecError."""
+    name = job.removeprefix("hf:") if isinstance(job, str) else None
+    read = partial(
+        read_job, overrides=overrides, home=home, to_run=False, elsewhere=elsewhere, scope=_any_card
+    )
+    try:
+        spec = read(job if isinstance(job, Path | Mapping) else job_of_model(str(name)))
+    except SpecError as error:
+        if name is None or error.allowed != "data.tensors":
+            raise
+        spec = read(script_of_model(name))
+    ways = []
+    for way, changed in ways_of_model(spec):
+        if changed is not spec and not is_known(changed):
+            traced = trace_model(changed, home.expanduser(), str(job), _any_card(changed))
+            changed = changed.model_copy(update={"traced": traced})
+        ways.append((way, changed))
+    return spec, list(fit_rows(ways))
+
+
+def _any_card(_: JobSpec) -> TraceScope:
+    return TraceScope(cuda=(True,))
 
 
 def ways_of_model(spec: JobSpec) -> list[tuple[str, JobSpec]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypedDict
 
 from orchestrator.memory.calibration.calibrate import (
@@ -32,10 +33,11 @@ from orchestrator.planning.layouts import layers_to_cut, why_no_experts
 from orchestrator.planning.profiles import profile_for
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.planning.ways_out import Unfit, adapters, smaller_models
+from orchestrator.planning.ways_out import Unfit, WayOut, adapters, smaller_models, ways_out
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
@@ -49,7 +51,7 @@ from orchestrator.specs.choices import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import (
     GIVEN,
@@ -67,6 +69,8 @@ from orchestrator.specs.profile import UNTIMED, WITHOUT_SECONDS, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import degradation, in_short, settings
 from orchestrator.specs.stages import layer_ranges
+from orchestrator.specs.units import format_bytes
+from orchestrator.specs.written import as_yaml
 
 # Median error of predicted steps of 40 published configurations to which nothing was fitted (`make
 # bench-cost`,
@@ -95,19 +99,35 @@ class CandidateView(TypedDict):
     rejected: str | None
 
 
+class WayOutView(TypedDict):
+    """A change with which a job would fit."""
+
+    label: str
+    plan: str | None
+    needed_bytes: int  # of each device
+    degradation: str  # what changes of the training
+    settings: dict[str, str]  # of `--set` options that make the change; {}: none do
+    job: (
+        dict[str, Any] | None
+    )  # content of the changed job file; None: no job file makes the change
+
+
 class JobPlans(TypedDict):
     """The frontier (plans that no other beats) of a job on one kind of device, fastest first, and the chosen plan."""
 
     job: str
     device: str
     devices: int
+    hardware: str  # nodes, network and host memory that the plan counts on, in one line
     global_batch_size: int
+    steps: int | None  # of the whole training; None: the job file does not say
     profile: str  # source of the model's costs
     chosen: int | None  # index into the frontier; if nothing fits, of the plan that may fit
     # the measuring attempt that runs first if the script's memory is unknown
     probe: CandidateView | None
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
+    ways_out: list[WayOutView]  # the changes in `nothing_fits`
     # why the chosen plan is taken instead of the fastest one; None where it is that
     passed_over: str | None
     # that other plans may be as fast, and how to find out; None where none is near
@@ -127,6 +147,30 @@ def plan_job(
     profile of its model, which adds adapters to the advice. Raises SpecError if there are too few devices, or no kind
     can run the job.
     """
+    return _choose_kind(spec, nodes, observations, trace).answer
+
+
+def export_job(
+    spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation], folder: Path
+) -> Path:
+    """Write the plan that the job would get as files that run without this service; return the path of `run.sh`.
+
+    Raises SpecError where no plan fits, and as `export_plan`.
+    """
+    on_kind = _choose_kind(spec, nodes, observations, None)
+    chosen = on_kind.answer["chosen"]
+    if chosen is None:
+        raise SpecError(on_kind.answer["nothing_fits"] or "no plan fits", source="--export")
+    plan = on_kind.candidates[chosen].plan
+    return export_plan(spec, plan, on_kind.hardware.devices_per_node, folder)
+
+
+def _choose_kind(
+    spec: JobSpec,
+    nodes: Sequence[Node],
+    observations: Sequence[Observation],
+    trace: Callable[[JobSpec], JobSpec] | None,
+) -> _KindPlans:
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
     if not large_enough:
@@ -147,8 +191,15 @@ def plan_job(
         raise errors[0]
     if not any(forecast.fits_empty for forecast in forecasts):
         forecasts = [replace(forecast, answer=_with_likeliest(forecast)) for forecast in forecasts]
-    answers = [forecast.answer for forecast in forecasts]
-    return next((answer for answer in answers if answer["chosen"] is not None), answers[0])
+    fitting = (forecast for forecast in forecasts if forecast.answer["chosen"] is not None)
+    return next(fitting, forecasts[0])
+
+
+def _hardware_in_words(hardware: Hardware) -> str:
+    """Return nodes, devices of each, what is between nodes, and host memory."""
+    network = f", {hardware.network_bandwidth / 1e9:.4g} GB/s between nodes" * (hardware.nodes > 1)
+    nodes = f"{hardware.nodes} node{'s' * (hardware.nodes > 1)} of {hardware.devices_per_node}"
+    return f"{nodes}{network}, {format_bytes(hardware.host_memory)} of host memory each"
 
 
 def _origin(spec: JobSpec, profile: ModelProfile) -> str:
@@ -164,21 +215,23 @@ class _KindPlans:
     """Plans on one kind of device; only those that fit its free memory may be chosen."""
 
     answer: JobPlans
-    device: DeviceSpec
+    hardware: Hardware
     candidates: Sequence[Candidate]  # of the frontier, in its order
     calibrated: Calibration
 
     @property
     def fits_empty(self) -> bool:
         return any(
-            fits(candidate, self.device.memory, self.calibrated) for candidate in self.candidates
+            fits(candidate, self.hardware.device.memory, self.calibrated)
+            for candidate in self.candidates
         )
 
 
 def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
     """Return the forecast with the plan most likely to fit an empty device, if the free memory allows it."""
     candidate = likeliest(
-        ((candidate, on_kind.device.memory) for candidate in on_kind.candidates), on_kind.calibrated
+        ((candidate, on_kind.hardware.device.memory) for candidate in on_kind.candidates),
+        on_kind.calibrated,
     )
     if candidate is None:
         return on_kind.answer
@@ -207,36 +260,66 @@ def _plan_on_kind(
     candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
-    nothing = None
+    nothing, ways = None, tuple[WayOut, ...]()
     if chosen is None:
         capacity_bytes = free_bytes[spec.gpus.min - 1]
         if trace is not None and spec.traced and spec.degrade.limit < Degradation.NUMERIC:
             numeric = spec.degrade.model_copy(update={"allow": "numeric"})
             traced = trace(spec.model_copy(update={"degrade": numeric, "traced": ()})).traced
             spec = spec.model_copy(update={"traced": traced})
-        nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated)
+        case = Unfit(spec, hardware, capacity_bytes, calibrated)
+        ways = ways_out(case)
         if trace is not None:
-            case = Unfit(spec, hardware, capacity_bytes, calibrated)
-            ways = (*adapters(case, trace), *smaller_models(case, trace))
-            nothing = "\n".join([nothing, *(f"would fit: {way.sentence}" for way in ways)])
+            ways = (*ways, *adapters(case, trace), *smaller_models(case, trace))
+        nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated, ways=ways)
     job = _as_job(spec)
     probe = probe_of(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
         job=spec.name,
         device=hardware.device.name,
         devices=len(free_bytes),
+        hardware=_hardware_in_words(hardware),
         global_batch_size=spec.global_batch_size,
+        steps=spec.optimizer_steps,
         profile=_origin(spec, profile_for(spec, hardware, candidates[0].plan)),
         chosen=chosen,
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
         nothing_fits=nothing,
+        ways_out=[_way_view(way) for way in ways],
         passed_over=passed_over,
         unsure=None
         if chosen is None or probe is not None
         else _rivals_note(candidates, views, chosen),
     )
-    return _KindPlans(answer, hardware.device, candidates, calibrated)
+    return _KindPlans(answer, hardware, candidates, calibrated)
+
+
+def _way_view(way: WayOut) -> WayOutView:
+    return WayOutView(
+        label=way.label,
+        plan=None if way.plan is None else in_short(way.plan),
+        needed_bytes=way.needed_bytes,
+        degradation=way.degradation.name.lower(),
+        settings=dict(way.settings),
+        job=None if way.job is None else way.job.file_content(),
+    )
+
+
+def job_file_of(plans: JobPlans, number: int) -> str:
+    """Return the text of the job file of a numbered way out, from 1. Raises SpecError where there is none."""
+    ways = [way for way in plans["ways_out"] if way["job"] is not None]
+    if not 1 <= number <= len(ways):
+        raise SpecError(
+            "no such way out",
+            source="--way-out",
+            got=number,
+            allowed=f"1 to {len(ways)}" if ways else "none: the plan has no numbered way out",
+            hint="`orc plan` without `--way-out` names them",
+        )
+    way = ways[number - 1]
+    head = f"# {plans['job']} with {way['label']}: {way['degradation']}. Paths are absolute.\n"
+    return head + as_yaml(way["job"])
 
 
 def _as_job(spec: JobSpec) -> Job:

@@ -24,8 +24,15 @@ from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
 from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.trainer import is_python
-from orchestrator.specs.parse import Override, join_problems, parse_cluster, parse_job, parse_jobs
+from orchestrator.specs.job.trainer import is_python, with_interpreter
+from orchestrator.specs.parse import (
+    Override,
+    join_problems,
+    parse_cluster,
+    parse_job,
+    parse_jobs,
+    with_remedy,
+)
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import DEFAULT_HOME
 
@@ -212,6 +219,11 @@ def _resolve_job(
         if problem.path not in remote_keys or problem.what == NO_CONFIG
     ]
     problems += _duplicate_knobs(resolved, source)
+    for remedy in resolved.remedies:
+        try:
+            with_remedy(resolved, remedy)
+        except SpecError as error:
+            problems.append(error)
     is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
     if is_here and "workdir" not in remote_keys:
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
@@ -311,6 +323,10 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
         changed["deadline"] = replace(spec.deadline, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_absolute_path(folder, spec.workdir or "."))
+    if spec.python is not None and spec.command is not None:
+        # not resolved: a virtual environment's interpreter is a link
+        python = os.path.abspath(Path(str(changed["workdir"])) / Path(spec.python).expanduser())
+        changed |= {"python": python, "command": with_interpreter(spec.command, python)}
     if (
         spec.resume.before is not None
     ):  # its program may be beside the job's file, but it runs in `workdir`
@@ -477,13 +493,16 @@ def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
     """Errors for programs that cannot start here; a bare `python` is the service's own."""
     assert spec.command is not None, "only a script has programs"
     env = {**base_env(), **dict(spec.env)}
-    programs = {"command": spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
+    key = "command" if spec.python is None else "python"
+    programs = {key: spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
     for key, program in programs.items():
         problem = (
             None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
         )
         if problem is not None:
             what, places, hint = problem
+            if key == "python":
+                hint = "make the environment there, or name another one by `--set python=PATH`"
             yield SpecError(
                 what,
                 source=source,

@@ -56,7 +56,9 @@ from orchestrator.specs.observation import Observation
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
-POLL_S = 0.1  # longest delay until a submission or a cancellation is processed
+POLL_S = (
+    0.5  # longest rest of the loop: it sees a stop then. A change by a request wakes it at once
+)
 STORAGE_S = 1.0  # pause after the journal could not be written
 DEAF_S = 1.0  # pause after the backend failed to return events
 # fewest events between snapshots; with more live jobs, as many events as jobs
@@ -129,6 +131,7 @@ class Controller:
         self._tally = Tally()
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
+        self._loop: int | None = None  # the thread of `run`
         self._submissions = SubmissionQueue(self._admit)
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
@@ -350,6 +353,7 @@ class Controller:
 
     def run(self, stop: threading.Event) -> None:
         """Run until `stop` is set. Raises ServiceError if the journal is lost, since no action may go unrecorded."""
+        self._loop = threading.get_ident()
         while not stop.is_set():
             try:
                 self.turn(POLL_S)
@@ -468,6 +472,8 @@ class Controller:
                     action for action in actions if isinstance(action, Launch | Stop)
                 )
             self._changed.notify_all()
+            if threading.get_ident() != self._loop:
+                self._backend.wake()  # there may be a launch, or an earlier timer
             self._unsaved_events += len(decisions_made)
             # a snapshot writes one row per changed job, so at most one per event
             if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):

@@ -10,7 +10,7 @@ from math import inf
 
 from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast
+from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast, with_paces
 from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.specs.job_record import Job, JobStatus
@@ -95,7 +95,7 @@ def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[Ex
     Without ranges it takes a hundredth of the time.
     """
     expectations = (forecast if ranged else quick_forecast)(
-        replace(state, at_s=max(state.at_s, now_s))
+        with_paces(replace(state, at_s=max(state.at_s, now_s)))
     )
     waits = Waits(state)
     rows = [_expected_job(job, expectations.get(job.id), waits) for job in state.live_jobs]

@@ -37,6 +37,7 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     """Return the chosen plan, the frontier chart with the memory limit, and why faster plans were rejected."""
     parts: list[RenderableType] = [
         Text(f"{plans['job']} on {plans['devices']} x {plans['device']}", style="bold"),
+        Text(plans["hardware"], style="dim"),
         Text(
             f"global batch {plans['global_batch_size']}; memory of the model: {plans['profile']}",
             style="dim",
@@ -56,6 +57,8 @@ def plan_panel(plans: JobPlans) -> RenderableType:
     )
     if plans["passed_over"] is not None:
         parts += [Text(), Text(f"Taken is {plans['passed_over']}.")]
+    if _is_timed(candidate) and plans["steps"] is not None:
+        parts += [Text(), _totals(plans, chosen, plans["steps"])]
     if plans["unsure"] is not None:
         parts += [Text(), Text(plans["unsure"], style="yellow")]
     if is_known(candidate["estimate"]):
@@ -73,6 +76,33 @@ def plan_panel(plans: JobPlans) -> RenderableType:
         faster = plans["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
         parts += [Text(f"  {plan['plan']}: {plan['rejected'] or LESS_TRUSTED}") for plan in faster]
     return Group(*parts)
+
+
+def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
+    """Return the whole training by number of devices: the chosen plan, else the fastest that fits on so many."""
+    widths = {}
+    for index, candidate in enumerate(plans["frontier"]):
+        devices = int(candidate["settings"]["gpus"])
+        if index == chosen or (candidate["rejected"] is None and devices not in widths):
+            widths[devices] = index
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for column in ("GPUS", "STEP", f"{steps:,} STEPS", "DEVICE-HOURS", "NEEDS"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("PLAN (predicted)")
+    for devices, index in sorted(widths.items()):
+        candidate = plans["frontier"][index]
+        total_s = steps * candidate["step_s"]
+        table.add_row(
+            "→" if index == chosen else "",
+            str(devices),
+            format_seconds(candidate["step_s"]),
+            format_seconds(total_s),
+            f"{devices * total_s / 3600:.3g}",
+            format_bytes(candidate["needed_bytes"]),
+            candidate["plan"],
+        )
+    return table
 
 
 def candidate_panel(candidate: CandidateView) -> RenderableType:

@@ -35,8 +35,8 @@ Cards = Annotated[
     str | None,
     typer.Option(
         "--gpu",
-        metavar="[NUMBERx]NAME",
-        help="Cards of the catalogue, such as rtx3090 or 2xa100-80gb, and no cluster.",
+        metavar="[[NODESx]NUMBERx]NAME[@NETWORK]",
+        help="Cards of the catalogue, such as 2xa100-80gb or 16xh100-80gb@400Gb, and no cluster.",
     ),
 ]
 
@@ -47,12 +47,28 @@ def plan(
     cards: Cards = None,
     settings: Settings = None,
     pins: Pinned = None,
+    way_out: Annotated[
+        int | None,
+        typer.Option(
+            "--way-out",
+            metavar="N",
+            help="Print the job file of a numbered way out, if nothing fits.",
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            metavar="DIR",
+            help="Write the plan as files with a line that runs it without orc.",
+        ),
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.commands.plan import plan_job, trace_scope
+    from orchestrator.service.commands.plan import export_job, job_file_of, plan_job, trace_scope
     from orchestrator.service.intake.intake import read_job, read_overrides, read_pins
     from orchestrator.service.terminal.plan_tables import plan_panel
 
@@ -63,11 +79,18 @@ def plan(
         spec = read_job(
             file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
         )
+    if export is not None:
+        script = export_job(spec, nodes, observations, export)
+        tell({"run": str(script)}, as_json, f"{script} runs the plan without orc.")
+        return
     # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either
     # way
     gc.disable()
     with show_spinner("searching plans"):
         answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
+    if way_out is not None:
+        print(job_file_of(answer, way_out), end="")
+        return
     tell(dict(answer), as_json, plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 
@@ -107,14 +130,8 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Show on which cards of the catalogue a job or a model has a plan, and on how few of them. Starts nothing."""
-    from orchestrator.service.commands.fit import (
-        fit_rows,
-        job_of_model,
-        script_of_model,
-        ways_of_model,
-    )
-    from orchestrator.service.intake.intake import read_job, read_overrides
-    from orchestrator.service.intake.profiling import TraceScope
+    from orchestrator.service.commands.fit import fit_job
+    from orchestrator.service.intake.intake import read_overrides
     from orchestrator.service.terminal.fit_table import fit_panel
     from orchestrator.specs.published import load_published
 
@@ -128,26 +145,9 @@ def fit(
             "a model has a name", source="orc fit", got=job, allowed=", ".join(load_published())
         )
 
-    def cards(_: JobSpec) -> TraceScope:
-        return TraceScope(cuda=(True,))
-
-    read = partial(
-        read_job, overrides=overrides, home=home, to_run=False, elsewhere=SERVER.get() is not None
-    )
-    with show_spinner("reading the model"):
-        try:
-            spec = read(Path(job) if name is None else job_of_model(name), scope=cards)
-        except SpecError as error:
-            if name is None or error.allowed != "data.tensors":
-                raise
-            spec = read(script_of_model(name), scope=cards)
-    trace = _tracer(home, job, cards)
+    source = Path(job) if name is None else job
     with show_spinner("planning on each card"):
-        ways = [
-            (way, job_spec if job_spec is spec else trace(job_spec))
-            for way, job_spec in ways_of_model(spec)
-        ]
-        rows = list(fit_rows(ways))
+        spec, rows = fit_job(source, overrides, home, elsewhere=SERVER.get() is not None)
     tell(
         {"job": spec.name, "rows": rows},
         as_json,

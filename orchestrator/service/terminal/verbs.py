@@ -16,6 +16,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrator.service.views.records import JobView
 
 JobIds = Annotated[
@@ -58,7 +60,10 @@ def queue(
         for sweep in client.sweeps()
         if not shown.isdisjoint(trial.job for trial in sweep.trials)
     ]
-    rows = queue_table(jobs, console_on(sys.stdout).width)
+    rows: RenderableType = queue_table(jobs, console_on(sys.stdout).width)
+    if isinstance(rows, str) and not as_json:
+        print(rows)
+        rows = f"{len(jobs):,} jobs"
     table = Group(rows, "", sweeps_table(sweeps)) if sweeps else rows
     empty = (
         "No job is like that."
@@ -206,6 +211,10 @@ def retry(
     global_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Samples of a step from now on.")
     ] = None,
+    learning_rate: Annotated[
+        str | None,
+        typer.Option(metavar="RULE", help="linear, sqrt or same: how it follows a smaller batch."),
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -214,7 +223,11 @@ def retry(
 
     overrides = with_zone(read_overrides(settings or []))
     answer = client_of(home).retry(
-        job_id, overrides, allow=allow, global_batch_size=global_batch_size
+        job_id,
+        overrides,
+        allow=allow,
+        global_batch_size=global_batch_size,
+        learning_rate=learning_rate,
     )
     is_new = answer["id"] != job_id
     text = f"{answer['id']} retries {job_id}: {answer['why']}." if is_new else f"{job_id} goes on."

@@ -46,10 +46,20 @@ def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str,
     """Return the job data, with missing keys filled from the preset."""
     merged = {**preset, **data}
     for section in MERGED:
-        parts = (preset.get(section), data.get(section))
-        if all(isinstance(part, Mapping) for part in parts):
-            merged[section] = {**preset[section], **data[section]}
+        base, part = preset.get(section), data.get(section)
+        if isinstance(base, Mapping) and isinstance(part, Mapping):
+            merged[section] = {**base, **part}
+            for name in base.keys() & part.keys() if section == "knobs" else ():
+                merged[section][name] = _merge_knob(base[name], part[name])
     return merged
+
+
+def _merge_knob(knob: object, changes: object) -> Any:
+    """Return a preset's knob with a job's changes; a knob of the job that has a way of its own stands alone."""
+    if not isinstance(knob, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    has_own_way = any(changes.get(way) is not None for way in WAYS)
+    return changes if has_own_way else {**knob, **changes}
 
 
 def knobs_of(framework: str) -> dict[str, Any]:
@@ -69,7 +79,7 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     Recomputation in the command stays there, and then has no knob. Without a precision anywhere, the script keeps its
     default. The function is idempotent.
     """
-    trainer, argv = data.get("trainer"), _split_command(data.get("command"))
+    trainer, argv = data.get("trainer"), split_words(data.get("command"))
     defaults = load_preset(trainer) if trainer in get_args(Framework) else None
     if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
         return dict(data)
@@ -117,10 +127,10 @@ def _knobs_for(
             knobs |= {} if name in job_knobs else {name: knob}
         elif name not in job_knobs and (knob.get("accelerate") is None or launch == "accelerate"):
             knobs[name] = knob
-        elif isinstance(job_knobs.get(name), Mapping) and not any(
-            job_knobs[name].get(way) is not None for way in WAYS
+        elif (
+            name in job_knobs and (merged := _merge_knob(knob, job_knobs[name])) != job_knobs[name]
         ):
-            knobs[name] = {**knob, **job_knobs[name]}  # the same way, with a default of its own
+            knobs[name] = merged  # the same way, with a default of its own
     return knobs
 
 
@@ -142,7 +152,7 @@ def _take_config(
     return None, argv
 
 
-def _split_command(command: object) -> tuple[str, ...]:
+def split_words(command: object) -> tuple[str, ...]:
     """Return the words of a command; () where they cannot be read, since another check says why."""
     if isinstance(command, str):
         try:

@@ -10,10 +10,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.fields import DEVICES_MAX, Bytes, Seconds
 from orchestrator.specs.job.model import BATCH_MAX, LAYERS_MAX, LENGTH_MAX
-from orchestrator.specs.spec_model import SpecModel
+from orchestrator.specs.spec_model import Command, SpecModel, StringMap
 
 PARAMETERS_MAX = 10**15
 FLOPS_MAX = 1e27  # of one sample
+LABEL_LENGTH_MAX = 120  # characters of a remedy's label
 
 
 class GpuRange(SpecModel):
@@ -64,11 +65,23 @@ class DeclaredProfile(SpecModel):
     forward_flops_per_sample: float | None = Field(default=None, gt=0, le=FLOPS_MAX)
 
 
+LearningRateRule = Literal["linear", "sqrt", "same"]  # how it follows a smaller batch
+
+
+class Remedy(SpecModel):
+    """A change that a person may make where no plan fits: words for the command, and keys of the job."""
+
+    label: str = Field(min_length=1, max_length=LABEL_LENGTH_MAX)
+    arguments: Command = ()
+    set: StringMap = ()
+    changes: Literal["exact", "numeric", "semantic"] = "semantic"
+
+
 class SmallerBatch(SpecModel):
     """How far a restart may reduce the global batch, and how it then scales the learning rate."""
 
     least: int = Field(ge=1, le=BATCH_MAX)
-    learning_rate: Literal["linear", "sqrt", "same"]
+    learning_rate: LearningRateRule
 
 
 class Degrade(SpecModel):

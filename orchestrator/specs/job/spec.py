@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, Literal, get_args
 
 from pydantic import (
@@ -23,7 +24,12 @@ from orchestrator.specs.fields import (
 )
 from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.job.code_source import CodeSource
-from orchestrator.specs.job.frameworks import Framework, fill_defaults, find_cut_option
+from orchestrator.specs.job.frameworks import (
+    Framework,
+    fill_defaults,
+    find_cut_option,
+    split_words,
+)
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX, DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
 from orchestrator.specs.job.sections import (
@@ -34,6 +40,7 @@ from orchestrator.specs.job.sections import (
     Gpus,
     Member,
     Promise,
+    Remedy,
     Retries,
 )
 from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
@@ -44,6 +51,7 @@ from orchestrator.specs.job.trainer import (
     Resume,
     Success,
     check_script,
+    with_interpreter,
 )
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.spec_model import (
@@ -57,6 +65,9 @@ from orchestrator.specs.spec_model import (
 )
 
 FAMILY_LENGTH_MAX = 200  # characters
+REMEDIES_MAX = 16
+# what intake and scheduling add
+IN_NO_FILE = ("member", "traced", "measured", "relative_to", "source", "trial")
 
 
 class JobSpec(SpecModel):
@@ -85,6 +96,7 @@ class JobSpec(SpecModel):
     training: TrainingSpec = TrainingSpec()
 
     command: Command | None = None
+    python: str | None = Field(default=None, min_length=1)
     trains: ModelSpec | None = None
     trainer: Framework | None = Field(
         default=None,
@@ -120,11 +132,19 @@ class JobSpec(SpecModel):
     trial: SkipJsonSchema[Trial | None] = None  # of a sweep, of which a file says the first
     plan: Pins = ()
     degrade: Degrade = Degrade()
+    remedies: tuple[Remedy, ...] = Field(default=(), max_length=REMEDIES_MAX)
     retries: Retries = Retries()
     on_caught_oom: Literal["recover", "accept"] = "recover"
     hang_timeout: Seconds = 600.0
     startup_timeout: Seconds = 900.0
     time_limit: Seconds | None = Field(default=None, gt=0)
+
+    def file_content(self) -> dict[str, Any]:
+        """Return the content of a job file that reads as this job: what no file says is left out."""
+        content = self.model_dump(mode="json", exclude_defaults=True, exclude=set(IN_NO_FILE))
+        if self.command is not None:
+            content["command"] = shlex.join(self.command)
+        return content
 
     @property
     def family_name(self) -> str:
@@ -164,6 +184,15 @@ class JobSpec(SpecModel):
         return (
             fill_defaults(raw) if isinstance(raw, dict) and raw.get("trainer") is not None else raw
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_interpreter(cls, raw: object) -> object:
+        """Replace the program of `command` by `python`, or by the program beside it."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("python"), str):
+            return raw
+        argv = split_words(raw.get("command"))
+        return {**raw, "command": with_interpreter(argv, raw["python"])} if argv else raw
 
     @model_validator(mode="after")
     def _check(self) -> JobSpec:
@@ -230,6 +259,10 @@ class JobSpec(SpecModel):
             )
 
     def _check_trainer(self) -> None:
+        if self.python is not None and self.command is None:
+            raise ValueError(
+                "`python` is the interpreter of somebody's script: it needs a `command`"
+            )
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
         cut = find_cut_option(self.trainer, self.command or ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
@@ -316,6 +316,14 @@ def _check_knob(
             allowed=", ".join(phases) or "the job has no `phases`",
             hint=f"say `phases: {{{knob.phase}: 'a pattern of the line that begins it'}}`",
         )
+
+
+def with_interpreter(command: Sequence[str], python: str) -> tuple[str, ...]:
+    """Return the command with `python` as its interpreter, or with the program of this name beside it."""
+    program, *arguments = command
+    if not is_python(program):
+        return (f"{python.rpartition('/')[0] or '.'}/{program_name(program)}", *arguments)
+    return (python, *arguments)
 
 
 def is_python(program: str) -> bool:

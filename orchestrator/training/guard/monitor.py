@@ -21,6 +21,7 @@ from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, GuardSettings
 from orchestrator.training import progress
 from orchestrator.training.guard.faults import raise_fault
 from orchestrator.training.guard.pass_progress import PassProgress
+from orchestrator.training.guard.sample_mixing import list_mixing
 
 if TYPE_CHECKING:
     from orchestrator.training.guard.virtual_device import VirtualDevice
@@ -64,6 +65,7 @@ class Monitor:
         self.step, self.steps_done, self._backwards = 0, 0, 0
         self.injected = False
         self._signal = 0
+        self._is_mixing_known, self._mixing = False, tuple[str, ...]()
         self.beat_after_next_step = False  # memory ran out since the last step
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
@@ -151,6 +153,7 @@ class Monitor:
     def _watch(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            self._look_at_graph(*args)
             self._passes.begin_backward()
             self._enter("backward")
             result = backward(*args, **kwargs)
@@ -160,6 +163,17 @@ class Monitor:
             return result
 
         return watched
+
+    def _look_at_graph(self, *args: Any) -> None:
+        """Note once what mixes the samples of a micro-batch, in the graph of the first backward pass."""
+        if self._is_mixing_known:
+            return
+        self._is_mixing_known = True
+        losses = args[0] if args else ()
+        # the edge: whatever the graph of somebody's loss looks like, the training goes on
+        with contextlib.suppress(Exception):
+            for loss in losses if isinstance(losses, list | tuple) else (losses,):
+                self._mixing += list_mixing(loss)
 
     def beat(self) -> None:
         """Write the heartbeat now; exit if a newer attempt of the job exists.
@@ -189,6 +203,7 @@ class Monitor:
             live_bytes=self.live_bytes(),
             group_size=self._ranks_met(),
             signal=self._signal,
+            mixing=self._mixing,
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)

@@ -446,10 +446,21 @@ def _seq2seq_loss(
         module,
         input_ids=tokens_BT,
         attention_mask=tokens_BT != module.config.pad_token_id,
-        decoder_input_ids=module.prepare_decoder_input_ids_from_labels(labels=labels_BT),
+        decoder_input_ids=_decoder_inputs(module, labels_BT),
         use_cache=False,
     )
     return _cross_entropy(out.logits, labels_BT)
+
+
+def _decoder_inputs(module: Any, labels_BT: Tensor) -> Tensor:
+    """Return the labels behind the decoder's first token. Some models, as Blenderbot, have no method for it."""
+    prepare = getattr(module, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        shifted: Tensor = prepare(labels=labels_BT)
+        return shifted
+    config = module.config
+    first = functional.pad(labels_BT[:, :-1], (1, 0), value=config.decoder_start_token_id)
+    return first.masked_fill(first == IGNORED_LABEL, config.pad_token_id)
 
 
 def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

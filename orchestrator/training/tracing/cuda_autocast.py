@@ -76,6 +76,9 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
+        if enable_gqa:  # this kernel wants as many heads of keys and values as of queries
+            heads = query.shape[-3] // key.shape[-3]
+            key, value = (part.repeat_interleave(heads, -3) for part in (key, value))
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
         # a boolean mask becomes as many numbers
         bias = attn_mask.to(low) if attn_mask is not None else None

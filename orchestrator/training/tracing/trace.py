@@ -13,11 +13,13 @@ inside kernels, libraries' workspaces) is not seen.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import json
 import os
 import resource
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,6 +68,7 @@ from orchestrator.training.tracing.values import READS, Values
 from orchestrator.training.tracing.zero3_linear import zero3_linear
 
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BAD_JOB_EXIT_CODE = 2
 LAST_STEP = 2**62  # after every thaw step
 # Address space of a trace beyond that of imported torch. Fake tensors are a few hundred MB of
@@ -504,6 +507,8 @@ def main(arguments: list[str]) -> int:
 
     Output of the model's own code is redirected to standard error.
     """
+    if len(arguments) > 1:  # whoever waits for the answer may be killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     request = request_from_json(json.loads(Path(arguments[0]).read_text()))
     _limit_address_space(ADDRESS_SPACE_BYTES)
     if len(arguments) > 1:  # seconds of processor time

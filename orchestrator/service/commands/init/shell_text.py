@@ -24,6 +24,20 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 SHELL_PART = re.compile(
     r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|(?:^|(?<=\s))(?P<end>[|&;]+(?=\s|$)|\d?>|&>|<)"""
 )
+# What ends, joins or quotes in a text of several commands.
+TEXT_PART = re.compile(
+    r"""(?P<quoted>'[^']*'|"(?:\\.|[^"\\])*")|(?P<joined>\\\r?\n)|(?P<escaped>\\.)"""
+    r"""|(?P<comment>(?<!\S)\#[^\n]*)|(?P<array>(?<!\S)[A-Za-z_]\w*\+?=\()|(?P<close>\))"""
+    r"""|(?P<end>\r?\n|;+|&&)""",
+    re.DOTALL,
+)
+ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)\)\s*", re.DOTALL)
+VARIABLE = re.compile(
+    r"""'[^']*'|\\.|(?P<double>"(?:\\.|[^"\\])*")"""
+    r"""|\$\{(?P<braced>\w+(?:\[[@*]\])?|[@*])(?::(?P<first>\d+)|:?-(?P<default>[^}]*))?\}"""
+    r"""|\$(?P<bare>\w+|[@*])""",
+    re.DOTALL,
+)
 HIDDEN = re.compile(
     r"login|token|secret|passw|api.?key", re.IGNORECASE
 )  # in a line that may hold a secret
@@ -94,13 +108,14 @@ def split_line(line: str) -> list[str]:
         return line.split()
 
 
-QUOTED_LINES_MAX = 100  # of one quoted text
-
-
 def first_command(line: str) -> tuple[str, ...]:
     """Return the words of a shell line before a redirection, a pipe or a second command; quoted operators are words."""
     ends = (match.start() for match in SHELL_PART.finditer(line) if match["end"])
-    return tuple(split_line(line[: next(ends, len(line))]))
+    command = line[: next(ends, len(line))]
+    try:
+        return tuple(shlex.split(command))
+    except ValueError:
+        return tuple(command.split())
 
 
 def find_shell_text(argv: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> ShellText | None:
@@ -195,8 +210,15 @@ def read_shell(
     if array_tasks(slurm):
         values[TASK_VARIABLE] = f"{{{TASK}}}"
     folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
-    for line in _lines(re.sub(folder_of_script, script.beside, script.text)):
-        parts = first_command(_fill_variables(line, values, arguments))
+    arrays = dict[str, tuple[str, ...]]()
+    for line in _commands(re.sub(folder_of_script, script.beside, script.text)):
+        filled = _fill_variables(line, values, {**arrays, "@": arguments})
+        array = ARRAY.fullmatch(filled)
+        if array is not None:
+            before = arrays.get(f"{array[1]}[@]", ()) if array[2] else ()
+            arrays[f"{array[1]}[@]"] = (*before, *first_command(array[3]))
+            continue
+        parts = first_command(filled)
         if not parts:
             continue
         if parts[0] == "cd" and len(parts) > 1 and "$" not in parts[1]:
@@ -233,40 +255,31 @@ def _notes_on(argv: Sequence[str], commands: Sequence[Sequence[str]]) -> Iterato
         yield f"CHECK: not known, replace by their values: {' '.join(unknown)}"
 
 
-def _lines(text: str) -> Iterator[str]:
-    """Yield each command of a text: continued lines are joined, and && and ; separate commands."""
-    for line in _whole_lines(re.sub(r"\\\r?\n", " ", text).splitlines()):
-        if line.strip() and not line.lstrip().startswith("#"):
-            parts = (
-                re.split(r"\s&&\s|;\s|;$", line)
-                if not re.search(r"[\"'].*(?:&&|;).*[\"']", line)
-                else [line]
-            )
-            yield from (part.strip() for part in parts if part.strip())
+def _commands(text: str) -> Iterator[str]:
+    """Yield each command of a text, without comments: line ends, `;` and `&&` outside of quotes separate them.
 
-
-def _whole_lines(lines: Sequence[str]) -> Iterator[str]:
-    """Yield each line with those that its open quote goes on in; alone where the quote is never closed."""
-    begin = 0
-    while begin < len(lines):
-        end = begin + 1
-        while end < min(len(lines), begin + QUOTED_LINES_MAX) and _is_open(lines[begin:end]):
-            end += 1
-        end = begin + 1 if _is_open(lines[begin:end]) else end
-        yield "\n".join(lines[begin:end])
-        begin = end
-
-
-def _is_open(lines: Sequence[str]) -> bool:
-    """Return whether a quote is open at the end; a comment has none."""
-    tokens = shlex.shlex("\n".join(lines), posix=True)
-    tokens.whitespace_split = True
-    try:
-        for _ in tokens:
-            pass
-    except ValueError:
-        return True
-    return False
+    An array of several lines is one command. A quote that is never closed is a character.
+    """
+    command, begin, is_array = "", 0, False
+    for match in TEXT_PART.finditer(text):
+        command += text[begin : match.start()]
+        begin = match.end()
+        match match.lastgroup:
+            case "joined":
+                command += " "
+            case "end" if is_array:
+                command += " "
+            case "end":
+                yield command.strip()
+                command = ""
+            case "quoted" if match[0].startswith('"'):
+                command += re.sub(r"\\\r?\n", "", match[0])
+            case "array" | "close":
+                is_array = match.lastgroup == "array"
+                command += match[0]
+            case "quoted" | "escaped":
+                command += match[0]
+    yield (command + text[begin:]).strip()
 
 
 def _has_launcher(argv: Sequence[str]) -> bool:
@@ -274,22 +287,49 @@ def _has_launcher(argv: Sequence[str]) -> bool:
     return any(program_name(word) in STARTERS or word in modules for word in argv)
 
 
-def _fill_variables(line: str, values: Mapping[str, str], arguments: Sequence[str]) -> str:
-    """Return a line of shell with `$NAME`, `${NAME:-default}`, `$1` and `$@` replaced where their value is known."""
+def _value_of(
+    match: re.Match[str], values: Mapping[str, str], arrays: Mapping[str, Sequence[str]]
+) -> str:
+    """Return what stands for a variable; the text itself where its value is not known."""
+    name, arguments = match["braced"] or match["bare"], arrays["@"]
+    if name is None:
+        return match[0]
+    if name in ("@", "*"):
+        return shlex.join(arguments[int(match["first"] or 1) - 1 :])
+    if name.endswith("]"):
+        elements = arrays.get(name.replace("*", "@"))
+        return match[0] if elements is None else shlex.join(elements)
+    text = values.get(name)
+    if name.isdecimal() and 0 < int(name) <= len(arguments):
+        text = arguments[int(name) - 1]
+    default = match["default"]
+    return text or (match[0] if default is None else default.strip("\"'"))
+
+
+def _fill_variables(
+    line: str, values: Mapping[str, str], arrays: Mapping[str, Sequence[str]]
+) -> str:
+    """Return a line of shell with `$NAME`, `${NAME:-default}`, `$1`, `$@` and `${NAME[@]}` replaced where known.
+
+    `arrays` has the arguments as "@". Text in single quotes, and what is escaped, stays.
+    """
 
     def value(match: re.Match[str]) -> str:
-        name, first, default = match[1] or match[4], match[2], match[3]
-        if name in ("@", "*"):
-            return shlex.join(arguments[int(first or 1) - 1 :])
-        text = (
-            arguments[int(name) - 1]
-            if name.isdecimal() and 0 < int(name) <= len(arguments)
-            else values.get(name)
-        )
-        return text or (match[0] if default is None else default.strip("\"'"))
+        if match["double"] is not None:
+            inner = match["double"][1:-1]
+            whole = VARIABLE.fullmatch(inner)
+            if whole is not None and (whole["braced"] or whole["bare"] or "").endswith(("@", "@]")):
+                return value(whole)
+            return f'"{VARIABLE.sub(value_in_quotes, inner)}"'
+        return _value_of(match, values, arrays)
 
-    line = re.sub(r'"(\$@|\$\{@(?::\d+)?\})"', r"\1", line)
-    return re.sub(r"\$\{(\w+|[@*])(?::(\d+)|:?-([^}]*))?\}|\$(\w+|[@*])", value, line)
+    def value_in_quotes(match: re.Match[str]) -> str:
+        # an apostrophe in double quotes quotes nothing
+        if match[0].startswith("'"):
+            return f"'{VARIABLE.sub(value_in_quotes, match[0][1:])}"
+        return value(match)
+
+    return VARIABLE.sub(value, line)
 
 
 def _sbatch_options(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from orchestrator.specs.access import Role
 from orchestrator.specs.fault import FaultKind
 from orchestrator.specs.fields import DEVICES_MAX, UserName
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
+from orchestrator.specs.job.sections import LearningRateRule
 from orchestrator.specs.parse import check_plain
 from orchestrator.specs.plain_text import join_first
 
@@ -91,6 +92,7 @@ class RetryRequest(PlainRequest):
     settings: dict[str, str] = Field(default={}, max_length=SETTINGS_MAX)
     allow: Literal["numeric", "semantic"] | None = None
     global_batch_size: int | None = Field(default=None, ge=1, le=BATCH_MAX)
+    learning_rate: LearningRateRule | None = None
 
 
 class BatchRequest(Request):

@@ -59,11 +59,13 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         refuse_other_teams(job, sender, controller.state.policy, "retry")
         settings = tuple(request.settings.items())
         if job.asks and not job.status.ended and not settings:
-            controller.retry(
-                job_id, with_allowed(job.spec, request.allow, request.global_batch_size)
+            allowed = with_allowed(
+                job.spec, request.allow, request.global_batch_size, request.learning_rate
             )
+            controller.retry(job_id, allowed)
             return {"id": job_id, "continues_from": job_id, "why": "goes on with what was allowed"}
-        check_retry(job, allows=request.allow is not None or request.global_batch_size is not None)
+        permissions = (request.allow, request.global_batch_size, request.learning_rate)
+        check_retry(job, allows=any(permission is not None for permission in permissions))
         source = f"the retry of {job_id}"
         data = retry_spec(job, settings, source).model_dump(mode="json")
         if not sender.is_owner:
