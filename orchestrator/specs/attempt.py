@@ -22,12 +22,18 @@ class NodeDevices:
     devices: tuple[int, ...]
 
 
+Device = tuple[str, int]  # node name, device index
 Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
 
 
 def device_count(placement: Placement) -> int:
     """Return the number of devices on all nodes together."""
     return sum(len(part.devices) for part in placement)
+
+
+def devices_in(placement: Placement) -> tuple[Device, ...]:
+    """Return the devices of a placement in the order of their ranks."""
+    return tuple((part.node, index) for part in placement for index in part.devices)
 
 
 def placement_text(placement: Placement) -> str:

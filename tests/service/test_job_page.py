@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from orchestrator.service.pages.frame import load_macros
 from orchestrator.service.pages.job import (
     FILES_MAX,
     Curves,
@@ -71,10 +72,12 @@ def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out()
         "ended_at_s": 1.0,
     }
     job: Any = {"attempts": [view("device_oom")["attempts"][0] | attempt], "progress": None}
-    (row,) = memory_rows(job, {"d": 256 * MIB})
-    assert f'class="end" x="{99 * 256 / 300:.1f}"' in row["peak_meter"]
-    assert 'class="bar over"' in row["peak_meter"]
-    assert 'class="end"' not in memory_rows(job, {})[0]["peak_meter"]
+    meter = load_macros("charts").meter
+    for capacities, end in (({"d": 256 * MIB}, f'class="end" x="{99 * 256 / 300:.1f}"'), ({}, "")):
+        (row,) = memory_rows(job, capacities)
+        bar = meter("measured", row["peak"], row["most"], row["tone"], row["capacity"])
+        assert 'class="bar over"' in bar
+        assert end in bar if end else 'class="end"' not in bar
 
 
 def test_the_output_is_listed_with_its_newest_files_and_no_link_is_followed(tmp_path: Path) -> None:

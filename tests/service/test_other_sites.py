@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, meter, spark, waterfall
+from orchestrator.service.pages.frame import load_macros
+from orchestrator.service.pages.svg import Bar, Cause, Line, gantt, lines, spark, waterfall
 from tests.service.test_access import routes
 from tests.service.test_sign_in_links import browser, link
 from tests.service.worlds import World, job_spec
@@ -74,7 +75,7 @@ def test_no_name_in_a_chart_is_markup(seed: int) -> None:
     for chart in (
         lines(evil(), curves),
         spark(evil(), curves, 0.0, 1.0),
-        meter(evil(), 0.5, "good"),
+        load_macros("charts").meter(evil(), 5, 10, "good", 8),
         waterfall([Cause(evil(), 5), Cause(evil(), 7)], 12, None, 20),
         gantt(evil(), [evil()], [bar], 0.0, 9.0, 5.0, [(1.0, evil())]),
     ):

@@ -38,7 +38,7 @@ from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, devices_in
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
@@ -143,7 +143,7 @@ class AttemptWatch:
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
         self._started = started_ranks(job.spec, attempt.placement)
         self._about = {"job": job.id, "attempt": attempt.number}  # fields of the log
-        self._devices = [(part.node, index) for part in attempt.placement for index in part.devices]
+        self._devices = devices_in(attempt.placement)
         self._stop_grace_s: float | None = None
         self._has_finished = False  # its end was emitted
         self._free_before_bytes: tuple[

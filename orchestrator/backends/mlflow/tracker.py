@@ -29,7 +29,7 @@ from orchestrator.backends.mlflow.models import Outputs
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, register_socket, want_server
 from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
-from orchestrator.scheduling.reports.comparison_rows import device_of
+from orchestrator.scheduling.base.node_groups import device_of
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.job_record import Job, JobStatus

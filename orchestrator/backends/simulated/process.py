@@ -9,6 +9,7 @@ from orchestrator.specs.attempt import (
     LEARNED_STEPS,
     PROBE_STEPS,
     Attempt,
+    Device,
     ErrorReport,
     Evidence,
     FailureKind,
@@ -16,6 +17,7 @@ from orchestrator.specs.attempt import (
     OomReport,
     Pace,
     RankEnd,
+    devices_in,
 )
 from orchestrator.specs.events import Finished, PaceReported, Released, Started
 from orchestrator.specs.fault import Fault
@@ -59,11 +61,9 @@ class Process:
         return tuple(part.node for part in self.attempt.placement)
 
     @property
-    def devices(self) -> tuple[tuple[str, int], ...]:
+    def devices(self) -> tuple[Device, ...]:
         """(node, device index) of every rank."""
-        return tuple(
-            (part.node, index) for part in self.attempt.placement for index in part.devices
-        )
+        return devices_in(self.attempt.placement)
 
     @property
     def fault(self) -> Fault | None:

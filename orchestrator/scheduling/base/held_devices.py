@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from orchestrator.specs.attempt import Device, devices_in
 from orchestrator.specs.state import State
-
-Device = tuple[str, int]  # node name, device index
 
 
 def holders(state: State) -> Mapping[Device, str]:
@@ -15,10 +14,9 @@ def holders(state: State) -> Mapping[Device, str]:
     A job that still runs has a last attempt whose status is not ENDED.
     """
     return {
-        (part.node, index): job.id
+        device: job.id
         for job in state.jobs.values()
         for attempt in job.attempts
         if not attempt.released
-        for part in attempt.placement
-        for index in part.devices
+        for device in devices_in(attempt.placement)
     }

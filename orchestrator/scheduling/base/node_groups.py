@@ -9,7 +9,8 @@ from math import inf
 
 from orchestrator.planning.search import Hardware
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.cluster import Node
+from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,18 @@ def groups_of(nodes: Iterable[Node]) -> list[Group]:
         )
 
     return [_group(tuple(members)) for _, members in groupby(sorted(nodes, key=kind), key=kind)]
+
+
+def group_of(state: State, device: str | None) -> Group | None:
+    """Return the live, else the declared, nodes with that kind of device; the fastest kind where none is named."""
+    groups = (*groups_of(state.nodes), *groups_of(state.declared))
+    return next((group for group in groups if device in (None, group.hardware.device.name)), None)
+
+
+def device_of(state: State, name: str) -> DeviceSpec | None:
+    """Return the device kind of that name; None where the cluster no longer has it."""
+    group = group_of(state, name)
+    return None if group is None else group.hardware.device
 
 
 def _group(nodes: tuple[Node, ...]) -> Group:

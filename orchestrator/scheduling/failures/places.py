@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from orchestrator.specs.attempt import Attempt, Ending, Failure, FailureKind, Placement
+from orchestrator.specs.attempt import (
+    Attempt,
+    Device,
+    Ending,
+    Failure,
+    FailureKind,
+    Placement,
+    devices_in,
+)
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
@@ -19,8 +27,6 @@ SUSPENDED_FIRST_S, SUSPENDED_MAX_S = 1800.0, 43_200.0
 TRUSTED_S = 1800.0  # who ran for so long had no trouble with the place
 JOBS_MIN = 2  # whose ends suspend a place
 REASON_CHARACTERS_MAX = 200
-
-Device = tuple[str, int]  # node, index
 
 
 def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
@@ -199,7 +205,7 @@ def is_sent_elsewhere(job: Job) -> bool:
 
 def devices_of(placement: Placement) -> set[Device]:
     """Return (node, index) of every device in a placement."""
-    return {(part.node, index) for part in placement for index in part.devices}
+    return set(devices_in(placement))
 
 
 def nodes_of(placement: Placement) -> set[str]:

@@ -12,7 +12,7 @@ from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.node_groups import Group, device_of, groups_of
 from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import calibration_for
@@ -273,14 +273,6 @@ def utilisation(
         return None
     flops = (1 + BACKWARD_FLOPS) * profile.forward_flops * job.spec.global_batch_size
     return flops / (step_s * plan.world_size * device.peak_flops(plan.precision))
-
-
-def device_of(state: State, name: str) -> DeviceSpec | None:
-    """Return the device kind of that name; None where the cluster no longer has it."""
-    groups = (*groups_of(state.nodes), *groups_of(state.declared))
-    return next(
-        (group.hardware.device for group in groups if group.hardware.device.name == name), None
-    )
 
 
 def merge_repeats(group: Sequence[Row]) -> Row:

@@ -23,7 +23,7 @@ from orchestrator.planning.frontier import Candidate, fits, needed_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import kind
-from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.node_groups import Group, device_of, group_of
 from orchestrator.scheduling.failures.degrade import candidates_for_oom
 from orchestrator.scheduling.failures.observation import ran_out, warnings
 from orchestrator.scheduling.options.job_options import calibration_for, measured_peaks
@@ -78,7 +78,7 @@ def picture_of(state: State, job: Job) -> Picture | None:
 
     Plans that the job ran are at their measurement, all others at their corrected prediction with margin.
     """
-    group = _group(state, job.last.device if job.last else None)
+    group = group_of(state, job.last.device if job.last else None)
     if group is None or not (candidates := _frontier(state, job, group)):
         return None
     device = group.hardware.device
@@ -125,8 +125,8 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     around = _around_bytes(attempt)
     text += f" + {format_bytes(around)} around it" if around else ""
     text += f", {format_bytes(attempt.needed_bytes)} with margin"
-    if (group := _group(state, attempt.device)) is not None:
-        text += f", of {format_bytes(group.hardware.device.memory)}"
+    if (device := device_of(state, attempt.device)) is not None:
+        text += f", of {format_bytes(device.memory)}"
     if attempt.fit_probability is not None:
         text += f": fits with {format_probability(attempt.fit_probability)}"
     elif attempt.estimate.source in (Source.DECLARED, Source.DECLARED_MEMORY):
@@ -270,7 +270,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     changed = ", ".join(str(change) for change in following.change)
     text = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    candidates = _frontier(state, job, _group(state, following.device))
+    candidates = _frontier(state, job, group_of(state, following.device))
     here = [
         attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device
     ]
@@ -299,8 +299,8 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
 
 
 def _memory_of(state: State, attempt: Attempt) -> int:
-    group = _group(state, attempt.device)
-    return 0 if group is None else group.hardware.device.memory
+    device = device_of(state, attempt.device)
+    return 0 if device is None else device.memory
 
 
 def _why_not(
@@ -329,12 +329,6 @@ def _why_not(
             return "of another engine or mechanics, or too likely to run out of memory again"
         return "too likely to run out of memory again for their speed, or as fast within the error"
     return "too big with what was learned"
-
-
-def _group(state: State, device: str | None) -> Group | None:
-    """Return the live, else the declared, nodes with that kind of device; the fastest kind where none is named."""
-    groups = (*groups_of(state.nodes), *groups_of(state.declared))
-    return next((group for group in groups if device in (None, group.hardware.device.name)), None)
 
 
 def _frontier(state: State, job: Job, group: Group | None) -> tuple[Candidate, ...]:

@@ -20,7 +20,15 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass.decide import expected_reservation, price_of
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Placement, RankEnd
+from orchestrator.specs.attempt import (
+    Attempt,
+    AttemptStatus,
+    Device,
+    Evidence,
+    Placement,
+    RankEnd,
+    devices_in,
+)
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.events import Event, Finished, Released, Submitted, TimerFired
 from orchestrator.specs.job_record import Job, JobStatus
@@ -274,15 +282,13 @@ class _VagueDevices:
     """Devices of which nobody knows when they come free, in a forecast from `at_s` on."""
 
     def __init__(self, at_s: float) -> None:
-        self._at_s, self._devices = at_s, set[tuple[str, int]]()
+        self._at_s, self._devices = at_s, set[Device]()
 
     def expect(
         self, start_s: float, end_s: float, placement: Placement, *, knows_length: bool
     ) -> Expected:
         """Return the expectation of a job on these devices."""
-        devices = set[tuple[str, int]]()
-        for part in placement:
-            devices.update((part.node, device) for device in part.devices)
+        devices = set(devices_in(placement))
         knows_start = start_s <= self._at_s or not devices & self._devices
         knows_end = knows_start and knows_length
         if not knows_end:

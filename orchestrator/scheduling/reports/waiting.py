@@ -37,7 +37,7 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     wait_reason,
 )
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
-from orchestrator.specs.attempt import device_count
+from orchestrator.specs.attempt import Device, device_count, devices_in
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.cluster import Window, describe_unreadable
 from orchestrator.specs.job_record import Job, JobStatus
@@ -49,7 +49,6 @@ from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_seconds
 
 NAMES_MAX = 3  # nodes, devices or jobs in a sentence
-Device = tuple[str, int]  # node name, device index
 
 
 class Obstacle(Enum):
@@ -117,10 +116,9 @@ class Waits:
         self._numbers = {entry.job_id: number for number, entry in enumerate(state.reservations)}
         self._promises: dict[Device, list[Promise]] = {}
         for number, entry in enumerate(state.reservations):
-            for part in entry.placement:
-                for device in part.devices:
-                    promise = Promise(entry.start_s, entry.job_id, number)
-                    self._promises.setdefault((part.node, device), []).append(promise)
+            promise = Promise(entry.start_s, entry.job_id, number)
+            for device in devices_in(entry.placement):
+                self._promises.setdefault(device, []).append(promise)
         self._arrays = Counter(
             state.jobs[job_id].array for job_id in self._numbers if job_id in state.jobs
         )
@@ -401,7 +399,7 @@ class Waits:
                 return ""
             start_s, placement = min(slots, key=lambda slot: slot[0])
             begin, bound = "It starts", " at the earliest"
-        devices = [(part.node, device) for part in placement for device in part.devices]
+        devices = devices_in(placement)
         ends = dict.fromkeys(self._holders[device] for device in devices if device in self._holders)
         after = f", after the end of {join_first(ends, NAMES_MAX)}" if ends else ""
         nodes = join_first((part.node for part in placement), NAMES_MAX)

@@ -17,7 +17,6 @@ from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.start_windows import hours_of, window_facts
 from orchestrator.scheduling.failures.places import (
-    Device,
     avoided_devices,
     is_sent_elsewhere,
     names_of,
@@ -35,7 +34,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile, 
 from orchestrator.scheduling.queue.demand import headroom_available_from_s
 from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import Placement
+from orchestrator.specs.attempt import Device, Placement, devices_in
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -444,7 +443,7 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
     calibrated = index.options.calibrated(job, device)
     judged = candidate.plan not in measured_peaks(job, device)
     capacity_bytes = min(
-        pool.free_bytes(part.node, device_id) for part in placement for device_id in part.devices
+        pool.free_bytes(node, device_id) for node, device_id in devices_in(placement)
     )
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
     chance: float | None = None

@@ -38,7 +38,7 @@ from orchestrator.scheduling.queue.fair_share import Place, equal_place, fair_tr
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merge_lines
 from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache, needs_lengths
-from orchestrator.specs.attempt import Attempt, StopCause
+from orchestrator.specs.attempt import Attempt, StopCause, devices_in
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job_record import Job, JobStatus
@@ -477,11 +477,10 @@ class SchedulerIndex:
         if until_s == self._suspended:
             return
         busy = {
-            (part.node, device)
+            device
             for job in self.running.values()
             for attempt in _attempts_of(job).values()
-            for part in attempt.placement
-            for device in part.devices
+            for device in devices_in(attempt.placement)
         }
         for node, device in self._suspended.keys() | until_s.keys():
             pool = self._pool_of.get(node)

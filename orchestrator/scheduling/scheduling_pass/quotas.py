@@ -25,10 +25,7 @@ def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
     for job in running:
         team = policy.team_of(job.user).name
         devices[team] += sum(
-            len(part.devices)
-            for attempt in job.attempts
-            if not attempt.released
-            for part in attempt.placement
+            device_count(attempt.placement) for attempt in job.attempts if not attempt.released
         )
     return devices
 

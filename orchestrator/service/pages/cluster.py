@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.left_files import log_tail
 from orchestrator.backends.attempts.system_metrics import PREFIX
 from orchestrator.service.pages.svg import Line, spark
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import Attempt, Device
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.run import JobFolder
@@ -28,7 +27,6 @@ MEASURES = {  # name of a sample, its word, its unit, and the colour of its curv
     "utilization_percentage": ("busy", " %", "series-1"),
     "power_usage_watts": ("power", " W", ""),
 }
-Device = tuple[str, int]  # node and index
 
 
 def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Mapping[str, Any]]:
@@ -79,16 +77,8 @@ def _curves(
 
 
 def _samples(path: Path) -> Iterator[Mapping[str, float]]:
-    try:
-        with open_left(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - SAMPLES_BYTES))
-            lines = file.read(SAMPLES_BYTES).splitlines()
-    except OSError:  # not begun yet, or removed
-        return
-    lines = lines[-int(LOOK_BACK_S / 10) :]
+    lines = log_tail(path, SAMPLES_BYTES).splitlines()[-int(LOOK_BACK_S / 10) :]
     for line in lines[:: -(1 + len(lines) // SAMPLES_MAX)][::-1]:  # the last one is among them
-        row = parse_row(
-            line.decode(errors="replace")
-        )  # the first one may be cut off, the last one half written
+        row = parse_row(line)  # the first one may be cut off, the last one half written
         if "at_s" in row:
             yield row

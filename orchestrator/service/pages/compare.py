@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.service.pages.frame import web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, last_curves
-from orchestrator.service.pages.svg import Line, frontier, lines, meter
+from orchestrator.service.pages.svg import Line, frontier, lines
 from orchestrator.service.views.comparison import ComparisonView, reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
@@ -25,7 +25,6 @@ MAIN = (
     "Predicted",
     "Loss",
 )
-TONES = {"Peak": "measured", "Predicted": "predicted"}
 
 
 def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
@@ -65,18 +64,12 @@ def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]
         Line(f"{number} {strategy}", f"series-{index}", curves.loss)
         for index, (number, strategy, curves) in enumerate(drawn)
     ]
-    peaks = {"Peak": "peak_bytes", "Predicted": "predicted_peak_bytes"}
-    most_bytes = max((row[key] for row in rows for key in peaks.values() if row[key]), default=1)
+    peaks = [row[key] for row in rows for key in ("peak_bytes", "predicted_peak_bytes")]
     return {
         "comparison": comparison,
         "main": {name: cells for name, cells in columns.items() if name in MAIN},
         "more": {name: cells for name, cells in columns.items() if name not in MAIN},
-        "meters": {
-            name: [
-                meter(name, row[key] / most_bytes, TONES[name]) if row[key] else "" for row in rows
-            ]
-            for name, key in peaks.items()
-        },
+        "most_bytes": max(filter(None, peaks), default=1),
         "reasons": reasons(rows),
         "picture": frontier(picture_from_view(picture), "Memory against step time", "")
         if picture

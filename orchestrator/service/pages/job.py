@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from orchestrator.backends.attempts.durable import open_left
-from orchestrator.service.pages.svg import Cause, Line, frontier, lines, meter, waterfall
+from orchestrator.backends.attempts.left_files import log_tail
+from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
 from orchestrator.service.views.records import (
     AttemptView,
     ExplanationView,
@@ -78,7 +78,8 @@ def last_curves(home: Path, job_id: str, number: int) -> Curves:
 
 
 def _curves(path: Path, number: int) -> Curves:
-    rows = list(_rows(path))
+    # the first row may be cut off, the last one half written; a script keeps none
+    rows = list(map(parse_row, log_tail(path, CURVE_BYTES_MAX).splitlines()))
 
     def of(name: str) -> list[Metric]:
         return [
@@ -88,18 +89,6 @@ def _curves(path: Path, number: int) -> Curves:
         ]
 
     return Curves(number=number, loss=of("loss"), step_s=of("step_s"), peak_bytes=of("peak_bytes"))
-
-
-def _rows(path: Path) -> Iterator[Mapping[str, float]]:
-    try:
-        with open_left(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - CURVE_BYTES_MAX))
-            text = file.read(CURVE_BYTES_MAX).decode(errors="replace")
-    except OSError:  # not begun yet, or a script that keeps none
-        return
-    yield from map(
-        parse_row, text.splitlines()
-    )  # the first one may be cut off, the last one half written
 
 
 def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
@@ -203,38 +192,20 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
         is_live = attempt is job["attempts"][-1] and attempt["ended_at_s"] is None
         peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
         capacity = capacities.get(attempt["device"])
-        most = max(
-            [
-                count_bytes
-                for count_bytes in (attempt["predicted_bytes"], peak, capacity)
-                if count_bytes
-            ],
-            default=1,
-        )
-        is_over = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
+        ran_out = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
+        sizes = filter(None, (attempt["predicted_bytes"], peak, capacity))
         rows.append(
             {
                 "number": attempt["number"],
                 "predicted": attempt["predicted_bytes"],
-                "predicted_meter": _meter(
-                    "predicted", attempt["predicted_bytes"], most, "predicted", capacity
-                ),
                 "peak": peak,
-                "peak_meter": _meter(
-                    "measured", peak, most, "over" if is_over else "measured", capacity
-                ),
                 "capacity": capacity,
+                "most": max(sizes, default=1),
+                "tone": "over" if ran_out else "measured",
                 "outcome": attempt["outcome"],
             }
         )
     return rows
-
-
-def _meter(
-    name: str, count_bytes: int | None, most_bytes: int, tone: str, capacity: int | None
-) -> Markup:
-    limit = capacity / most_bytes if capacity else None
-    return meter(name, count_bytes / most_bytes, tone, limit) if count_bytes else Markup("")
 
 
 def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:

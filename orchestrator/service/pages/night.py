@@ -15,7 +15,7 @@ from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, gantt
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import attempt_view
-from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.attempt import Attempt, devices_in
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_seconds
@@ -83,11 +83,10 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
     """Return a chart of past attempts with one lane per device; empty without attempts."""
     devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
     gone = {
-        (part.node, index)
+        device
         for job in jobs
         for attempt in job.attempts
-        for part in attempt.placement
-        for index in part.devices
+        for device in devices_in(attempt.placement)
     }
     lanes = {
         device: lane
@@ -95,7 +94,7 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
     }
     bars = [
         Bar(
-            lane=lanes[part.node, index],
+            lane=lanes[device],
             from_s=attempt.launched_at_s,
             until_s=attempt.end_or(now_s),
             tone=tone(attempt.outcome),
@@ -104,9 +103,8 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
         )
         for job in jobs
         for attempt in job.attempts
-        for part in attempt.placement
-        for index in part.devices
-        if (part.node, index) in lanes and attempt.end_or(now_s) >= from_s
+        for device in devices_in(attempt.placement)
+        if device in lanes and attempt.end_or(now_s) >= from_s
     ]
     if not bars:
         return Markup("")

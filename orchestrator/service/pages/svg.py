@@ -123,8 +123,8 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     seconds, sizes = second_ticks(*picture.span_s, 8), byte_ticks(*picture.span_bytes, 6)
     order = list(Mark)
     points = sorted(picture.points, key=lambda point: order.index(point.mark))
-    where = "ends:" if picture.has_limit else "ends above, at"
-    limit = f"memory {where} {format_bytes(picture.capacity_bytes)}"
+    ends = "ends:" if picture.has_limit else "ends above, at"
+    limit = f"memory {ends} {format_bytes(picture.capacity_bytes)}"
     counts = ", ".join(
         f"{count} {mark}" for mark, count in Counter(point.mark for point in points).items()
     )
@@ -156,8 +156,7 @@ def waterfall(
     most = max([end for _, _, end, _ in rows] + ([capacity_bytes] if capacity_bytes else []))
     across = _Scale(0, most * 1.14, CAUSE_WIDTH, WIDTH - RIGHT)
     drawn = _SHAPES.waterfall(rows, across, height - BOTTOM + 4, capacity_bytes)
-    description = "; ".join(f"{name} {format_bytes(end - start)}" for name, start, end, _ in rows)
-    return _svg("Bytes by cause", description, WIDTH, height, [drawn])
+    return _svg("Bytes by cause", _SHAPES.sizes(rows), WIDTH, height, [drawn])
 
 
 def gantt(
@@ -207,19 +206,11 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
 def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> Markup:
     """Return a small chart of percentages over time, without axes; the newest values are in its text."""
     across, up = _Scale(from_s, until_s, 0, 100), _Scale(0, 100, 24, 0)
-    lines_drawn = []
-    for curve in curves:
-        points = [f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points)]
-        lines_drawn.append((curve.tone, " ".join(points)))
-    text = "; ".join(f"{curve.name}: {curve.points[-1][1]:.0f} %" for curve in curves[-4:])
-    return Markup(_SHAPES.spark(f"{title}: {text}", lines_drawn))
-
-
-def meter(title: str, share: float, tone: str, limit: float | None = None) -> Markup:
-    """Return a bar filled to `share`, with a line at the share `limit`."""
-    filled = round(100 * min(1.0, max(0.0, share)), 1)
-    end = None if limit is None else round(99 * limit, 1)
-    return Markup(_SHAPES.meter(title, tone, filled, end))
+    paths = [
+        " ".join(f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points))
+        for curve in curves
+    ]
+    return Markup(_SHAPES.spark(title, curves, paths))
 
 
 def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[float, str]]:

@@ -1,9 +1,26 @@
-"""Torch dtypes of the low precisions."""
+"""Torch dtypes of the low precisions, and the cast of a module's inputs to one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from orchestrator.specs.choices import Precision
 
 LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
+
+
+def round_inputs(low: torch.dtype) -> Callable[..., Any]:
+    """Return a hook that casts the tensors of floating-point numbers among a module's inputs, as FSDP2 does."""
+
+    def cast(value: Any) -> Any:
+        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def rounded(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    return rounded

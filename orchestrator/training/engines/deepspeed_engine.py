@@ -15,7 +15,6 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,8 +24,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from orchestrator.specs.choices import Offload, OffloadTarget, Precision, ZeroStage
 from orchestrator.specs.job.model import TrainingSpec
@@ -36,7 +34,7 @@ from orchestrator.training.checkpoint.fragment import Fragment
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.engine import State
 from orchestrator.training.contract.loss_scale import LossScale
-from orchestrator.training.contract.precision import LOW_PRECISION
+from orchestrator.training.contract.precision import LOW_PRECISION, round_inputs
 from orchestrator.training.contract.recipe import Batch, Recipe, materialise
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines import deepspeed_nvme
@@ -204,7 +202,7 @@ class DeepSpeedEngine:
             for name, buffer in originals.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
         if self._plan.precision in LOW_PRECISION:
-            rounded = functools.partial(_round_inputs, LOW_PRECISION[self._plan.precision])
+            rounded = round_inputs(LOW_PRECISION[self._plan.precision])
             self._module.register_forward_pre_hook(rounded, with_kwargs=True)
         return engine
 
@@ -350,15 +348,6 @@ class DeepSpeedEngine:
     def _moments(self) -> tuple[str, ...]:
         """Names of the optimizer's states of a flat master."""
         return state_names(self._training, (1,))
-
-
-def _round_inputs(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A module's arguments, with floating-point tensors in low precision."""
-
-    def cast(value: Any) -> Any:
-        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return tree_map(cast, (args, kwargs))
 
 
 def _join_deepspeed(device: torch.device) -> None:

@@ -21,7 +21,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision
 from orchestrator.specs.errors import SpecError
@@ -47,7 +46,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
-from orchestrator.training.contract.precision import LOW_PRECISION
+from orchestrator.training.contract.precision import LOW_PRECISION, round_inputs
 from orchestrator.training.contract.recipe import Batch, Recipe, from_factory
 from orchestrator.training.engines.batch_norm import batch_norms
 from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
@@ -218,7 +217,7 @@ class _Traced:
             }
             if low and not arithmetic.autocast:
                 for part in (member.module, *member.layers):
-                    part.register_forward_pre_hook(_round_inputs(low), with_kwargs=True)
+                    part.register_forward_pre_hook(round_inputs(low), with_kwargs=True)
         if hasattr(recipe.dataset, "fit"):
             self._fit(recipe)
         self._recorder = OpRecorder(self._recipes, held_bytes)
@@ -454,18 +453,6 @@ def _in_four_bits(model: ModelSpec, module: Any, low: torch.dtype | None) -> dic
     if low is not None:
         hold_tables_in(module, low)
     return dict.fromkeys(in_four_bits(module), NF4_BYTES)
-
-
-def _round_inputs(low: torch.dtype) -> Callable[..., Any]:
-    """A hook that casts a module's inputs, as FSDP2 does."""
-
-    def cast(value: Any) -> Any:
-        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    def rounded(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(cast, args), tree_map(cast, kwargs)
-
-    return rounded
 
 
 @contextlib.contextmanager
