@@ -21,6 +21,7 @@ from mlflow import MlflowClient
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.tracker import MlflowTracker
 from orchestrator.backends.ports import Lookups
+from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.specs.actions import Record
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
@@ -92,6 +93,7 @@ class Row:
     mlflow: str
     wall_s: int
     processor_s: int
+    advice: str  # what a person can do, of a job that failed
     wrong: str  # what came otherwise than the case says; "" for nothing
 
 
@@ -199,6 +201,7 @@ def run(
         mlflow=_tracked(job, MlflowTracker(uri, home, lookups), uri),
         wall_s=round(time.monotonic() - began_s),
         processor_s=round(drive.processor_s),
+        advice=help_for(job.attempts[-1].failure) if job.status is JobStatus.FAILED else "",
         wrong="",
     )
     return replace(row, wrong=_wrong(case, row, story(job)))

@@ -104,6 +104,10 @@ _ABOUT = tuple(
             r"(?:ModuleNotFound|Import)Error|undefined symbol|C compiler|triton installation",
         ),
         (
+            About.ARGUMENTS,
+            r"HfArgumentParser|\w*Config(?:Attribute|Key|Composition)?E\w+:|OverrideParse",
+        ),
+        (
             About.DATA,
             r"(?i)\w*(?:Arrow|Unpickling|Safetensor|BadZip|Unidentified|JSONDecode|UnicodeDecode|Generation)\w*:"
             r"|truncated|corrupt|zip archive|deserializ|cannot identify image",

@@ -28,7 +28,8 @@ BY_ABOUT = {
     About.SERVICE: "look at the service, the network or the port that it names, then try again",
     About.DEVICE: "look at its device and driver, then at the program: either may crash so",
     About.NUMBERS: "mend the program or its data: the training diverged",
-    About.ARGUMENTS: "mend the program's arguments: it refused them",
+    About.ARGUMENTS: "write the argument that it names as this version of the program has it: in the command, or"
+    " in the knob of a job file",
     About.COMMAND: "name a program that exists and may be executed",
     About.LEFT_EARLY: "look at why it left before its end, or name what it leaves by `success`",
 }
