@@ -123,7 +123,7 @@ def _run(*command: str) -> str:
 
 @contextmanager
 def _locked(seeds: Path, name: str) -> Iterator[None]:
-    """One process at a time clones or builds this; raises Broken where SEEDS cannot be written."""
+    """Let one process at a time clone or build this; raises Broken where SEEDS cannot be written."""
     folder = seeds / ENVIRONMENTS
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -234,7 +234,8 @@ def _devices(
         )
         yield f"gpus: 1 # {request}no code for several devices was found"
     spawns = (
-        script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports
+        script.calls & {"spawn", "start_processes", "Process"}
+        and "torch.multiprocessing" in script.imports
     )
     spawns = spawns or ("DataParallel" in script.calls and ranks is not None)
     if typed.launch is not None and (framework is None or launch_of(framework) != typed.launch):
