@@ -50,6 +50,15 @@ CASES = (
         "end": "succeeded: .* did not take up again the states of the optimizer .*",
         "resumed": "4",
     },
+    # with checkpointing, too, the sixth step is too large
+    {
+        "where": "fake card",
+        "mib": (2060, 2060),
+        "options": {},
+        "sizes": SIZES,
+        "story": ("device_oom", "device_oom"),
+        "end": r"asks: .*--global-batch-size 2\b.*",
+    },
 )
 
 
