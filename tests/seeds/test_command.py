@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.specs.parse import parse_job
 from tests.processor_time import ProcessorTime
 from tests.seeds.checkouts import ENVIRONMENTS, HERE, Missing, find_checkout, name_commit
 from tests.seeds.runs import CASES, PROJECTS, Case, Row, _wrong
+from tests.trainers.driver import Drive, Overrun, cluster
 
 ROW = Row(
     project="p",
@@ -149,3 +151,21 @@ def test_processor_time_counts_what_computes_and_what_was_killed_and_not_what_wa
     computing.wait()
     waiting.communicate(b"\n")
     assert 1.0 <= meter.look_s() < 3.0, "a killed grandchild's time stays, and the other's is small"
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout_s", "limit"),
+    [
+        ("while True: pass", 60.0, "3 s of processor time"),
+        ("import time; time.sleep(600)", 5.0, "5 s"),
+    ],
+)
+def test_a_run_is_cut_by_what_it_computes_and_else_by_the_clock(
+    code: str, timeout_s: float, limit: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(code)
+    job = f"name: a\ncommand: python train.py\nworkdir: {tmp_path}\nglobal_batch_size: 1\n"
+    profile = "profile: {parameters: 1, activations_per_sample: 1KiB}\n"
+    drive = Drive(tmp_path / "home", cluster("100MiB", 1), timeout_s, processor_limit_s=3.0)
+    with pytest.raises(Overrun, match=f"attempt 1 did not end in {limit}: "):
+        drive.run(parse_job(job + profile, "job.yaml"))
