@@ -36,7 +36,7 @@ demo: $(USED)
 demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
 
-# Five projects' own scripts, from the checkouts in the folder SEEDS, each with its .venv or all with SEEDS/.venv
+# Five projects' own scripts, from the checkouts in the folder SEEDS, whose environments are built there
 seeds: $(READY)
 	$(BIN)/python -m tests.seeds
 

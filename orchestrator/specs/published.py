@@ -47,6 +47,7 @@ PROJECT_JOBS: Final[Mapping[str, str]] = MappingProxyType(
         "orpheus": "jobs/orpheus_tts/finetune_3b.yaml",
         "latentsync": "jobs/latentsync/stage2.yaml",
         "rvc": "jobs/rvc/rvc_v2_48k.yaml",
+        "retrieval-based-voice": "jobs/rvc/rvc_v2_48k.yaml",
     }
 )
 

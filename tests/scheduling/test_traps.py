@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.log_scan import LogScan
+from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.specs.attempt import (
     Attempt,
     Evidence,
@@ -236,3 +237,39 @@ def test_trap_16_orpheus_runs_out_in_the_optimizer_step() -> None:
     log = f'  File ".../accelerate/optimizer.py", line 178, in step\n    self.optimizer.step(closure)\n{OOM}'
     failure = judged(end_of(log))
     assert (failure.kind, failure.phase) == (FailureKind.DEVICE_OOM, Phase.OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        (
+            "ValueError: Some specified arguments are not used by the HfArgumentParser: ['--old', '6']",
+            "'--old', '6'",
+        ),
+        (
+            "omegaconf.errors.ConfigAttributeError: Key 'old' is not in struct\n    full_key: lm.old",
+            "full_key: lm.old",
+        ),
+        (
+            "hydra.errors.MissingConfigException: In 'config': Could not find 'solver/old'",
+            "'solver/old'",
+        ),
+    ],
+)
+def test_an_argument_that_a_program_refuses_is_named_with_what_to_write(
+    message: str, name: str
+) -> None:
+    traceback = (
+        f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n{message}'
+    )
+    failure = judged(end_of(traceback))
+    assert name in failure.reason
+    assert "write the argument that it names" in help_for(failure)
+
+
+def test_choices_that_a_message_lists_stand_in_the_reason() -> None:
+    traceback = (
+        'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+        "ValueError: optimizer must be one of ['adam', 'sgd'], not 'old'"
+    )
+    assert "one of ['adam', 'sgd']" in judged(end_of(traceback)).reason

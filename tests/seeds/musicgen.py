@@ -34,7 +34,26 @@ SIZES = {
         "checkpointed_per_sample": "256KiB",
     },
 }
-CASES = ({"where": "fake card", "mib": (1520, 1520), "options": WORDS, "sizes": SIZES},)
+CASES = (
+    {
+        "where": "fake card",
+        "note": "segments of 14 s",
+        "mib": (1520, 1520),
+        "options": WORDS,
+        "sizes": SIZES,
+        "story": ("device_oom", "finished"),
+        "end": "succeeded",
+    },
+    {
+        "where": "fake card",
+        "note": "segments of 24 s",
+        "mib": (1520, 1520),
+        "options": {**WORDS, "dataset.segment_duration=": "24"},
+        "sizes": SIZES,
+        "story": ("device_oom", "device_oom"),
+        "end": r"asks: .*--global-batch-size 4\b.*",
+    },
+)
 
 
 def make(cache: Path, codec: Path) -> None:

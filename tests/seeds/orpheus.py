@@ -28,7 +28,24 @@ SIZES = {
     },
 }
 # accelerate's FSDP needs a GPU: "There are currently no available devices found"
-CASES = ({"where": "fake card", "mib": (1960, 1960), "options": {}, "sizes": SIZES},)
+CASES = (
+    {
+        "where": "fake card",
+        "mib": (2300, 2300),
+        "options": {},
+        "sizes": SIZES,
+        "story": ("finished",),
+        "end": "succeeded",
+    },
+    {
+        "where": "fake card",
+        "mib": (1960, 1960),
+        "options": {},
+        "sizes": SIZES,
+        "story": ("device_oom",),
+        "end": r"asks: .*--global-batch-size 2\b.*",
+    },
+)
 
 
 def make(folder: Path, checkout: Path) -> None:

@@ -47,8 +47,33 @@ SIZES = {
     },
 }
 CASES = (
-    {"where": "virtual", "mib": (120,), "options": WORDS, "sizes": SIZES},
-    {"where": "fake card", "mib": (1000,), "options": WORDS, "sizes": SIZES},
+    {
+        "where": "virtual",
+        "mib": (120,),
+        "options": WORDS,
+        "sizes": SIZES,
+        "story": ("device_oom", "finished"),
+        "end": "succeeded",
+        "resumed": "2",
+    },
+    {
+        "where": "fake card",
+        "mib": (1000,),
+        "options": WORDS,
+        "sizes": SIZES,
+        "story": ("finished",),
+        "end": "succeeded",
+    },
+    {
+        "where": "fake card",
+        "note": "an out-of-memory failure rehearsed before step 4",
+        "mib": (1100,),
+        "options": WORDS,
+        "sizes": SIZES,
+        "fails_at": 4,
+        "story": ("device_oom",),
+        "end": r"job failed: no plan fits .*would fit: a smaller global batch .*",
+    },
 )
 
 

@@ -8,32 +8,33 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import yaml
 from mlflow import MlflowClient
 
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.tracker import MlflowTracker
 from orchestrator.backends.ports import Lookups
+from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.specs.actions import Record
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job_record import Job
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.preset_file import with_preset_file
 from orchestrator.specs.yaml_text import read_document
 from tests import fake_card
 from tests.seeds import latentsync, musicgen, orpheus, parler, rvc
-from tests.trainers.driver import Drive, card_cluster, cluster, log
+from tests.seeds.checkouts import JOBS, Broken, build_environment, find_checkout, name_commit
+from tests.trainers.driver import Drive, card_cluster, cluster, log, story
 
-HERE = Path(__file__).parent
-JOBS = HERE.parents[1] / "jobs"
-SITE = HERE / "site"
+SITE = Path(__file__).parent / "site"
 PROJECTS: tuple[ModuleType, ...] = (parler, orpheus, rvc, musicgen, latentsync)
 # What an edit may change besides paths in the command: sizes of the model, its data, its devices
 # and its guess.
@@ -49,24 +50,35 @@ SIZES = (
     "env",
     "plan",
 )
-MAKE_TIMEOUT_S = 240
-ROW_TIMEOUT_S = 600.0  # of one run's attempts together
-
-
-class Missing(Exception):
-    """Why a project cannot be run here, for a person."""
+MAKE_TIMEOUT_S = 1800.0
+ROW_PROCESSOR_LIMIT_S = 1200.0  # of a run's attempts together: on a busy machine it stays the same
+ATTEMPT_TIMEOUT_S = 3600.0  # of a clock, for what waits and computes nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run of a project: its place, device sizes and edits."""
+    """A run of a project: its place, device sizes and edits, and what has to come of it."""
 
     where: str  # "virtual" or "fake card"
     mib: tuple[int, ...]  # of each device
     options: Mapping[str, str]  # (option of the command: its new value; {...} are filled)
     sizes: Mapping[str, Any]  # (dotted key of the job file: new value)
+    story: tuple[str, ...]  # outcome of each attempt
+    end: str  # pattern that the whole of the row's `ended` matches
+    resumed: str = "-"  # the row's
+    note: str = ""  # for people: what differs from the project's other cases
     # step before which `orc rehearse` raises an out-of-memory error in rank 0; 0: none is rehearsed
     fails_at: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where it runs, and what differs there."""
+        return ", ".join(filter(None, [self.where, self.note]))
+
+    @property
+    def devices(self) -> str:
+        """The number of devices and their size."""
+        return f"{len(self.mib)} x {'/'.join(map(str, sorted(set(self.mib))))} MiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,33 +94,17 @@ class Row:
     ended: str
     mlflow: str
     wall_s: int
-    reason: str
+    processor_s: int
+    advice: str  # what a person can do, of a job that failed
+    wrong: str  # what came otherwise than the case says; "" for nothing
 
 
-def checkout(project: ModuleType) -> Path:
-    """The project's checkout; raises Missing where SEEDS or the folder is not there."""
-    if "SEEDS" not in os.environ:
-        raise Missing("SEEDS names no folder of checkouts")
-    folder = Path(os.environ["SEEDS"]).expanduser().absolute() / project.CHECKOUT
-    if not folder.is_dir():
-        raise Missing(f"SEEDS has no {project.CHECKOUT}")
-    return folder
+CASES = [(project, Case(**fields)) for project in PROJECTS for fields in project.CASES]
 
 
-def interpreter(project: ModuleType) -> Path:
-    """The Python of the project's environment: `.venv` of its checkout, else that of the folder of the checkouts."""
-    folder = checkout(project)
-    for python in (folder / ".venv/bin/python", folder.parent / ".venv/bin/python"):
-        if python.exists():
-            return python
-    raise Missing(f"neither {project.CHECKOUT} nor SEEDS has a .venv with what the project needs")
-
-
-def commit(project: ModuleType) -> str:
-    """The commit that the job file names."""
-    match = re.search(r" at ([0-9a-f]{7}) ", (JOBS / project.JOB).read_text())
-    assert match is not None, project.JOB
-    return match[1]
+def name_of(project: ModuleType) -> str:
+    """The project's name on the command line."""
+    return project.__name__.rpartition(".")[2]
 
 
 def edited(
@@ -147,11 +143,22 @@ def edited(
     return parse_job(yaml.safe_dump(data), project.JOB)
 
 
-def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
-    """Make the weights, drive the job to its end, put it into MLflow and find it there; raises Missing and Overrun."""
-    python, began_s = interpreter(project), time.monotonic()
+def run(
+    project: ModuleType,
+    case: Case,
+    folder: Path,
+    change: Callable[[Path], object] | None = None,
+) -> Row:
+    """Make the weights, drive the job to its end, put it into MLflow and find it there.
+
+    `change` may change the copy of the checkout before the job starts. Raises Missing, Broken and
+    Overrun.
+    """
+    source = find_checkout(project)
+    python = build_environment(project, source.parent)
+    began_s = time.monotonic()
     copy, made, home = folder / project.CHECKOUT, folder / "made", folder / "home"
-    shutil.copytree(checkout(project), copy, ignore=shutil.ignore_patterns(".git", ".venv"))
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".git", ".venv"))
     made.mkdir()
     site = os.pathsep.join([str(copy), str(SITE)])
     offline = {
@@ -159,16 +166,54 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
         "HF_DATASETS_OFFLINE": "1",
         "WANDB_MODE": "disabled",
         "OMP_NUM_THREADS": "1",
-    }
-    offline |= {
         "HF_HOME": str(folder / "hf"),
+        "TORCH_HOME": str(folder / "torch"),
         "MPLCONFIGDIR": str(folder),
         "TOKENIZERS_PARALLELISM": "false",
+        # ffmpeg is called by its name
+        "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
     }
-    offline["PATH"] = os.pathsep.join(
-        [str(python.parent), os.environ["PATH"]]
-    )  # audiocraft calls ffmpeg by its name
-    env = {**os.environ, **offline, "PYTHONPATH": site, "USER": "orc"}
+    _make(project, python, made, copy, {**os.environ, **offline, "PYTHONPATH": site, "USER": "orc"})
+    if change is not None:
+        change(copy)
+    if case.where == "virtual":
+        env, nodes = {"PYTHONPATH": site}, cluster(f"{case.mib[0]}MiB", len(case.mib))
+    else:
+        try:
+            env = fake_card.environment(folder, case.mib)
+        except pytest.skip.Exception as lack:
+            raise Broken(str(lack)) from lack
+        nodes = card_cluster(env)
+        env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
+    paths = {"python": str(python), "made": str(made), "checkout": str(copy)}
+    spec = edited(project, case, paths, {**offline, **env})
+    drive = Drive(home, nodes, ATTEMPT_TIMEOUT_S, ROW_PROCESSOR_LIMIT_S)
+    fault = Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None
+    job = drive.run(spec, fault)
+    lookups = Lookups(
+        state=lambda: drive.drive.scheduler.state, job=lambda _: job, sweep=lambda _: None
+    )
+    uri = f"sqlite:///{folder}/mlflow.db"
+    MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
+    steps = [_started_at(project, log(home, attempt.number)) for attempt in job.attempts[1:]]
+    row = Row(
+        project=project.CHECKOUT,
+        commit=name_commit(project, source),
+        where=case.place,
+        devices=case.devices,
+        attempts=tuple(_attempt(job, index) for index in range(len(job.attempts))),
+        resumed=", ".join(filter(None, steps)) or "-",
+        ended=_ended(job),
+        mlflow=_tracked(job, MlflowTracker(uri, home, lookups), uri),
+        wall_s=round(time.monotonic() - began_s),
+        processor_s=round(drive.processor_s),
+        advice=help_for(job.attempts[-1].failure) if job.status is JobStatus.FAILED else "",
+        wrong="",
+    )
+    return replace(row, wrong=_wrong(case, row, story(job)))
+
+
+def _make(project: ModuleType, python: Path, made: Path, copy: Path, env: dict[str, str]) -> None:
     argv = [str(python), str(project.__file__), str(made), str(copy)]
     try:
         making = subprocess.run(
@@ -181,54 +226,33 @@ def run(project: ModuleType, case: Case, folder: Path) -> tuple[Row, Job]:
             timeout=MAKE_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired as slow:
-        raise Missing(f"its tiny weights were not made in {MAKE_TIMEOUT_S} s") from slow
+        raise Broken(f"its tiny weights were not made in {MAKE_TIMEOUT_S:.0f} s") from slow
     if making.returncode:
-        raise Missing(f"its tiny weights cannot be made: {making.stderr[-2000:]}")
-    if case.where == "virtual":
-        env, nodes = {"PYTHONPATH": site}, cluster(f"{case.mib[0]}MiB", len(case.mib))
-    else:
-        env = fake_card.environment(folder, case.mib)
-        nodes = card_cluster(env)
-        env["PYTHONPATH"] = os.pathsep.join([site, env["PYTHONPATH"]])
-    paths = {"python": str(python), "made": str(made), "checkout": str(copy)}
-    spec = edited(project, case, paths, {**offline, **env})
-    drive = Drive(home, nodes, ROW_TIMEOUT_S)
-    job = drive.run(
-        spec, Fault(kind=FaultKind.OOM, rank=0, step=case.fails_at) if case.fails_at else None
-    )
-    lookups = Lookups(
-        state=lambda: drive.drive.scheduler.state, job=lambda _: job, sweep=lambda _: None
-    )
-    uri = f"sqlite:///{folder}/mlflow.db"
-    MlflowClient(uri).create_experiment(EXPERIMENT, artifact_location=str(folder / "artifacts"))
-    return _row(
-        project, case, job, home, MlflowTracker(uri, home, lookups), uri, time.monotonic() - began_s
-    ), job
+        last = making.stderr.strip().rpartition("\n")[2]
+        raise Broken(f"its tiny weights cannot be made: {last}")
 
 
-def _row(
-    project: ModuleType,
-    case: Case,
-    job: Job,
-    home: Path,
-    tracker: MlflowTracker,
-    uri: str,
-    wall_s: float,
-) -> Row:
-    steps = [_started_at(project, log(home, attempt.number)) for attempt in job.attempts[1:]]
-    sizes = sorted(set(case.mib))
-    return Row(
-        project=project.CHECKOUT,
-        commit=commit(project),
-        where=case.where,
-        devices=f"{len(case.mib)} x {'/'.join(map(str, sizes))} MiB",
-        attempts=tuple(_attempt(job, index) for index in range(len(job.attempts))),
-        resumed=", ".join(filter(None, steps)) or "-",
-        ended=str(job.status),
-        mlflow=_tracked(job, tracker, uri),
-        wall_s=round(wall_s),
-        reason=job.reason,
-    )
+def _ended(job: Job) -> str:
+    if job.asks:
+        return f"asks: {job.asks}"
+    state = "job failed" if job.status is JobStatus.FAILED else job.status
+    return f"{state}: {job.reason}".removesuffix(": finished")
+
+
+def _wrong(case: Case, row: Row, outcomes: Sequence[str]) -> str:
+    """What of the run is not as the case says."""
+    wrong = []
+    if tuple(outcomes) != case.story:
+        wrong.append(f"the attempts are {', '.join(outcomes)}, not {', '.join(case.story)}")
+    if not re.fullmatch(case.end, row.ended, re.S):
+        wrong.append(f"its end is not {case.end!r}")
+    if row.resumed != case.resumed:
+        wrong.append(f"resumed at {row.resumed}, not {case.resumed}")
+    ends = ["finished" if outcome == "finished" else "failed" for outcome in outcomes]
+    tracked = ", ".join(f"{number}: {end}" for number, end in enumerate(ends, start=1))
+    if not row.mlflow.endswith(tracked) or not row.mlflow.startswith("job: "):
+        wrong.append(f"MLflow lacks an attempt of {tracked}")
+    return "; ".join(wrong)
 
 
 def _started_at(project: ModuleType, text: str) -> str:

@@ -27,13 +27,18 @@ CASES = (
         "mib": (2300, 2300),
         "options": WORDS,
         "sizes": {**SIZES, "env.SEED_COUNTS": "1"},
+        "story": ("device_oom", "finished"),
+        "end": "succeeded",
     },
     {
         "where": "fake card",
         "mib": (3800, 3800),
         "options": {**WORDS, "-te": "12"},
         "sizes": SIZES,
+        "note": "12 epochs, an out-of-memory failure rehearsed",
         "fails_at": 2,
+        "story": ("device_oom",),
+        "end": r"asks: .*--global-batch-size 4\b.*",
     },
 )
 

@@ -299,6 +299,22 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
     [
         (MODEL.replace("corpus", "corpse"), ["data.text[0]", "jobs/corpse.txt", "does not exist"]),
         (SCRIPT.replace("train.py", "trane.py"), ["command", "trane.py", "relative to `workdir`"]),
+        (
+            SCRIPT.replace("train.py", "-m old.train"),
+            ["command: the script does not exist", "jobs/old/train.py", "it may have moved"],
+        ),
+        (
+            f"{SCRIPT}config: {{file: old.yaml}}\n",
+            ["config.file: the file does not exist", "'old.yaml'", "it may have moved"],
+        ),
+        (
+            f"{SCRIPT}config: {{file: old/c.yaml}}\nknobs: {{output_dir: {{key: run.out}}}}\n",
+            ["knobs.output_dir.key: the file has no such key", "'run.out'", "jobs/old/c.yaml"],
+        ),
+        (
+            f"{SCRIPT}config: {{file: old/c.yaml}}\nknobs: {{output_dir: {{key: run.folder.x}}}}\n",
+            ["knobs.output_dir.key: the file has no such key", "'run.folder.x'"],
+        ),
         (SCRIPT.replace("python -u train.py", "./go.sh"), ["command", "./go.sh"]),
         (f"{SCRIPT}workdir: nowhere\n", ["workdir", "jobs/nowhere", "the folder does not exist"]),
         (
@@ -327,6 +343,10 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
     ids=[
         "data",
         "script",
+        "module",
+        "config",
+        "key",
+        "key in a value",
         "program",
         "workdir",
         "factory",
@@ -340,11 +360,36 @@ def test_files_that_a_job_names_must_exist_and_knobs_be_set_once(
     tmp_path: Path, text: str, parts: list[str]
 ) -> None:
     path = job_file(tmp_path, text)
+    (path.parent / "old").mkdir()
+    (path.parent / "old/c.yaml").write_text("run: {folder: .}")
     with pytest.raises(SpecError) as caught:
         read_job(path)
     message = str(caught.value)
     assert message.startswith(str(path))
     assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SCRIPT.replace("train.py", "-m pkg.train"),
+        SCRIPT.replace("train.py", "-m nowhere.train"),  # it may be installed
+        SCRIPT.replace("--lr 1", "-m old.train"),  # an option of the script
+        f"{SCRIPT}config: {{file: c.yaml}}\nknobs: {{output_dir: {{key: run.out}}}}\n",
+        f"{SCRIPT}config: {{file: made.yaml}}\nknobs: {{output_dir: {{key: run.new}}}}\n",
+        f"{SCRIPT}config: {{file: bad.yaml}}\nknobs: {{output_dir: {{key: run.out}}}}\n",
+    ],
+    ids=["module", "module elsewhere", "option -m", "key", "file of others", "unreadable file"],
+)
+def test_what_may_be_there_is_not_refused(tmp_path: Path, text: str) -> None:
+    path = job_file(tmp_path, text)
+    (path.parent / "pkg").mkdir()
+    (path.parent / "old").mkdir()
+    (path.parent / "pkg/train.py").touch()
+    (path.parent / "c.yaml").write_text("run: {out: null}")
+    (path.parent / "made.yaml").write_text("defaults: [model]\nrun: {out: x}")
+    (path.parent / "bad.yaml").write_text("run: !ours {out: x}")
+    assert read_job(path).workdir == str(path.parent)
 
 
 def test_a_plan_needs_no_data(tmp_path: Path) -> None:

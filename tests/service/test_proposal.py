@@ -236,11 +236,19 @@ def test_the_file_of_deepspeed_is_found_beside_its_script(tmp_path: Path) -> Non
         (HYDRA, "Not known: how a plan tells it its batch size"),
         (HYDRA, "CHECK: nothing says the samples per optimizer step"),
         (SPAWNING, "launch: self"),
+        (SPAWNING.replace("mp.spawn(print)", "mp.Process(target=print).start()"), "launch: self"),
         (LIGHTNING, "trainer: lightning"),
     ],
 )
 def test_unknown_settings_are_named(tmp_path: Path, source: str, message: str) -> None:
     assert message in propose(tmp_path, source)[0]
+
+
+def test_a_clones_folder_names_the_job_file_of_its_project(tmp_path: Path) -> None:
+    folder = tmp_path / "Orpheus-TTS/finetune"
+    folder.mkdir(parents=True)
+    assert "begin with its job in the repository: jobs/orpheus_tts/" in propose(folder, HYDRA)[0]
+    assert "begin with its job" not in propose(tmp_path, HYDRA)[0]
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\necho $1\n", b"\xff\xfe\x00"])

@@ -6,6 +6,7 @@ the transport is another: launchers of this process.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -28,10 +29,12 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import Alone
 from tests.local_cluster import LocalLaunchers, LocalNodes
+from tests.processor_time import ProcessorTime
 
 SCRIPTS = Path(__file__).parent
 ATTEMPTS_MAX = 8
 ATTEMPT_TIMEOUT_S = 300.0
+LOOK_S = 1.0  # between two looks at the processor time
 
 
 def device(memory: str) -> DeviceSpec:
@@ -68,22 +71,24 @@ def card_cluster(cards: dict[str, str]) -> ClusterSpec:
 
 
 class Overrun(AssertionError):
-    """An attempt did not end in time; it has been stopped."""
+    """An attempt did not end in time; it has been stopped. The rest of the message is its log's end."""
 
 
 @dataclass
 class Drive:
-    """A job in progress, in its own home; all its attempts together may take `limit_s`."""
+    """A job in progress, in its own home, with a limit of an attempt's seconds and one of all processor seconds."""
 
     home: Path
     nodes: ClusterSpec
-    limit_s: float = ATTEMPT_TIMEOUT_S * ATTEMPTS_MAX
+    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
+    processor_limit_s: float = math.inf  # of all attempts together
     drive: local.Drive = field(default_factory=local.Drive)
+    processor_s: float = 0.0  # of all attempts until now
+    _processors: ProcessorTime = field(default_factory=ProcessorTime)
     _clock_s: float = 0.0
 
     def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
         """The job after its last attempt; its first meets the fault. Raises Overrun."""
-        end_s = time.monotonic() + self.limit_s
         nodes = idle_nodes(self.nodes)
         tell = self.drive.tell
         tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
@@ -94,9 +99,7 @@ class Drive:
             launch = self.drive.launches[0]
             key = {"job_id": launch.job.id, "number": launch.attempt.number}
             tell(Started(**key, at_s=self._tick()))
-            evidence = attempt(
-                launch.job, launch.attempt, self.home, self.nodes, end_s - time.monotonic()
-            )
+            evidence = self._drive_attempt(launch.job, launch.attempt)
             tell(Finished(**key, evidence=evidence, at_s=self._tick()))
             tell(Released(**key, at_s=self._tick()))
             # a back-off is over
@@ -104,39 +107,49 @@ class Drive:
         assert self.drive.job is not None
         return self.drive.job
 
+    def _drive_attempt(self, job: Job, planned: Attempt) -> Evidence:
+        """Drive an attempt on one node by the production's AttemptWatch; raise Overrun."""
+        events: list[Event] = []
+        world = World(
+            home=self.home,
+            python=sys.executable,
+            nodes=NodeWatch(self.nodes, LocalNodes(self.nodes)),
+            launchers=LocalLaunchers(),
+            clock=time.time,
+            emit=events.append,
+            closing=threading.Event(),
+            ownership=Alone(),
+            fence=None,
+        )
+        world.nodes.refresh()
+        watch = AttemptWatch(job, planned, world)
+        thread = threading.Thread(target=watch.run)
+        thread.start()
+        over = self._await_end(thread)
+        if over:
+            watch.stop(0.0)
+            thread.join()
+            end = log(self.home, planned.number)[-2000:]
+            raise Overrun(f"attempt {planned.number} did not end in {over}: {end}")
+        (finished,) = (event for event in events if isinstance(event, Finished))
+        return finished.evidence
+
+    def _await_end(self, thread: threading.Thread) -> str:
+        """Wait for an attempt; return the limit that it passed, "" where it ended in time."""
+        end_s = time.monotonic() + self.attempt_timeout_s
+        while True:
+            thread.join(LOOK_S)
+            self.processor_s = self._processors.look_s()
+            if not thread.is_alive():
+                return ""
+            if self.processor_s > self.processor_limit_s:
+                return f"{self.processor_limit_s:.0f} s of processor time"
+            if time.monotonic() > end_s:
+                return f"{self.attempt_timeout_s:.0f} s"
+
     def _tick(self) -> float:
         self._clock_s += 1000.0
         return self._clock_s
-
-
-def attempt(
-    job: Job, planned: Attempt, home: Path, nodes: ClusterSpec, limit_s: float = ATTEMPT_TIMEOUT_S
-) -> Evidence:
-    """Drive an attempt on one node by the production's AttemptWatch; raise Overrun."""
-    events: list[Event] = []
-    world = World(
-        home=home,
-        python=sys.executable,
-        nodes=NodeWatch(nodes, LocalNodes(nodes)),
-        launchers=LocalLaunchers(),
-        clock=time.time,
-        emit=events.append,
-        closing=threading.Event(),
-        ownership=Alone(),
-        fence=None,
-    )
-    world.nodes.refresh()
-    watch = AttemptWatch(job, planned, world)
-    thread = threading.Thread(target=watch.run)
-    thread.start()
-    thread.join(max(0.0, min(limit_s, ATTEMPT_TIMEOUT_S)))
-    if thread.is_alive():
-        watch.stop(0.0)
-        thread.join()
-        log_path = JobFolder(home, job.id).attempt(planned.number).log(0)
-        raise Overrun(f"attempt {planned.number} did not end: {log_path.read_text()[-2000:]}")
-    (finished,) = (event for event in events if isinstance(event, Finished))
-    return finished.evidence
 
 
 def checkout(name: str, folder: Path) -> Path:

@@ -74,7 +74,11 @@ _RICH_FRAME = re.compile(
     r"│ (\S.*?):\d+ in (\S+)\s+│"
 )  # rich's tracebacks, under accelerate launch
 _MARKS = re.compile(r"[\s^~]*\Z")
-_ECHOED_COMMAND = re.compile(r"\[(?:'[^']*'|\"[^\"]*\")(?:, (?:'[^']*'|\"[^\"]*\"))+\]")
+# A list of words that begins with a program. Any other, of options or of choices, is what is said.
+_ECHOED_COMMAND = re.compile(
+    r"\[['\"](?:[^'\"]*/)?(?:bin/[^'\"/]*|(?:python|torchrun|accelerate|deepspeed|dora|srun|mpirun|bash|sh)[\w.]*)['\"]"
+    r"(?:, (?:'[^']*'|\"[^\"]*\"))+\]"
+)
 _ACCOUNT_WORDS = "Currently allocated", "Requested", "Device limit", "Free (according to CUDA)"
 _ACCOUNT = re.compile(  # c10/cuda/CUDAMallocAsyncAllocator.cpp
     rf"\s*(?:{'|'.join(map(re.escape, _ACCOUNT_WORDS))}) *: [\d.]+ [KMGT]?i?[Bb]"

@@ -7,9 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from importlib.util import find_spec
+from operator import getitem
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.environment import base_env
@@ -108,13 +113,7 @@ def read_jobs(
     file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None
 ) -> list[JobSpec]:
     """Return the jobs in a file: one, or the members of its array. See `read_job`."""
-    text, source, folder = _load_source(file)
-    specs = parse_jobs(text, source, overrides, lambda name: read_text(folder / name))
-    _check_overrides(specs[0], overrides)
-    read = [
-        _resolve_job(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs
-    ]
-    return [job.spec for job in _with_commits(read, folder)]
+    return [job.spec for job in read_jobs_elsewhere(file, overrides, home, elsewhere=False)]
 
 
 def read_jobs_elsewhere(
@@ -123,17 +122,20 @@ def read_jobs_elsewhere(
     home: Path | None = None,
     *,
     only_one: bool = False,
+    elsewhere: bool = True,
 ) -> list[ReadJob]:
     """Return the jobs in a file for a service of another machine. Absolute paths in the file are that machine's.
 
-    `only_one`: an array is an error.
+    `only_one`: an array is an error. Without `elsewhere` the service is this machine's.
     """
     text, source, folder = _load_source(file)
     parse = parse_job if only_one else parse_jobs
     parsed = parse(text, source, overrides, lambda name: read_text(folder / name))
     specs = [parsed] if isinstance(parsed, JobSpec) else parsed
     _check_overrides(specs[0], overrides)
-    read = [_resolve_job(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
+    read = [
+        _resolve_job(spec, source, folder, home, to_run=True, elsewhere=elsewhere) for spec in specs
+    ]
     return _with_commits(read, folder)
 
 
@@ -169,12 +171,13 @@ def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
     """Raises SpecError where an override changes nothing: no plan has it, or nothing tells the script."""
     for key, value in overrides if spec.is_script else ():
         if key.startswith("training.") and key not in OF_SCRIPTS:
-            what, hint = (
-                "nothing tells the script this",
-                "say it in `command`, or in the script's own config file",
-            )
             raise SpecError(
-                what, source="--set", path=key, got=value, allowed=", ".join(OF_SCRIPTS), hint=hint
+                "nothing tells the script this",
+                source="--set",
+                path=key,
+                got=value,
+                allowed=", ".join(OF_SCRIPTS),
+                hint="say it in `command`, or in the script's own config file",
             )
     key, knob = "knobs.micro_batch_size.default", spec.knobs.micro_batch_size
     default = knob.default if knob is not None and key in dict(overrides) else None
@@ -208,15 +211,11 @@ def _resolve_job(
     }
     if not elsewhere:
         remote_keys.clear()
-    missing = [
-        problem
-        for problem in _missing_files(resolved, source)
-        if to_run or not problem.path.startswith("data.")
-    ]
     problems = [
         problem
-        for problem in missing
-        if problem.path not in remote_keys or problem.what == NO_CONFIG
+        for problem in _missing_files(resolved, source)
+        if (to_run or not problem.path.startswith("data."))
+        and (problem.path not in remote_keys or problem.what == NO_CONFIG)
     ]
     problems += _duplicate_knobs(resolved, source)
     for remedy in resolved.remedies:
@@ -224,7 +223,7 @@ def _resolve_job(
             with_remedy(resolved, remedy)
         except SpecError as error:
             problems.append(error)
-    is_here = to_run or (resolved.workdir is not None and _is_dir(resolved.workdir))
+    is_here = to_run or isdir(resolved.workdir or "")
     if is_here and "workdir" not in remote_keys:
         problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
     if problems:
@@ -333,7 +332,7 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
         # not resolved: a virtual environment's interpreter is a link, and its target has other
         # packages
         command = [
-            os.path.abspath(folder / word) if _is_file(folder / word) else word
+            os.path.abspath(folder / word) if isfile(folder / word) else word
             for word in spec.resume.before
         ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(command)})
@@ -398,26 +397,10 @@ def _absolute_path(folder: Path, path: str) -> Path:
         ) from None
 
 
-def _is_file(path: str | Path) -> bool:
-    """Return whether a file is there; a path that no system call takes, such as one that is too long, is none."""
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _is_dir(path: str | Path) -> bool:
-    """Return whether a folder is there, as `_is_file`."""
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
 def _folder_or_name(folder: Path, name: str | None) -> str | None:
     """Return a folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
     if name is None or not (
-        name.startswith((".", "/", "~")) or _is_dir(_absolute_path(folder, name))
+        name.startswith((".", "/", "~")) or isdir(_absolute_path(folder, name))
     ):
         return name
     return str(_absolute_path(folder, name))
@@ -435,7 +418,7 @@ def _folder_config(folder: str) -> dict[str, Any]:
 def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
     for kind in KINDS_OF_FILES:
         for index, file in enumerate(getattr(spec.data, kind)):
-            if not _is_file(file):
+            if not isfile(file):
                 yield SpecError(
                     "the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file
                 )
@@ -445,10 +428,10 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
         f"{key}.hf": model.hf if model is not None else None,
     }
     for path, folder in folders.items():
-        if isinstance(folder, str) and Path(folder).is_absolute() and not _is_dir(folder):
+        if isinstance(folder, str) and folder.startswith("/") and not isdir(folder):
             yield SpecError("the folder does not exist", source=source, path=path, got=folder)
     hf = folders[f"{key}.hf"]
-    if model is not None and isinstance(hf, str) and _is_dir(hf) and not model.config:
+    if model is not None and isinstance(hf, str) and isdir(hf) and not model.config:
         hint = "use a folder as `save_pretrained` writes it"
         yield SpecError(NO_CONFIG, source=source, path=f"{key}.hf", got=hf, hint=hint)
     if model is not None and model.factory is not None:
@@ -458,35 +441,34 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
             yield SpecError(
                 "no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form
             )
-        elif not _is_file(file):
+        elif not isfile(file):
             yield SpecError(
                 "the file does not exist", source=source, path=f"{key}.factory", got=file
             )
 
 
 def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Iterator[SpecError]:
-    if spec.workdir is not None and not _is_dir(spec.workdir):
+    if spec.workdir is not None and not isdir(spec.workdir):
         yield SpecError(
             "the folder does not exist", source=source, path="workdir", got=spec.workdir
         )
     elif spec.command is not None and spec.workdir is not None:
-        if spec.config is not None and not _is_file(Path(spec.workdir) / spec.config.file):
-            hint = f"it is relative to `workdir`, here {spec.workdir}"
-            yield SpecError(
-                "the file does not exist",
-                source=source,
-                path="config.file",
-                got=spec.config.file,
-                hint=hint,
-            )
+        folder = Path(spec.workdir)
+        files = [("script", "command", _script_of(spec.command, folder))]
+        if spec.config is not None:
+            files.append(("file", "config.file", spec.config.file))
+            yield from _missing_keys(spec, folder / spec.config.file, source)
         if with_programs:
             yield from _missing_programs(spec, source)
-        script = _script_of(spec.command)
-        if script is not None and not _is_file(Path(spec.workdir) / script):
-            hint = f"paths in `command` are relative to `workdir`, here {spec.workdir}"
-            yield SpecError(
-                "the script does not exist", source=source, path="command", got=script, hint=hint
-            )
+        for kind, path, file in files:
+            if file is not None and not isfile(folder / file):
+                yield SpecError(
+                    f"the {kind} does not exist",
+                    source=source,
+                    path=path,
+                    got=file,
+                    hint=f"write its path relative to `workdir`, here {folder}: it may have moved",
+                )
 
 
 def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
@@ -513,13 +495,43 @@ def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
             )
 
 
-def _script_of(command: Sequence[str]) -> str | None:
-    """Return the script that `python [-u ...] script.py` starts; None for other commands."""
+def _missing_keys(spec: JobSpec, file: Path, source: str) -> Iterator[SpecError]:
+    """Errors for knobs whose keys the file lacks: the script may have other names for them, and would not read these.
+
+    A file that is made of others (Hydra's `defaults`), or that cannot be read, is not judged.
+    """
+    try:
+        content = yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError):
+        return
+    for name, knob in spec.knobs.items():
+        try:
+            if knob.key and not spec.trainer and "defaults" not in content:
+                reduce(getitem, knob.key.split("."), content)
+        except (LookupError, TypeError):
+            yield SpecError(
+                "the file has no such key",
+                source=source,
+                path=f"knobs.{name}.key",
+                got=knob.key,
+                hint=f"write it as {file} has it, or add it there if the script reads it",
+            )
+
+
+def _script_of(command: Sequence[str], workdir: Path) -> str | None:
+    """Return the script that `python [-u ...] script.py` starts, or `-m` with a folder of `workdir`.
+
+    None for other commands, and for a module of that folder that is there in any form.
+    """
     program, *arguments = command
     if not is_python(program):
         return None
-    first = next((argument for argument in arguments if not argument.startswith("-")), None)
-    return first if first is not None and first.endswith(".py") else None
+    first = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if "." in first and "-m" in arguments[: arguments.index(first)]:
+        path = workdir / first.replace(".", "/")
+        is_absent = isdir(path.parent) and not any(path.parent.glob(f"{path.name}*"))
+        first = f"{path}.py" if is_absent else ""
+    return first if first.endswith(".py") else None
 
 
 def _duplicate_knobs(spec: JobSpec, source: str) -> Iterator[SpecError]:

@@ -22,6 +22,28 @@ def _count_devices(module):
     module.device_count = lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
 
 
+def _declare_operators(module):
+    """PyPI's torchvision is built for CUDA's PyTorch: its library does not load, and it needs the names of two."""
+    if module._has_ops():
+        return
+    import torch
+
+    module.library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        module.library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _shrink_videomae(module):
+    """LatentSync's VideoMAE has a billion parameters, and its sizes stand in its code: the same class, small."""
+    sizes = {"patch_size": 14, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
+
+    def make_small(pretrained=False, **others):
+        assert not pretrained
+        return module.VisionTransformer(**sizes, **others)
+
+    module.vit_giant_patch14_224 = make_small
+
+
 class _After(importlib.abc.MetaPathFinder):
     """Runs a function of ours after the ordinary import of a module."""
 
@@ -52,7 +74,11 @@ def _run_hidden():
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-waiting = {"transformers.modeling_utils": _flash_attention}
+waiting = {
+    "transformers.modeling_utils": _flash_attention,
+    "torchvision.extension": _declare_operators,
+    "latentsync.trepa.third_party.VideoMAEv2.videomaev2_finetune": _shrink_videomae,
+}
 if "SEED_COUNTS" in os.environ:
     waiting["torch.cuda"] = _count_devices
 sys.meta_path.insert(0, _After(waiting))

@@ -209,7 +209,10 @@ def _may_use_several(typed: TypedCommand, script: Script, framework: Framework |
 
 def _starts_ranks(script: Script, bare: BareCommand) -> bool:
     """Return whether a script starts its ranks itself."""
-    if script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports:
+    if (
+        script.calls & {"spawn", "start_processes", "Process"}
+        and "torch.multiprocessing" in script.imports
+    ):
         return True
     return "DataParallel" in script.calls and bare.ranks is not None
 

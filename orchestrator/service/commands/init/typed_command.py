@@ -97,7 +97,8 @@ def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:
         inner.argv, inner.folder, environment_python(tool, inner.folder) if tool else None
     )
     notes = [*inner.notes, *typed.notes]
-    job = project_job("musicgen" if typed.launch == "dora" else shlex.join(inner.argv))
+    # a clone's folder has its project's name, too
+    job = project_job(f"{inner.folder} {shlex.join(inner.argv)}")
     if job is not None:
         notes.append(
             f"If this is the project's own trainer, begin with its job in the repository: {job}"
