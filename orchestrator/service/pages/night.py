@@ -79,8 +79,11 @@ def _ending(job: Job) -> Mapping[str, Any]:
     }
 
 
+LEAST_S = 60.0  # that a chart of the past shows
+
+
 def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
-    """Return a chart of past attempts with one lane per device; empty without attempts."""
+    """Return a chart of past attempts with one lane per device, from the first one on; empty without attempts."""
     devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
     gone = {
         device
@@ -108,6 +111,9 @@ def past_chart(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -
     ]
     if not bars:
         return Markup("")
+    # a service of an hour has no twelve hours to show
+    first_s = min(bar.from_s for bar in bars)
+    from_s = max(from_s, min(first_s, now_s - LEAST_S))
     names = [f"{node}[{index}]" for node, index in lanes]
     return gantt(
         "What ran on each device", names, bars, from_s, now_s, now_s, _hours(from_s, now_s)
