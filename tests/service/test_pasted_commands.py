@@ -704,3 +704,26 @@ def test_an_array_of_a_shell_script_gives_its_words_and_no_check(tmp_path: Path)
     expected += "--quoted '$@ ${ARGS[@]} $NAME' --double \"it's run#1\""
     assert list(spec.command[2:]) == shlex.split(expected)
     assert "CHECK: not in the job" not in text
+
+
+OWN_FILE = """
+import yaml
+from transformers import TrainingArguments
+config_file = "config.yaml"
+with open(config_file) as file:
+    config = yaml.safe_load(file)
+size = config["batch_size"]
+args = TrainingArguments(per_device_train_batch_size=size, output_dir=f"./{config['save_folder']}")
+"""
+
+
+@pytest.mark.parametrize(("loads", "is_read"), [("yaml.safe_load", True), ("own.load", False)])
+def test_a_settings_file_that_stands_in_the_code_gives_its_keys(
+    tmp_path: Path, loads: str, is_read: bool
+) -> None:
+    (tmp_path / "train.py").write_text(OWN_FILE.replace("yaml.safe_load", loads))
+    (tmp_path / "config.yaml").write_text("batch_size: 4\nsave_folder: out\n")
+    text = proposal(["python", "train.py"], tmp_path, {})
+    assert ("config: {file: config.yaml}" in text) == is_read
+    assert ("micro_batch_size: {key: batch_size, default: 4}" in text) == is_read
+    assert "Not read: settings by a YAML file" not in text

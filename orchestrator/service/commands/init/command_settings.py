@@ -129,6 +129,11 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
     files += _named_files(
         nested, typed.folder, is_launchers=True
     )  # accelerate's deepspeed_config_file
+    named = {file.word for file in files}
+    for name in dict.fromkeys(script.own_files):
+        content = read_settings(typed.folder / name) if name not in named else None
+        if content is not None:
+            files.append(NamedFile(word=name, flag=None, content=content))
     notes = [
         f"CHECK: {file.word} is not here, or has no settings: it stays in the command, unread"
         for file in files

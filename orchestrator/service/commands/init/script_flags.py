@@ -18,7 +18,7 @@ from orchestrator.service.commands.init.code_settings import (
     settings_in,
 )
 from orchestrator.service.commands.init.meanings import Count, Setting
-from orchestrator.service.commands.init.named_files import number_of
+from orchestrator.service.commands.init.named_files import REWRITABLE, number_of
 from orchestrator.service.commands.init.saved_files import SavedFile, saved_files
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.errors import SpecError
@@ -88,6 +88,8 @@ class Script:
     attributes: frozenset[str]  # names of attributes that are read
     training_arguments: str | None  # class of transformers or TRL whose fields are flags too
     unread: tuple[str, ...]  # other sources of settings, which are not read
+    # files of settings whose names stand in code that loads such files
+    own_files: tuple[str, ...] = ()
     places: tuple[Setting, ...] = ()  # constants and variables in the code that mean a setting
     divided: Mapping[str, Divisor] = field(
         default_factory=dict
@@ -179,6 +181,7 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
             (base for name, _ in parser_pairs if (base := _arguments_base(name, classes))), None
         ),
         unread=tuple(_unread_sources(nodes, calls)),
+        own_files=tuple(_own_files(nodes, calls)),
         places=tuple(
             place for file, tree in beside.items() for place in settings_in(tree, file.name)
         ),
@@ -582,7 +585,20 @@ def _typer_info(node: ast.expr | None) -> ast.Call | None:
 # --------------------------------------------------------------------------------------------------- what is not read
 
 
-def _unread_sources(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iterator[str]:
+LOADERS = ("yaml.safe_load", "yaml.load", "json.load", "OmegaConf.load")
+
+
+def _own_files(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
+    """Yield the names of settings files that stand as texts in code that calls a loader of such files."""
+    if not any(ast.unparse(call.func) in LOADERS for call in calls):
+        return
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant))
+    for text in texts:
+        if isinstance(text, str) and text.endswith(REWRITABLE) and "{" not in text:
+            yield text
+
+
+def _unread_sources(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
     names = {ast.unparse(call.func) for call in calls}
     names |= {
         ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
@@ -594,6 +610,7 @@ def _unread_sources(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iter
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",
     }
-    yield from (hint for name, hint in hints.items() if name in names)
+    if not any(_own_files(nodes, calls)):
+        yield from (hint for name, hint in hints.items() if name in names)
     if any(name.endswith("add_subparsers") for name in names):
         yield "subcommands: `command` must contain the one that trains"
