@@ -141,7 +141,7 @@ def theirs(order: str, cluster: ClusterSpec) -> Play:
         )
         return replace(
             run,
-            report=report_on(trace, cluster.with_order(order), seed, outcomes),
+            report=report_on(trace, cluster.with_order(order), outcomes),
             outcomes=outcomes,
         )
 

@@ -56,6 +56,9 @@ class Endless:
         about = {"job_id": action.job_id, "number": action.number, "at_s": 2.0}
         self._events += [Finished(evidence=Evidence(stopped=True), **about), Released(**about)]
 
+    def wake(self) -> None:
+        pass
+
     def events(self, timeout_s: float) -> list[Event]:  # noqa: ARG002
         events, self._events = self._events, []
         return events

@@ -176,19 +176,13 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     rows = json.loads(captured.out)["outcomes"]
     assert [row["job"] for row in rows] == [job.id for job in controller.state.jobs.values()]
     assert all(row["started_at_s"] < row["ended_at_s"] for row in rows if row["job"] != endless)
-    assert exit_code(lambda: main([*argv, "--oom", "0.5"])) == 2, "of a trace alone"
     assert exit_code(lambda: main([*argv, str(tmp_path / "other.yaml")])) == 2, (
         "a trace and the queue"
     )
     journal.close()
 
 
-QUEUE_FORMS = (
-    "",
-    "--cluster other.yaml",
-    "--gantt chart.png",
-    "--cluster other.yaml --gantt chart.png",
-)
+QUEUE_FORMS = ("", "--cluster other.yaml")
 
 
 def test_the_live_queue_is_played_in_each_form_that_people_read(
@@ -242,7 +236,7 @@ def test_a_table_of_nothing_is_a_table() -> None:
     """Runs without jobs, decisions, strategies or cards: no statistic of an empty list is taken."""
     spec = CLUSTERS[0]
     nothing = Simulated(
-        report=report_on(Trace(name="none", arrivals=()), spec, 0, ()), outcomes=(), decisions_s=()
+        report=report_on(Trace(name="none", arrivals=()), spec, ()), outcomes=(), decisions_s=()
     )
     console = Console(file=io.StringIO())
     for table in (
@@ -256,7 +250,6 @@ def test_a_table_of_nothing_is_a_table() -> None:
         strategies_table((), {}),
     ):
         console.print(table)
-    gantt.figure("none", (), spec)
 
 
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:

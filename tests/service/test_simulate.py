@@ -22,7 +22,7 @@ from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.live_queue import play_queue
 from orchestrator.service.commands.simulate import Outcome, Simulated, Trouble, quantile, simulate
-from orchestrator.service.terminal.gantt import figure, picture
+from orchestrator.service.terminal.gantt import picture
 from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
@@ -258,7 +258,7 @@ def test_quantiles_are_values_that_were_seen() -> None:
     assert quantile([7.0], 0.0) == 7.0
 
 
-def test_the_pictures_show_every_node_and_every_device(tmp_path: Path) -> None:
+def test_the_picture_shows_every_node() -> None:
     run = simulate(day(1), CLUSTER, seed=0)
     drawn = picture(run.outcomes, CLUSTER)
     assert [line.split()[0] for line in drawn.splitlines()[:4]] == [
@@ -268,8 +268,6 @@ def test_the_pictures_show_every_node_and_every_device(tmp_path: Path) -> None:
         "waiting",
     ]
     assert "█" in drawn
-    figure("a day", run.outcomes, CLUSTER).savefig(tmp_path / "day.png")
-    assert (tmp_path / "day.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_plays_a_list_of_job_files(
@@ -290,24 +288,16 @@ def test_the_command_plays_a_list_of_job_files(
         str(tmp_path / "night.yaml"),
         "--cluster",
         str(tmp_path / "cluster.yaml"),
-        "--seed",
-        "3",
     ]
     answers = []
     for _ in range(2):
         with pytest.raises(SystemExit) as ended:
-            main([*command, "--json", "--gantt", str(tmp_path / "gantt.png")])
+            main([*command, "--json"])
         assert ended.value.code == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
     report = json.loads(answers[0])
-    assert (report["trace"], report["cluster"], report["seed"], report["finished"]) == (
-        "night",
-        "two",
-        3,
-        2,
-    )
-    assert (tmp_path / "gantt.png").exists()
+    assert (report["trace"], report["cluster"], report["finished"]) == ("night", "two", 2)
     with pytest.raises(SystemExit) as ended:
         main(command)
     assert ended.value.code == 0

@@ -13,7 +13,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from orchestrator.backends.journal.tables import table
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError, StorageError, UnknownError
 
@@ -29,28 +28,13 @@ CACHE_S, CACHE_MAX = (
 )  # principals remembered; every change of accounts forgets them at once
 AUDIT_ROWS_MAX = 1000  # in one answer
 
-_users = table("users", name=sa.Text, role=sa.Text, created_at=sa.Float)
-_tokens = table(
-    "tokens",
-    id=sa.Integer,
-    user=sa.Text,
-    digest=sa.Text,
-    shown=sa.Text,
-    created_at=sa.Float,
-    expires_at=sa.Float,
-    revoked_at=sa.Float,
-    used_at=sa.Float,
-)
-_audit = table(
-    "audit",
-    id=sa.Integer,
-    at=sa.Float,
-    user=sa.Text,
-    role=sa.Text,
-    request_id=sa.Text,
-    action=sa.Text,
-    status=sa.Integer,
-)
+ID_MAX = 2**63 - 1  # of a row
+TOKEN = """id, "user", shown, created_at AS created_at_s, expires_at AS expires_at_s,
+    revoked_at AS revoked_at_s, used_at AS used_at_s"""
+OWNER = """SELECT tokens.id, used_at, expires_at, name, role FROM tokens JOIN users ON name = "user"
+    WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > :now_s)"""
+ADD_TOKEN = f"""INSERT INTO tokens ("user", digest, shown, created_at, expires_at)
+    VALUES (:user, :digest, :shown, :created_at, :expires_at) RETURNING {TOKEN}"""
 
 log = logging.getLogger(__name__)
 
@@ -107,57 +91,36 @@ class Accounts:
 
         Tokens have 256 random bits, so an equal digest is an equal token; comparing digests in SQL leaks none of it.
         """
-        return (
-            self._find_principal(_digest(token), _tokens.c.digest)
-            if token.startswith(PREFIX)
-            else None
-        )
+        if not token.startswith(PREFIX):
+            return None
+        return self._find_principal(_digest(token), f"{OWNER} AND digest = :key")
 
     def number_of(self, token: str) -> int | None:
         """Return the record number of a valid token; None for any other."""
         if self.principal(token) is None:
             return None
-        digest = _digest(token)
-        with self._transaction() as connection:
-            return connection.execute(
-                sa.select(_tokens.c.id).where(_tokens.c.digest == digest)
-            ).scalar()
+        rows = self._rows("SELECT id FROM tokens WHERE digest = :digest", digest=_digest(token))
+        return rows[0].id if rows else None
 
     def principal_of(self, number: int) -> Principal | None:
         """Return the user of the token with this record number; None where it is unknown, expired or revoked."""
-        return self._find_principal(number, _tokens.c.id)
+        return self._find_principal(number, f"{OWNER} AND tokens.id = :key")
 
-    def _find_principal(self, key: str | int, column: sa.Column[Any]) -> Principal | None:
+    def _find_principal(self, key: str | int, query: str) -> Principal | None:
         now_s = self._clock()
         entry, until_s = self._principals.get(key, (None, 0.0))
         if entry is not None and now_s < until_s:
             return entry
-        columns = (
-            _tokens.c.id,
-            _tokens.c.used_at,
-            _tokens.c.expires_at,
-            _users.c.name,
-            _users.c.role,
-        )
-        query = (
-            sa.select(*columns)
-            .join(_users, _users.c.name == _tokens.c.user)
-            .where(
-                column == key,
-                _tokens.c.revoked_at.is_(None),
-                sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now_s),
-            )
-        )
-        with self._transaction() as connection:
-            row = connection.execute(query).one_or_none()
-        role = None if row is None else _role(row.name, row.role)
-        if row is None or role is None:
+        rows = self._rows(query, key=key, now_s=now_s)
+        role = _role(rows[0].name, rows[0].role) if rows else None
+        if role is None:
             return None
+        (row,) = rows
         if row.used_at is None or row.used_at < now_s - TOUCH_S:
             # where the journal cannot be written, its owner is told by others
-            with suppress(StorageError), self._transaction() as connection:
-                connection.execute(
-                    _tokens.update().where(_tokens.c.id == row.id).values(used_at=now_s)
+            with suppress(StorageError):
+                self._change(
+                    "UPDATE tokens SET used_at = :now_s WHERE id = :id", now_s=now_s, id=row.id
                 )
         principal = Principal(name=row.name, role=role)
         if len(self._principals) >= CACHE_MAX:
@@ -170,28 +133,27 @@ class Accounts:
 
     def set_user(self, name: str, role: Role) -> None:
         """Add a user, or change the role of an existing one."""
-        with self._transaction() as connection:
-            changed = connection.execute(
-                _users.update().where(_users.c.name == name).values(role=role.value)
-            )
-            if not changed.rowcount:
-                connection.execute(
-                    _users.insert().values(name=name, role=role.value, created_at=self._clock())
-                )
+        self._change(
+            """INSERT INTO users (name, role, created_at) VALUES (:name, :role, :now_s)
+            ON CONFLICT (name) DO UPDATE SET role = excluded.role""",
+            name=name,
+            role=role.value,
+            now_s=self._clock(),
+        )
         self._principals.clear()
 
     def remove_user(self, name: str) -> None:
         """Remove a user with all tokens. Raises ServiceError for an unknown user."""
         with self._transaction() as connection:
-            connection.execute(_tokens.delete().where(_tokens.c.user == name))
-            if not connection.execute(_users.delete().where(_users.c.name == name)).rowcount:
+            connection.execute(sa.text('DELETE FROM tokens WHERE "user" = :name'), {"name": name})
+            delete = sa.text("DELETE FROM users WHERE name = :name")
+            if not connection.execute(delete, {"name": name}).rowcount:
                 raise _unknown_user(name)
         self._principals.clear()
 
     def users(self) -> Sequence[User]:
         """Return every readable user, by name."""
-        with self._transaction() as connection:
-            rows = connection.execute(sa.select(_users).order_by(_users.c.name)).all()
+        rows = self._rows("SELECT name, role, created_at FROM users ORDER BY name")
         readable = ((row, role) for row in rows if (role := _role(row.name, row.role)) is not None)
         return [
             User(name=row.name, role=role, created_at_s=row.created_at) for row, role in readable
@@ -200,96 +162,84 @@ class Accounts:
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
         """Return (token, its record). The token cannot be read again. Raises ServiceError for an unknown user."""
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
-        now_s = self._clock()
-        row_values = {
-            "user": user,
-            "digest": _digest(secret),
-            "shown": secret[: len(PREFIX) + SHOWN_CHARACTERS],
-            "created_at": now_s,
-            "expires_at": None if lifetime_s is None else now_s + lifetime_s,
-        }
-        with self._transaction() as connection:
-            if (
-                connection.execute(
-                    sa.select(_users.c.name).where(_users.c.name == user)
-                ).one_or_none()
-                is None
-            ):
-                raise _unknown_user(user)
-            connection.execute(_tokens.insert().values(**row_values))
-            row = connection.execute(
-                sa.select(_tokens).where(_tokens.c.digest == row_values["digest"])
-            ).one()
-        return secret, _token(row)
+        shown = secret[: len(PREFIX) + SHOWN_CHARACTERS]
+        return secret, self._add_token(user, secret, shown, lifetime_s)
 
     def open_session(self, user: str, role: Role, lifetime_s: float) -> int:
         """Create a browser session for a user with this role, and return its record number. No token matches it."""
         self.set_user(user, role)
-        now_s = self._clock()
-        nobody_knows = _digest(secrets.token_urlsafe(SECRET_BYTES))
-        row_values = {"user": user, "digest": nobody_knows, "shown": BROWSER, "created_at": now_s}
-        with self._transaction() as connection:
-            made = connection.execute(
-                _tokens.insert().values(**row_values, expires_at=now_s + lifetime_s)
-            )
-        return int(made.inserted_primary_key[0])  # type: ignore[index]
+        nobody_knows = secrets.token_urlsafe(SECRET_BYTES)
+        return self._add_token(user, nobody_knows, BROWSER, lifetime_s).id
 
     def close_session(self, number: int) -> None:
         """End a browser session. Records of tokens stay."""
-        is_open = sa.and_(
-            _tokens.c.id == number, _tokens.c.shown == BROWSER, _tokens.c.revoked_at.is_(None)
-        )
-        with self._transaction() as connection:
-            connection.execute(_tokens.update().where(is_open).values(revoked_at=self._clock()))
-        self._principals.clear()
+        self._revoke(number, "AND shown = :shown", shown=BROWSER)
 
     def revoke_token(self, number: int) -> None:
         """Revoke a token. Raises ServiceError without a valid token of this number."""
-        alive = sa.and_(_tokens.c.id == number, _tokens.c.revoked_at.is_(None))
-        with self._transaction() as connection:
-            if not connection.execute(
-                _tokens.update().where(alive).values(revoked_at=self._clock())
-            ).rowcount:
-                raise UnknownError(f"there is no live token {number}. `orc token list` shows them")
-        self._principals.clear()
+        if not self._revoke(number):
+            raise UnknownError(f"there is no live token {number}. `orc token list` shows them")
 
     def tokens(self) -> Sequence[Token]:
         """Return every token ever made for an existing user, oldest first."""
-        with self._transaction() as connection:
-            return [
-                _token(row) for row in connection.execute(sa.select(_tokens).order_by(_tokens.c.id))
-            ]
+        return [
+            Token(**row._asdict()) for row in self._rows(f"SELECT {TOKEN} FROM tokens ORDER BY id")
+        ]
 
     def record(self, principal: Principal, request_id: str, action: str, status: int) -> None:
         """Add a row to the audit log."""
-        row = {
-            "at": self._clock(),
-            "user": principal.name,
-            "role": principal.role.value,
-            "request_id": request_id,
-        }
-        with self._transaction() as connection:
-            connection.execute(_audit.insert().values(**row, action=action, status=status))
+        self._change(
+            """INSERT INTO audit (at, "user", role, request_id, action, status)
+            VALUES (:at, :user, :role, :request_id, :action, :status)""",
+            at=self._clock(),
+            user=principal.name,
+            role=principal.role.value,
+            request_id=request_id,
+            action=action,
+            status=status,
+        )
 
     def audit(self, limit: int, before: int | None = None) -> Sequence[AuditRow]:
         """Return at most `limit` rows of the audit log, newest first; only rows before number `before`."""
-        query = sa.select(_audit).order_by(_audit.c.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
-        if before is not None:
-            query = query.where(_audit.c.id < before)
+        rows = self._rows(
+            """SELECT id AS number, at AS at_s, "user", role, request_id, action, status FROM audit
+            WHERE id < :before ORDER BY id DESC LIMIT :most""",
+            before=ID_MAX if before is None else before,
+            most=min(limit, AUDIT_ROWS_MAX),
+        )
+        return [AuditRow(**row._asdict()) for row in rows]
+
+    def _add_token(self, user: str, secret: str, shown: str, lifetime_s: float | None) -> Token:
+        now_s = self._clock()
+        values = {
+            "user": user,
+            "digest": _digest(secret),
+            "shown": shown,
+            "created_at": now_s,
+            "expires_at": None if lifetime_s is None else now_s + lifetime_s,
+        }
         with self._transaction() as connection:
-            rows = connection.execute(query).all()
-        return [
-            AuditRow(
-                number=row.id,
-                at_s=row.at,
-                user=row.user,
-                role=row.role,
-                request_id=row.request_id,
-                action=row.action,
-                status=row.status,
-            )
-            for row in rows
-        ]
+            owner = sa.text("SELECT name FROM users WHERE name = :name")
+            if connection.execute(owner, {"name": user}).one_or_none() is None:
+                raise _unknown_user(user)
+            row = connection.execute(sa.text(ADD_TOKEN), values).one()
+        return Token(**row._asdict())
+
+    def _revoke(self, number: int, condition: str = "", **values: object) -> int:
+        """Return how many live tokens of this number there were: none or one."""
+        update = "UPDATE tokens SET revoked_at = :now_s WHERE id = :id AND revoked_at IS NULL"
+        count = self._change(f"{update} {condition}", id=number, now_s=self._clock(), **values)
+        self._principals.clear()
+        return count
+
+    def _rows(self, query: str, **values: object) -> Sequence[sa.Row[Any]]:
+        with self._transaction() as connection:
+            return connection.execute(sa.text(query), values).all()
+
+    def _change(self, statement: str, **values: object) -> int:
+        """Return how many rows the statement changed."""
+        with self._transaction() as connection:
+            return connection.execute(sa.text(statement), values).rowcount
 
 
 def _role(name: str, text: str) -> Role | None:
@@ -307,19 +257,6 @@ def _role(name: str, text: str) -> Role | None:
 
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
-
-
-def _token(row: sa.Row[tuple[object, ...]]) -> Token:
-    columns = row._mapping
-    return Token(
-        id=columns["id"],
-        user=columns["user"],
-        shown=columns["shown"],
-        created_at_s=columns["created_at"],
-        expires_at_s=columns["expires_at"],
-        revoked_at_s=columns["revoked_at"],
-        used_at_s=columns["used_at"],
-    )
 
 
 def _unknown_user(name: str) -> ServiceError:

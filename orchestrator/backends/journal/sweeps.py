@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.tables import table
 from orchestrator.specs.events import Event, Submitted
 
-_sweeps = table("sweeps", number=sa.Integer, id=sa.Text, ended=sa.Text)
-_trials = table("trials", job=sa.Text, sweep=sa.Text, number=sa.Integer, value=sa.Float)
+ADD_TRIAL = sa.text("INSERT INTO trials (job, sweep, number) VALUES (:job, :sweep, :number)")
+ADD_SWEEP = sa.text("INSERT INTO sweeps (id) VALUES (:sweep)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,44 +38,43 @@ class Sweeps:
             if isinstance(event, Submitted) and event.spec.trial is not None
         ]
         if trials:
-            connection.execute(_trials.insert(), trials)
-        if begun := [{"id": trial["sweep"]} for trial in trials if trial["number"] == 0]:
-            connection.execute(_sweeps.insert(), begun)
+            connection.execute(ADD_TRIAL, trials)
+        if begun := [trial for trial in trials if trial["number"] == 0]:
+            connection.execute(ADD_SWEEP, begun)
 
     def open(self) -> list[str]:
         """Return ids of unfinished sweeps, oldest first."""
-        wanted = sa.select(_sweeps.c.id).where(_sweeps.c.ended.is_(None)).order_by(_sweeps.c.number)
-        with self._database.transaction() as connection:
-            return list(connection.execute(wanted).scalars())
+        rows = self._rows("SELECT id FROM sweeps WHERE ended IS NULL ORDER BY number")
+        return [row.id for row in rows]
 
     def newest(self, limit: int) -> list[str]:
         """Return ids of at most `limit` sweeps, newest first."""
-        with self._database.transaction() as connection:
-            wanted = sa.select(_sweeps.c.id).order_by(_sweeps.c.number.desc()).limit(limit)
-            return list(connection.execute(wanted).scalars())
+        rows = self._rows("SELECT id FROM sweeps ORDER BY number DESC LIMIT :most", most=limit)
+        return [row.id for row in rows]
 
     def ended(self, sweep: str) -> str | None:
         """Return why the sweep has ended; "" while it runs, None for an unknown sweep."""
-        with self._database.transaction() as connection:
-            row = connection.execute(
-                sa.select(_sweeps.c.ended).where(_sweeps.c.id == sweep)
-            ).one_or_none()
-        return None if row is None else row.ended or ""
+        rows = self._rows("SELECT ended FROM sweeps WHERE id = :sweep", sweep=sweep)
+        return rows[0].ended or "" if rows else None
 
     def trials(self, sweep: str) -> Sequence[TrialRow]:
         """Return the trials of a sweep, by number."""
-        wanted = sa.select(_trials).where(_trials.c.sweep == sweep).order_by(_trials.c.number)
-        with self._database.transaction() as connection:
-            rows = connection.execute(wanted).all()
-        return [TrialRow(job=row.job, number=row.number, value=row.value) for row in rows]
+        query = "SELECT job, number, value FROM trials WHERE sweep = :sweep ORDER BY number"
+        return [TrialRow(**row._asdict()) for row in self._rows(query, sweep=sweep)]
 
     def tell(self, job: str, value: float) -> None:
         """Store a trial's metric value."""
-        with self._database.transaction() as connection:
-            connection.execute(_trials.update().where(_trials.c.job == job).values(value=value))
+        self._change("UPDATE trials SET value = :value WHERE job = :job", job=job, value=value)
 
     def end(self, sweep: str, why: str) -> None:
         """Mark the sweep as ended; the first reason stays."""
+        update = "UPDATE sweeps SET ended = :why WHERE id = :sweep AND ended IS NULL"
+        self._change(update, sweep=sweep, why=why)
+
+    def _rows(self, query: str, **values: object) -> Sequence[sa.Row[Any]]:
         with self._database.transaction() as connection:
-            still_open = (_sweeps.c.id == sweep) & _sweeps.c.ended.is_(None)
-            connection.execute(_sweeps.update().where(still_open).values(ended=why))
+            return connection.execute(sa.text(query), values).all()
+
+    def _change(self, statement: str, **values: object) -> None:
+        with self._database.transaction() as connection:
+            connection.execute(sa.text(statement), values)

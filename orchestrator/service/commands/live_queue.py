@@ -75,7 +75,7 @@ def play_queue(
     counted = [
         outcome for job, outcome in pairs if outcome.ended_at_s is not None or job.held_by is None
     ]
-    report = report_on(Trace(name="queue", arrivals=()), cluster, 0, counted)
+    report = report_on(Trace(name="queue", arrivals=()), cluster, counted)
     return Simulated(report=report | {"devices": devices}, outcomes=outcomes, decisions_s=())
 
 

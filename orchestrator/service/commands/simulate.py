@@ -103,14 +103,13 @@ class Outcome:
 
 
 class Report(TypedDict):
-    """Metrics of a simulation. The same list, cluster, seed and version give the same report."""
+    """Metrics of a simulation. The same list, cluster and version give the same report."""
 
     trace: str
     cluster: str
     policy: str
     objective: str
     devices: int
-    seed: int
     jobs: int
     finished: int
     mean_completion_s: float
@@ -263,7 +262,7 @@ def simulate(
     submitted_trace = replace(trace, arrivals=tuple(arrivals))
     outcomes = outcomes_of(submitted_trace, cluster, backend.processes)
     return Simulated(
-        report=report_on(submitted_trace, cluster, seed, outcomes),
+        report=report_on(submitted_trace, cluster, outcomes),
         outcomes=outcomes,
         decisions_s=tuple(taken_s),
     )
@@ -398,7 +397,7 @@ def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) ->
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
-def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[Outcome]) -> Report:
+def report_on(trace: Trace, cluster: ClusterSpec, outcomes: Sequence[Outcome]) -> Report:
     """Return the metrics of a simulation from its outcomes."""
     finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
     completions = sorted(outcome.completion_s for outcome in finished) or [0.0]
@@ -417,7 +416,6 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
         policy=cluster.policy.order.value,
         objective=cluster.policy.objective.value,
         devices=devices,
-        seed=seed,
         jobs=len(outcomes),
         finished=len(finished),
         mean_completion_s=fmean(completions),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Cluster, Home, check_finite
+from orchestrator.service.terminal.options import AsJson, Cluster, Home
 from orchestrator.service.terminal.output import console_on, show_spinner, tell
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
@@ -40,43 +40,6 @@ def simulate(
         typer.Option("--queue", help="Play the live queue from now on, instead of a list."),
     ] = None,
     cluster: Cluster = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
-    noise: Annotated[
-        float,
-        typer.Option(
-            "--noise",
-            min=0.0,
-            max=2.0,
-            callback=check_finite,
-            help="Error of the jobs' stated lengths: sigma of its logarithm.",
-        ),
-    ] = 0.0,
-    oom: Annotated[
-        float,
-        typer.Option(
-            "--oom",
-            min=0.0,
-            max=1.0,
-            callback=check_finite,
-            help="Share of jobs whose first attempt runs out of memory.",
-        ),
-    ] = 0.0,
-    node_loss: Annotated[
-        float,
-        typer.Option(
-            "--node-loss",
-            min=0.0,
-            max=1.0,
-            callback=check_finite,
-            help="Share of attempts during which a node is lost.",
-        ),
-    ] = 0.0,
-    gantt: Annotated[
-        Path | None,
-        typer.Option(
-            "--gantt", metavar="FILE", help="PNG file for a chart of the jobs on the nodes."
-        ),
-    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
@@ -85,11 +48,9 @@ def simulate(
     A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
     `--queue now` plays the live queue on, as `orc forecast` does.
     """
-    from orchestrator.backends.simulated.traces import misjudge
     from orchestrator.service.commands.job_list import read_list
-    from orchestrator.service.commands.simulate import Trouble, shift_maintenance
+    from orchestrator.service.commands.simulate import shift_maintenance
     from orchestrator.service.commands.simulate import simulate as play
-    from orchestrator.service.terminal import gantt as drawing
 
     home = home.expanduser()
     if (trace is None) == (queue is None):
@@ -97,17 +58,10 @@ def simulate(
     hardware = _base_cluster(cluster, queue, home)
     with show_spinner("simulating"):
         if trace is None:
-            chances = {"--noise": noise, "--oom": oom, "--node-loss": node_loss}
-            run = _play_live(hardware, home, chances, is_live=cluster is None)
-            title = "queue"
+            run = _play_live(hardware, home, is_live=cluster is None)
         else:
-            played = misjudge(read_list(trace, home), noise, seed)
-            dated = shift_maintenance(hardware, played.begins_s)
-            trouble = Trouble(oom_chance=oom, node_loss_chance=node_loss)
-            run = play(played, dated, seed=seed, trouble=trouble)
-            title = played.name
-    if gantt is not None:
-        drawing.figure(f"{title} on {hardware.name}", run.outcomes, hardware).savefig(gantt)
+            played = read_list(trace, home)
+            run = play(played, shift_maintenance(hardware, played.begins_s), seed=0)
     _print_run(run, hardware, as_json=as_json)
 
 
@@ -138,19 +92,12 @@ def _report_of(run: Simulated) -> dict[str, object]:
     return {**run.report, **({"outcomes": outcomes} if outcomes else {})}
 
 
-def _play_live(
-    cluster: ClusterSpec, home: Path, chances: Mapping[str, float], *, is_live: bool
-) -> Simulated:
-    """Return a play of the live queue. Raises SpecError for an option that only a list has."""
+def _play_live(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
+    """Return a play of the live queue."""
     from orchestrator.service.client.lifecycle import journal_url
     from orchestrator.service.commands.live_queue import now_of, play_queue
     from orchestrator.service.commands.replay import read_queue
 
-    for option, value in chances.items():
-        if value:
-            raise SpecError(
-                "the live queue is played as it is expected", path=option, allowed="a list of jobs"
-            )
     state, to_come = read_queue(journal_url(home), home)
     held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:

@@ -23,12 +23,19 @@ STEPS_MAX = 10**9
 FACTOR_MAX = 1e9
 EXACT_MAX = 2**53  # whole numbers that every reader of JSON holds exactly (RFC 8259, section 6)
 
-# How pydantic reads these nouns where they stand inside a JobSpec.
+# How pydantic reads the nouns that stand inside a JobSpec.
 STRICT = {"extra": "forbid", "allow_inf_nan": False, "str_max_length": 4096}
 
 
+class Strict:
+    """A noun that pydantic reads by the rules of STRICT."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSpec:
+class DecoderSpec(Strict):
     """A Llama-style decoder transformer: RMSNorm, rotary positions, gated MLP. Fields are named as in Hugging Face."""
 
     vocab_size: int = field(metadata={"ge": 1, "le": TABLE_MAX})
@@ -39,8 +46,6 @@ class DecoderSpec:
     num_key_value_heads: int | None = field(default=None, metadata={"ge": 1, "le": HEADS_MAX})
     tie_word_embeddings: bool = False
     dropout: float = field(default=0.0, metadata={"ge": 0, "lt": 1})
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads or self.head_dim % 2:
@@ -72,7 +77,7 @@ class DecoderSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSpec:
+class LoraSpec(Strict):
     """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
     rank: int = field(default=8, metadata={"ge": 1, "le": RANK_MAX})
@@ -81,11 +86,9 @@ class LoraSpec:
     target_modules: tuple[str, ...] = ()
     quantise_base: bool = False
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(Strict):
     """A model: exactly one of `decoder`, `hf` and `factory`. A model without a tokenizer reads bytes.
 
     `hf` with a folder reads its config.json. `config` replaces the configuration of a hub name where the hub cannot be
@@ -103,8 +106,6 @@ class ModelSpec:
         metadata={"json_schema_extra": {"default": {}}},
     )
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
     def __post_init__(self) -> None:
         if self.lora is not None and self.hf is None:
             raise SpecError(
@@ -120,7 +121,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSpec:
+class DataSpec(Strict):
     """Training data: files of one kind, split into samples of at most `sequence_length` tokens.
 
     A decoder reads `text` as bytes. A transformers model tokenizes `text` and `chat`, and takes `tokens` unchanged. A
@@ -133,8 +134,6 @@ class DataSpec:
     tensors: tuple[str, ...] = ()
     tokenizer: str | None = None
     sequence_length: int = field(default=128, metadata={"ge": 2, "le": LENGTH_MAX})
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
         if sum(bool(files) for files in (self.text, self.chat, self.tokens, self.tensors)) > 1:
@@ -156,17 +155,15 @@ class Schedule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Freeze:
+class Freeze(Strict):
     """Parameters to freeze, matched by their full names in the model."""
 
     parameters: str
     until_step: int | None = field(default=None, metadata={"ge": 1, "le": STEPS_MAX})
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSpec:
+class TrainingSpec(Strict):
     """Optimizer, learning-rate schedule and length of the training. No plan changes them."""
 
     max_steps: int = field(default=100, metadata={"ge": 1, "le": STEPS_MAX})
@@ -187,8 +184,6 @@ class TrainingSpec:
     seed: int = field(default=0, metadata={"ge": 0, "le": EXACT_MAX})
     checkpoint_every_steps: int = field(default=50, metadata={"ge": 1, "le": STEPS_MAX})
     keep_checkpoints: int = field(default=2, metadata={"ge": 1, "le": STEPS_MAX})
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     def __post_init__(self) -> None:
         if self.sync_batch_norm and self.batch_norm_samples is None:
