@@ -483,7 +483,10 @@ def test_a_job_that_has_no_plan_left_after_a_host_memory_failure_names_the_host(
     for number in range(1, 6):
         if only_job(state).status is JobStatus.FAILED:
             break
-        events = finished(killed, job_id="s-1", number=number), released(job_id="s-1", number=number)
+        events = (
+            finished(killed, job_id="s-1", number=number),
+            released(job_id="s-1", number=number),
+        )
         state, _ = run(*events, state=state)
     job = only_job(state)
     assert job.status is JobStatus.FAILED
