@@ -190,6 +190,7 @@ class About(StrEnum):
     NUMBERS = "numbers"  # the training diverged
     ARGUMENTS = "arguments"
     COMMAND = "command"  # no such program, or it may not be executed
+    PERSON = "person"  # somebody at a terminal, whom it asked
     LEFT_EARLY = "left_early"  # exit 0 without its results or its steps
 
 

@@ -17,20 +17,28 @@ PROGRAMS = Path(__file__).with_name("programs")
 FOLDER = "{folder}"  # in a job file: a folder of the job's own
 
 
-def loop_file(program: str, steps: int, batch: int = 8) -> str:
+def loop_file(
+    program: str,
+    steps: int,
+    batch: int = 8,
+    *,
+    launch: str = "gpus: 1",
+    evaluates: str = "",
+    checkpoints: str = "checkpoint-*.pt",
+) -> str:
     """Return the job file of a program that takes the flags of `programs/loop.py`."""
     return f"""\
 command: python {program} --steps {steps}
-gpus: 1
+{launch}
 global_batch_size: {batch}
 steps: {steps}
 probe: never
 knobs:
-  micro_batch_size: {{flag: --batch-size, default: {batch}}}
+  micro_batch_size: {{flag: --batch-size, default: {batch}{evaluates}}}
   gradient_accumulation_steps: {{flag: --accumulate, default: 1}}
   output_dir: {{flag: --output}}
   resume_from: {{flag: --resume}}
-resume: {{checkpoints: checkpoint-*.pt}}
+resume: {{checkpoints: {checkpoints}}}
 """
 
 
@@ -71,6 +79,7 @@ def make_tiny_model(folder: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
 
 
+RANKS = "gpus: 2\nlaunch: torchrun"
 BUG = frozenset({"unknown", "user_error"})  # an end that nothing explains, and the same once more
 KINDS = (
     Kind(
@@ -275,5 +284,273 @@ training: {max_steps: 20, learning_rate: 1.0e-2, checkpoint_every_steps: 10}
         steps=20,
         failures=frozenset({"startup"}),
         attempts_max=2,
+    ),
+    Kind(
+        name="oom-in-evaluation",
+        job=loop_file(
+            "memory_ends.py in_evaluation",
+            20,
+            evaluates=", also: [{flag: --eval-batch-size, phase: evaluation, default: 8}]",
+        )
+        + 'phases: {evaluation: ^evaluating, training: "^step "}\n',
+        steps=20,
+        failures=frozenset({"device_oom"}),
+        attempts_max=4,
+    ),
+    Kind(
+        name="oom-at-save",
+        job=loop_file("memory_ends.py at_save", 20),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=frozenset({"device_oom"}),
+        attempts_max=4,
+        telling="ran out",
+        advice="larger devices",
+        logged="OutOfMemoryError",
+    ),
+    Kind(
+        name="oom-leak",
+        job=loop_file("memory_ends.py leak", 70),
+        steps=70,
+        failures=frozenset({"device_oom"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="oom-long-sample",
+        job=loop_file("memory_ends.py long_sample", 20),
+        steps=20,
+        failures=frozenset({"device_oom"}),
+        attempts_max=4,
+    ),
+    Kind(
+        name="loader-worker-killed",
+        job=loop_file("memory_ends.py loader_worker", 20),
+        steps=20,
+        failures=frozenset({"host_oom", "unknown"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="shared-memory",
+        job=loop_file("memory_ends.py shared_memory", 20),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=frozenset({"host_oom"}),
+        attempts_max=4,
+        telling="shared memory",
+        advice="/dev/shm",
+    ),
+    Kind(
+        name="two-ranks",
+        job=loop_file("ranks.py well", 20, launch=RANKS),
+        steps=20,
+    ),
+    Kind(
+        name="bug-in-one-rank",
+        job=loop_file("ranks.py bug", 20, launch=RANKS),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=BUG,
+        attempts_max=3,
+        telling="KeyError: 'labels'",
+        advice="mend the program",
+    ),
+    Kind(
+        name="deadlock",
+        job=loop_file("ranks.py deadlock", 20, launch=RANKS) + "hang_timeout: 15s\n",
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=frozenset({"hung"}),
+        attempts_max=2,
+        telling="no training step for 15 s",
+        advice="hang_timeout",
+        logged="step 12/20",
+    ),
+    Kind(
+        name="prompt",
+        job=loop_file("ends.py prompt", 20),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=frozenset({"user_error"}),
+        telling="EOFError",
+        advice="answer by an argument",
+    ),
+    Kind(
+        name="child-stays",
+        job=loop_file("ends.py child", 20),
+        steps=20,
+    ),
+    Kind(
+        name="double-fork",
+        job=loop_file("ends.py double_fork", 20),
+        steps=20,
+    ),
+    Kind(
+        name="large-log",
+        job=loop_file("outputs.py large_log", 20),
+        steps=20,
+    ),
+    Kind(
+        name="long-line",
+        job=loop_file("outputs.py long_line", 20),
+        steps=20,
+    ),
+    Kind(
+        name="binary-log",
+        job=loop_file("outputs.py binary", 20),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=BUG,
+        attempts_max=3,
+        telling=r"^[^\x00-\x1f\x7f]*broken batch[^\x00-\x1f\x7f]*$",
+        advice="mend the program",
+        logged="broken batch",
+    ),
+    Kind(
+        name="many-files",
+        job=loop_file("outputs.py many_files", 20),
+        steps=20,
+    ),
+    Kind(
+        name="links-out",
+        job=loop_file("outputs.py links", 20) + f"env: {{PRECIOUS: '{FOLDER}/precious'}}\n",
+        steps=20,
+        leaves=f"{FOLDER}/precious/weights.bin",
+    ),
+    Kind(
+        name="deleted-folder",
+        job=loop_file("ends.py deleted_folder --save-every 20", 20),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=BUG,
+        attempts_max=3,
+        telling="does not exist|No such file",
+        advice="mend the program|look at the path",
+    ),
+    Kind(
+        name="half-written",
+        job=loop_file("saves.py half_written", 20),
+        steps=20,
+        failures=frozenset({"preempted", "unknown"}),
+        attempts_max=3,
+    ),
+    Kind(
+        name="other-shape",
+        job=loop_file("ends.py other_shape", 20),
+        steps=20,
+        ends=frozenset({"failed"}),
+        failures=frozenset({"preempted", "user_error"}),
+        attempts_max=2,
+        telling=r"size mismatch|Error\(s\) in loading state_dict",
+        advice="mend the program",
+    ),
+    Kind(
+        name="hub-429",
+        job=loop_file("ends.py hub_429", 20),
+        steps=20,
+        needs=("requests",),
+        failures=frozenset({"startup"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="hub-401",
+        job=loop_file("ends.py hub_401", 20),
+        steps=20,
+        needs=("requests",),
+        ends=frozenset({"failed"}),
+        failures=frozenset({"user_error"}),
+        telling="401 Client Error",
+        advice="give its user the permission, or the key",
+    ),
+    Kind(
+        name="port-in-use",
+        job=loop_file("ends.py port_in_use", 20),
+        steps=20,
+        failures=frozenset({"startup"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="gan",
+        job=loop_file("models.py gan", 20),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="u-net",
+        job=loop_file("models.py unet", 20),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="save-latest",
+        job=loop_file("saves.py latest", 20, checkpoints="latest"),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="save-in-place",
+        job=loop_file("saves.py in_place", 20, checkpoints="last.pt"),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="accelerate",
+        needs=("accelerate",),
+        job=loop_file(
+            "accelerated.py accelerate",
+            20,
+            launch="gpus: 1\nlaunch: accelerate",
+            checkpoints="checkpoint-*",
+        ),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="deepspeed",
+        needs=("deepspeed",),
+        job=loop_file(
+            "deepspeed_loop.py deepspeed",
+            20,
+            launch="gpus: 1\nlaunch: torchrun",
+            checkpoints="global_step*",
+        ),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="lightning",
+        needs=("lightning",),
+        job=loop_file("lightning_fit.py", 20, checkpoints="'*.ckpt'"),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="diffusers",
+        needs=("diffusers",),
+        job=loop_file("diffusion.py diffusers", 20, checkpoints="checkpoint-*.pt"),
+        steps=20,
+        failures=frozenset({"preempted"}),
+        attempts_max=2,
+    ),
+    Kind(
+        name="sentence-transformers",
+        needs=("sentence_transformers", "datasets"),
+        job="""\
+trainer: hf
+launch: ranks
+command: python sentences.py --max_steps 20 --save_steps 5 --report_to none --per_device_train_batch_size 8
+gpus: 1
+global_batch_size: 8
+steps: 20
+probe: never
+success: {artifacts: [modules.json]}
+""",
+        steps=20,
     ),
 )

@@ -21,6 +21,12 @@ CAUSED = {  # fault -> kinds of failure that it may cause
     "reboot": frozenset({"node_lost", "preempted", "startup"}),
     "kill the service": frozenset(),
     "kill a rank": frozenset({"preempted"}),
+    "kill MLflow": frozenset(),
+    "kill Ray": frozenset({"node_lost", "preempted", "startup"}),
+    "drain": frozenset(),
+    "suspend": frozenset({"moved", "preempted"}),
+    "update": frozenset(),
+    "purge": frozenset(),
     "full disk": frozenset(
         {"disk_full", "startup"}
     ),  # a rank that cannot write its log says nothing
@@ -88,6 +94,7 @@ class Morning:
     absent: frozenset[str] = field(
         default=frozenset()
     )  # successes without the file that they leave
+    processes: Sequence[tuple[str, str]] = ()  # (job, command) of each that is left
 
     def present(self) -> Iterator[tuple[Entry, Mapping[str, Any]]]:
         """Yield the jobs that the service still has."""
@@ -220,6 +227,13 @@ def no_device_is_held(morning: Morning) -> Iterator[tuple[str, str]]:
             yield "", f"devices {node['busy']} of {node['name']} are held by {sorted(holders)}"
 
 
+def no_process_outlives_its_job(morning: Morning) -> Iterator[tuple[str, str]]:
+    for job_id, command in morning.processes:
+        job = morning.jobs.get(job_id)
+        if job is None or job["status"] in ENDS:
+            yield job_id, f"has left a process: {command}"
+
+
 def no_step_is_repeated(morning: Morning) -> Iterator[tuple[str, str]]:
     for entry, job in morning.present():
         saved, reached = 0, 0
@@ -309,6 +323,7 @@ LAWS: Mapping[str, Callable[[Morning], Iterator[tuple[str, str]]]] = {
     "nobody innocent is accused": nobody_innocent_is_accused,
     "no job runs twice at once": none_runs_twice_at_once,
     "no device is held by what has ended": no_device_is_held,
+    "no process outlives its job": no_process_outlives_its_job,
     "no step is repeated beyond its checkpoint": no_step_is_repeated,
     "MLflow has one ended run of each attempt": mlflow_is_complete,
     "the report names each failure with its telling line": the_report_tells,

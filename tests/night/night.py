@@ -58,7 +58,25 @@ from tests.night.laws import (
     verdict,
 )
 
-FAULTS = ("reboot", "kill the service", "kill a rank", "full disk")
+FAULTS = (
+    "reboot",
+    "kill the service",
+    "kill a rank",
+    "full disk",
+    "kill MLflow",
+    "kill Ray",
+    "drain",
+    "suspend",
+    "update",
+    "purge",
+)
+SERVERS = {"kill MLflow": "orchestrator.backends.mlflow.serve", "kill Ray": "/raylet/raylet"}
+OPERATORS = {  # fault -> commands that an operator types; {job} has a rank that runs
+    "drain": (("drain", "virtual"), ("drain", "virtual", "--undo")),
+    "suspend": (("suspend", "{job}"), ("resume", "{job}")),
+    "update": (("update", "{job}", "--priority", "1"),),
+    "purge": (("purge",),),
+}
 WAYS = ("CLI", "form", "SDK")
 USERS = ("ada", "ben")
 SETTLE_S, JOB_S = (
@@ -276,6 +294,13 @@ class Night:
             used = _output("df", "--block-size=1", "--output=used", str(self.home)).split()[-1]
             _output("mount", "-o", f"remount,size={used}", str(self.home))
             self.full_until_s = time.monotonic() + FULL_S
+        elif fault.kind in SERVERS:
+            self.kill_server(SERVERS[fault.kind])
+        elif fault.kind in OPERATORS and ranks:
+            _, job = ranks[int(fault.draw * len(ranks))]
+            for command in OPERATORS[fault.kind]:
+                ended = self.orc(*(word.format(job=job) for word in command))
+                print(" ".join(command), ended.returncode, ended.stderr[:300], flush=True)
         elif ranks:
             pid, job = ranks[int(fault.draw * len(ranks))]
             with contextlib.suppress(ProcessLookupError):
@@ -297,6 +322,16 @@ class Night:
                 ranks.append((pid, job[1]))
         return sorted(ranks, key=lambda rank: (rank[1], rank[0]))
 
+    def processes(self) -> list[tuple[str, str]]:
+        """Return (job, command) of each process whose command or environment names a job's folder."""
+        below = re.compile(re.escape(str(self.home / "jobs") + os.sep) + r"([^/\0]+)/")
+        processes = []
+        for _, command, environment in _processes():
+            job = below.search(command) or below.search(environment)
+            if job is not None:
+                processes.append((job[1], command.replace("\0", " ")))
+        return processes
+
     def reboot(self) -> None:
         """Kill every process of the home, as a reboot does, and start the service again."""
         state = read_state(self.home)
@@ -313,6 +348,14 @@ class Night:
                 break
             time.sleep(0.2)
         self.orc_up()
+
+    def kill_server(self, name: str) -> None:
+        """Kill the processes of the home whose command has a name."""
+        state = read_state(self.home)
+        marks = [str(self.home), *([state["temp_dir"]] if state is not None else [])]
+        for pid, command, environment in _processes():
+            if name in command and any(mark in command + environment for mark in marks):
+                os.kill(pid, signal.SIGKILL)
 
     def give_room(self) -> None:
         """End a full disk whose time is over."""
@@ -372,7 +415,10 @@ class Night:
                 RECORD_S,
             )
             nodes = client.cluster()["nodes"]
-        report = json.loads(self.orc("report", "--since", "12h", "--json").stdout)
+        processes = self.processes()
+        ended = self.orc("report", "--since", "12h", "--json")
+        assert ended.returncode == 0, ended.stderr
+        report = json.loads(ended.stdout)
         self.orc("drain", "virtual")  # what the advice submits again starts nowhere
         return Morning(
             entries=tuple(self.entries),
@@ -385,6 +431,7 @@ class Night:
             advice={job_id: self.follow_advice(job_id, report) for job_id in sorted(failed)},
             notices=self.notices(),
             absent=frozenset(self.without_file(jobs)),
+            processes=processes,
         )
 
     def trace(self, job_id: str, number: int) -> Trace:
@@ -508,10 +555,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--jobs", type=int, required=True)
     parser.add_argument("--faults", type=int, required=True)
+    parser.add_argument("--kind", action="append", help="draw from these kinds alone")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the night ends its processes
     kinds, fault_kinds = [], []
     for kind in KINDS:
+        if options.kind and kind.name not in options.kind:
+            continue
         if (why := kind.why_skipped()) is None:
             kinds.append(kind)
         else:

@@ -194,6 +194,7 @@ PLANTED = [
         changed("good-1", attempts=[attempt(1, "preempted", ended_at_s=21.0), attempt(2)]),
     ),
     ("no device is held by what has ended", of_node(busy=[0], jobs=["good-1"])),
+    ("no process outlives its job", {"processes": [("good-1", "sleep 900")]}),
     (
         "no step is repeated beyond its checkpoint",
         traced("good-1-2", Trace(steps=((2, 22.0), (3, 23.0), (4, 24.0)))),

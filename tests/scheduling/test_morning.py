@@ -228,6 +228,7 @@ def test_a_report_of_500_jobs_takes_less_than_a_second_of_processor_time(state: 
 @pytest.mark.parametrize(
     ("line", "about"),
     [
+        ("EOFError: EOF when reading a line", About.PERSON),
         ("ModuleNotFoundError: No module named 'flash_attn'", About.MODULE),
         ("json.JSONDecodeError: Expecting value", About.DATA),
         ("OSError: image file is truncated (1 bytes not processed)", About.DATA),

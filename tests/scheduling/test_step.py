@@ -474,3 +474,21 @@ def test_host_memory_failure_moves_to_a_plan_that_needs_less_of_it() -> None:
     assert job.attempts[0].failure is not None
     assert job.attempts[0].failure.kind is FailureKind.HOST_OOM
     assert all(a.estimate.device_bytes < first.estimate.device_bytes for a in launches(actions))
+
+
+def test_a_job_that_has_no_plan_left_after_a_host_memory_failure_names_the_host() -> None:
+    killed = Evidence(ranks=(RankEnd(rank=0, exit_code=-9),), first_ended_rank=0, host_oom_kills=1)
+    knobs = {"micro_batch_size": {"flag": "--batch-size", "default": 1}}
+    state, _ = run(NODES, submitted(script_spec(knobs=knobs, global_batch_size=1), job_id="s-1"))
+    for number in range(1, 6):
+        if only_job(state).status is JobStatus.FAILED:
+            break
+        events = (
+            finished(killed, job_id="s-1", number=number),
+            released(job_id="s-1", number=number),
+        )
+        state, _ = run(*events, state=state)
+    job = only_job(state)
+    assert job.status is JobStatus.FAILED
+    assert job.reason.startswith("host_oom: rank 0 was killed by the kernel")
+    assert "MiB" not in job.reason

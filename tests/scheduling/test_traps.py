@@ -111,6 +111,27 @@ def test_trap_2_accelerate_repeats_the_whole_command() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "EOFError: EOF when reading a line",  # input()
+        "termios.error: (25, 'Inappropriate ioctl for device')",
+        "ClickException: the input device is not a TTY",
+    ],
+)
+def test_a_program_that_asks_a_person_is_not_started_again(line: str) -> None:
+    failure = judged(end_of(f"Traceback (most recent call last):\n{line}"))
+    assert failure.kind is FailureKind.USER_ERROR or (failure.ending and failure.ending.is_own)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM: 15", "SIGKILL: 9", "SIGINT: 2"])
+def test_trap_2_accelerate_names_the_signal_that_ended_its_rank(name: str) -> None:
+    log = f"step 12/20\n{ECHO.format(note=NOTE, end=f'died with <Signals.{name}>')}"
+    command = ("train.py", "--note", NOTE)
+    failure = judged(end_of(log, command=command), job_=job(script_spec(command=command)))
+    assert failure.kind is FailureKind.PREEMPTED
+
+
 def test_trap_2_deepspeed_repeats_arguments_that_no_job_file_has() -> None:
     arguments = [
         "/usr/bin/python3",

@@ -26,7 +26,8 @@ _PROGRAM_WORDS = re.compile(
     r"|is truncated|truncated file|cannot identify image|broken data stream|zip archive|corrupt|deserializ"
     r"|unexpected (?:key|keyword|type)|missing (?:key|required)|failed to (?:import|parse)|no module named"
     r"|failed to find C compiler|is not in \[|out of (?:range|bounds)|size mismatch|not found!? .{0,20}check"
-    r"|unknown (?:option|argument|model|dataset)|expected [^\n]{1,80} but (?:got|found)|incompatible",
+    r"|unknown (?:option|argument|model|dataset)|expected [^\n]{1,80} but (?:got|found)|incompatible"
+    r"|EOF when reading a line|inappropriate ioctl|not a (?:tty|terminal)\b",  # it asks a person
     re.IGNORECASE,
 )
 # What a network, a service or a device says while it is away.

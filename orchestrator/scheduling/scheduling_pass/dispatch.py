@@ -362,11 +362,19 @@ def _apply_decision(
             actions = (Record(job=job),)
         case Infeasible() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
-            job = replace(job, status=status, reason=never.why())
+            job = replace(job, status=status, reason=_why_never(job, never))
             actions = (Record(job=job),)
     index.update_job(waiting.job, job)
     state, archived = archive_if_done(state, job)
     return state, (*actions, *archived)
+
+
+def _why_never(job: Job, never: Infeasible) -> str:
+    """Return why no plan is left. Bytes of devices say nothing of a host that had too little memory."""
+    failure = job.last and job.last.failure
+    if failure and failure.kind is FailureKind.HOST_OOM:
+        return f"{failure.kind}: {failure.reason}; no other plan is left"
+    return never.why()
 
 
 def _begin(

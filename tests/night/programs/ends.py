@@ -2,33 +2,22 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import traceback
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import loop
 import torch
+import ways
 
-LAST_STEP = 12
 
-
-class Ends(loop.Loop):
+class Ends(ways.Ways):
     """A script of which one step, or its start, goes another way."""
-
-    def __init__(self, args: object, way: str) -> None:
-        super().__init__(args)
-        self.way = way
-        begin = getattr(self, f"begin_{way}", None)
-        if begin is not None:
-            begin()
-
-    def is_first(self) -> bool:
-        """Return whether no earlier attempt came here, and remember that this one did."""
-        marker = Path(self.args.output) / "came-here"
-        is_new = not marker.exists()
-        marker.touch()
-        return is_new
 
     def begin_broken_data(self) -> None:
         """Read a file that was written in part."""
@@ -80,16 +69,70 @@ class Ends(loop.Loop):
                 self.save()
                 sys.exit(0)
 
-    def batch(self) -> torch.Tensor:
-        change = getattr(self, f"at_{self.way}", None)
-        if change is not None and self.step == LAST_STEP:
-            change()
-        return super().batch()
+    def begin_no_step(self) -> None:
+        """Pass over every step, as the scaler of fp16 does at an overflow."""
+        self.optimizer.step = lambda: None
+
+    def begin_prompt(self) -> None:
+        """Ask the person at the keyboard."""
+        input("the output folder exists. Overwrite? [y/N] ")
+
+    def begin_hub_401(self) -> None:
+        """Meet a hub that wants another key."""
+        ask_hub(401)
+
+    def begin_hub_429(self) -> None:
+        """Meet a hub that has had too many requests, the first time."""
+        ask_hub(429 if self.is_first() else 200)
+
+    def begin_port_in_use(self) -> None:
+        """Want a port that another process still has, the first time."""
+        with socket.socket() as server, socket.socket() as late:
+            server.bind(("127.0.0.1", 0))
+            late.bind(("127.0.0.1", server.getsockname()[1] if self.is_first() else 0))
+
+    def at_child(self) -> None:
+        """Leave a child that holds memory of the device."""
+        program = "import time, torch; held = torch.zeros(2**22); time.sleep(900)"
+        subprocess.Popen([sys.executable, "-c", program])
+
+    def at_double_fork(self) -> None:
+        """Leave a process that nobody is the parent of, in a session of its own."""
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execvp("sleep", ["sleep", "900"])
+            os._exit(0)
+
+    def at_deleted_folder(self) -> None:
+        """Delete the folder of the output."""
+        shutil.rmtree(self.args.output)
+
+    def at_other_shape(self) -> None:
+        """End by a signal; the next attempt has another network."""
+        self.preempt()
+
+    def build(self) -> None:
+        super().build()
+        if self.way == "other_shape" and self.args.resume:
+            self.model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 1))
 
 
-way = sys.argv.pop(1)
-ends = Ends(loop.parse(), way)
-if way == "no_step":
-    # as fp16's scaler, which passes over steps that overflow
-    ends.optimizer.step = lambda: None
-ends.run()
+def ask_hub(status: int) -> None:
+    """Send a request to a hub that answers with a status. Raises requests.HTTPError."""
+    import requests
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server, requests.Session() as session:
+        session.trust_env = False
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/api/models/gated"
+        session.get(url, timeout=30).raise_for_status()
+
+
+Ends.start()

@@ -6,6 +6,7 @@ The other programs here import it and change what happens at one step.
 import argparse
 import os
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ def parse(*words: str) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--eval-batch-size", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between two steps")
     parser.add_argument("--output", default="output")
     parser.add_argument("--resume")
@@ -32,15 +34,32 @@ class Loop:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(FEATURES, 256), nn.Tanh(), nn.Linear(256, 1))
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.step = 0
+        self.build()
         os.makedirs(args.output, exist_ok=True)
         if args.resume:
-            state = torch.load(args.resume, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
+            self.load(args.resume)
+
+    def build(self) -> None:
+        """Make the model and its optimizer."""
+        self.model = nn.Sequential(nn.Linear(FEATURES, 256), nn.Tanh(), nn.Linear(256, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def parts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds the state of, by name."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def load(self, path: str) -> None:
+        """Take up a checkpoint."""
+        state = torch.load(path, weights_only=True)
+        for name, part in self.parts().items():
+            part.load_state_dict(state[name])
+        self.step = state["step"]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        return {**states, "step": self.step}
 
     def batch(self) -> torch.Tensor:
         """Return the samples of one micro-batch."""
@@ -53,12 +72,7 @@ class Loop:
 
     def save(self) -> None:
         """Write a checkpoint under another name first, so that its own name means a whole file."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-        }
-        torch.save(state, f"{self.args.output}/partial.tmp")
+        torch.save(self.state(), f"{self.args.output}/partial.tmp")
         os.replace(
             f"{self.args.output}/partial.tmp", f"{self.args.output}/checkpoint-{self.step:04d}.pt"
         )
