@@ -162,7 +162,8 @@ def script_command(
         ),
         *_same(knobs.global_batch_size, str(spec.global_batch_size)),
         *_same(
-            knobs.learning_rate, None if spec.learning_rate is None else f"{spec.learning_rate:.6g}"
+            knobs.learning_rate,
+            None if spec.learning_rate is None else _number_word(spec.learning_rate),
         ),
         *_same(
             knobs.activation_checkpointing,
@@ -206,6 +207,14 @@ def script_command(
         elif knob.switch is not None and value not in SWITCHED_OFF:
             arguments.append(knob.switch)
     return RenderedCommand(tuple(arguments), env, keys)
+
+
+def _number_word(number: float) -> str:
+    """Return a number as YAML 1.1 reads it, too: PyYAML takes `5e-05` for a text, and `5.0e-05` for a number."""
+    word = f"{number:.6g}"
+    if "e" in word and "." not in word:
+        word = word.replace("e", ".0e")
+    return word
 
 
 def _parts(knob: Knob | None) -> tuple[Knob, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from orchestrator.planning.render import script_command
 from orchestrator.scheduling.options.asks import with_allowed, with_global_batch
@@ -184,3 +185,16 @@ def test_the_learning_rate_of_our_own_training_follows_with_the_end_of_its_sched
     cut = with_global_batch(spec, 16)
     assert (cut.global_batch_size, cut.training.learning_rate) == (16, pytest.approx(0.2))
     assert cut.training.min_learning_rate == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("rate", [5e-5, 1e-3, 0.1, 2.5e-7, 1e20])
+def test_a_learning_rate_is_a_number_for_every_reader_of_yaml(rate: float) -> None:
+    knobs = {**KNOBS, "learning_rate": {"flag": "--lr", "default": rate}}
+    night = Night(fixed=40, sample=10)
+    night.submit(unknown(global_batch_size=16, knobs=knobs))
+    command = script_command(
+        night.job().spec, night.launched[-1].plan, output_dir="o", resume_from=None,
+        deepspeed_config_path=None,
+    )  # fmt: skip
+    word = command.arguments[command.arguments.index("--lr") + 1]
+    assert yaml.safe_load(word) == pytest.approx(rate)
