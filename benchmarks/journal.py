@@ -59,6 +59,9 @@ class Instant:
         told, self._told = self._told, []
         return told
 
+    def wake(self) -> None:
+        pass  # `events` never waits
+
     def close(self) -> None:
         pass
 

@@ -12,7 +12,7 @@ that need minutes, so that the whole took {took} minutes. Nothing of it was edit
 
 A folder has a job file for each training. One of them:
 
-```yaml
+```text
 # jobs/2-wide-batch.yaml
 {example}```
 

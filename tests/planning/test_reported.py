@@ -15,7 +15,7 @@ from orchestrator.specs.units import parse_bytes
 from tests.planning.test_ways_out import cards
 
 JOBS = Path(__file__).parents[2] / "jobs"
-ROWS: list[dict[str, Any]] = yaml.safe_load((JOBS / "reported.yaml").read_text())
+ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("reported.yaml").read_text())
 
 
 @pytest.mark.parametrize(
