@@ -160,7 +160,9 @@ def test_a_remedy_of_the_job_file_is_offered_as_a_job_that_fits_with_one_word_of
 
 
 def test_a_remedy_with_an_unknown_key_is_refused_where_the_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(REMEDY.replace("profile.parameters", "profile.paramters"))
+    (tmp_path / "job.yaml").write_text(
+        REMEDY.replace("profile.parameters", "profile.parameter_count")
+    )
     with pytest.raises(SpecError, match="its small variant") as caught:
         read_job(tmp_path / "job.yaml", to_run=False)
-    assert "profile.paramters" in str(caught.value)
+    assert "profile.parameter_count" in str(caught.value)
