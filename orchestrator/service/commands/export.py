@@ -147,7 +147,7 @@ def _launcher_line(
 def _script(
     spec: JobSpec, plan: Plan, env: Mapping[str, str], workdir: str, argv: Sequence[str]
 ) -> str:
-    """Return the text of `run.sh`. Secrets stand in it by name: whoever starts it has them."""
+    """Return the text of `run.sh`. It names secrets; their values come from the caller's environment."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in (*spec.env, *env.items())]
     needed = [f': "${{{name}:?is a secret of the job}}"' for name in spec.secrets]
     lines = [
