@@ -438,7 +438,8 @@ STAND_INS = {
     "finetune-3": "fits-1",
     "finetune-4": "wrong-profile-2",
 }
-OF_OTHERS = ("login", "join")  # need a certificate or a token of another machine
+# A certificate or a token of another machine is needed; `launch` ends with the code of its script.
+OF_OTHERS = ("login", "join", "launch")
 STARTS = ("up", "demo")  # a second service, which other tests start
 
 

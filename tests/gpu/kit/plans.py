@@ -1,6 +1,6 @@
 """Trainings by our engines, each a process of its own under the guard, its prediction beside what was measured.
 
-python -m tests.gpu.kit.plans deepspeed|pairs|unmeasured full|tiny
+python -m tests.gpu.kit.plans deepspeed|pairs|compiled|unmeasured full|tiny
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.plan import Plan
-from tests.gpu.configurations import H100, H200, MODELS, TINY, Measurement, on_cuda
+from tests.gpu.configurations import H100, H200, LORA, MODELS, TINY, Measurement, on_cuda
 from tests.gpu.kit.install import FOLDER
 from tests.gpu.kit.runner import PATIENCE, recording
 from tests.gpu.measure import device_facts, measure_training, name_of
+from tests.gpu.runs import BILLION
 
 TRAINING_S = 35 * PATIENCE  # of one training; what it had done by then is in its line
 COMPILATION_S = 40.0
@@ -78,6 +79,18 @@ PAIRS = {
     "fsdp2, all on host": replace(SHARDED, offload=Offload.PARAMETERS),
 }
 GROUPS = {"deepspeed": ZERO, "pairs": PAIRS}
+# Each beside itself without the compiler, in one run.
+COMPILED = {
+    "hf, plain": (ModelSpec(hf=MODELS["1.3B"]), PLAIN),
+    "decoder, plain": (ModelSpec(decoder=BILLION), PLAIN),
+    "hf, full checkpointing": (
+        ModelSpec(hf=MODELS["1.3B"]),
+        replace(PLAIN, activation_checkpointing=FULL),
+    ),
+    "hf, micro-batch 1": (ModelSpec(hf=MODELS["1.3B"]), replace(PLAIN, micro_batch_size=1)),
+    "hf, fsdp2": (ModelSpec(hf=MODELS["1.3B"]), SHARDED),
+    "hf, LoRA": (ModelSpec(hf=MODELS["3B"], lora=LORA), PLAIN),
+}
 
 
 def measurement(name: str, plan: Plan, size: Size, total_bytes: int) -> Measurement:
@@ -103,7 +116,8 @@ def hardware() -> Hardware:
 
 def measure_beside(case: Measurement, device: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a measured training, with the memory and step time that the planner predicts here."""
-    line = measure_training(case, DeviceKind.CUDA, device, TRAINING_S)
+    limit_s = 2 * TRAINING_S if case.is_compiled else TRAINING_S
+    line = measure_training(case, DeviceKind.CUDA, device, limit_s)
     line["predicted"]["step_s"] = step_s(case.profile(DeviceKind.CUDA), case.plan, hardware())
     line["predicted"]["needed_bytes"] = plan_needed_bytes(
         case.plan, case.predict(DeviceKind.CUDA), UNMEASURED
@@ -117,18 +131,15 @@ def main(group: str, size_name: str) -> None:
     assert device is not None, "nvidia-smi names no device"
     total_bytes = device["total_bytes"]
     if group == "unmeasured":
-        todo = list_unmeasured(total_bytes, size)
+        cases = list_unmeasured(total_bytes, size)
+    elif group == "compiled":
+        cases = list_compiled(total_bytes, size)
     else:
-        names = (
-            ()
-            if size.config is TINY
-            else {line["name"] for line in H200["trainings"] if line["measured"]["step_s"]}
-        )
-        todo = (
-            measurement(name, plan, size, total_bytes)
-            for name, plan in GROUPS[group].items()
-            if f"{group}: {name}" not in names  # those that no GPU has run yet
-        )
+        cases = (measurement(name, plan, size, total_bytes) for name, plan in GROUPS[group].items())
+    shown = {line["name"] for line in H200["trainings"] if line["measured"]["step_s"]}
+    if size.config is TINY:
+        shown = set()
+    todo = [case for case in cases if f"{group}: {case.name}" not in shown]
     done = MEASURED.read_text().splitlines() if MEASURED.exists() else []
     for case in todo:
         if name_of(case) not in done:
@@ -157,6 +168,23 @@ def list_unmeasured(total_bytes: int, size: Size) -> Iterator[Measurement]:
             for case in on_cuda()
             if case.capacity_bytes <= total_bytes and name_of(case) not in measured_ids
         )
+
+
+def list_compiled(total_bytes: int, size: Size) -> Iterator[Measurement]:
+    """Yield each training of COMPILED without the compiler, then with it."""
+    for name, (model, plan) in COMPILED.items():
+        if size.config is TINY:
+            model = ModelSpec(hf=TINY)
+        for is_compiled in (False, True):
+            yield Measurement(
+                name=f"{name}, {'compiled' if is_compiled else 'as written'}",
+                model=model,
+                sequence_length=size.tokens,
+                plan=plan,
+                capacity_bytes=total_bytes,
+                steps=size.steps,
+                is_compiled=is_compiled,
+            )
 
 
 if __name__ == "__main__":

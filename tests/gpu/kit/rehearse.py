@@ -25,7 +25,15 @@ CARD_MIB = 2048  # a context takes 752, and the planner supposes 564 for a commu
 LIMIT_S = 3600
 # A kernel that torch compiles for a card, NVIDIA's own programs, and a compilation of minutes on
 # two cores.
-NOT_HERE = {"pairs: 8-bit moments", "sharing: MPS", "deepspeed: compile cpu_adam"}
+NOT_HERE = {
+    "pairs: 8-bit moments",
+    "sharing: MPS",
+    "deepspeed: compile cpu_adam",
+    "busy: small and small under MPS",
+    "busy: small and full under MPS",
+    "busy: full and full under MPS",
+    "busy: a fault beside small under MPS",
+}
 # to NVML
 SHOWN = " name=NVIDIA_H100_REHEARSED cores=16896 sm=1785 mem=2619 bus=6016 pcie=5:16 capability=9.0"
 SMI = f"""#!/bin/sh
@@ -74,10 +82,13 @@ def main() -> int:
 
 def failure(line: Mapping[str, Any]) -> str | None:
     """Return the failure in a line of results; None for none, or for what no stand-in for a card can do."""
-    if line.get("name") in NOT_HERE:
+    name = line.get("name", "")
+    if name in NOT_HERE or (name.startswith("compiled:") and name.endswith(", compiled")):
         return None
     if (ended := line.get("ended", "done")) != "done":
         return str(ended)
+    if line.get("code"):
+        return f"exits with {line['code']}: {line.get('output')}"
     jobs = line.get("jobs", [line])
     return line.get("error") or next(
         (

@@ -1,6 +1,6 @@
 """The service on a device: what it finds there, a job that fits, one whose profile lies, scripts of other people's.
 
-python -m tests.gpu.kit.service ours|strangers full|tiny
+python -m tests.gpu.kit.service ours|launch|strangers full|tiny
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ JOB_TIMEOUT_S, LYING_TIMEOUT_S = (
     35 * PATIENCE,
     55 * PATIENCE,
 )  # what it has come to by then is in its line
+LAUNCH_TIMEOUT_S = 75 * PATIENCE
 RECORDS_S, POLL_S = 10.0, 0.2
 EXPERIMENT = "orchestrator"  # of backends/mlflow/tracker.py
 
@@ -254,5 +255,34 @@ def record_strangers(size: Size) -> None:
             )
 
 
+def record_launch(size: Size) -> None:
+    """Another's script runs out under `orc launch`, without a service, and goes on to its end."""
+    script = HERE.parents[1] / "trainers" / "frameworks" / "hf.py"
+    with tempfile.TemporaryDirectory(prefix="kit-") as name:
+        shutil.copy(script, name)
+        os.environ["ORC_HOME"] = str(Path(name) / "home")
+        typed = (
+            f"{sys.executable} hf.py --max_steps 4 --save_steps 2 --report_to none {size.options}"
+        )
+        for what, command in (
+            ("what would run", ("launch", "--dry-run", *typed.split())),
+            ("transformers' Trainer runs out", ("launch", *typed.split())),
+        ):
+            with recording(f"orc launch: {what}") as line:
+                ended = subprocess.run(
+                    [*ORC, *command],
+                    capture_output=True,
+                    text=True,
+                    timeout=LAUNCH_TIMEOUT_S,
+                    check=False,
+                    cwd=name,
+                )
+                print(ended.stdout, ended.stderr, flush=True)
+                line["code"] = ended.returncode
+                line["output"] = (ended.stdout + ended.stderr)[-4 * TAIL :]
+
+
 if __name__ == "__main__":
-    {"ours": record_ours, "strangers": record_strangers}[sys.argv[1]](SIZES[sys.argv[2]])
+    {"ours": record_ours, "launch": record_launch, "strangers": record_strangers}[sys.argv[1]](
+        SIZES[sys.argv[2]]
+    )

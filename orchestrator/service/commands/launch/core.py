@@ -412,9 +412,10 @@ def _knob_words(launch: Launch) -> tuple[str, ...]:
 def _describe(job: TypedJob) -> list[str]:
     """Return what a dry run adds: which flags a restart would change, and where it looks for checkpoints."""
     knobs = [
-        f"{name} by {knob.flag or knob.override or knob.key or knob.env or knob.switch}"
+        f"{name} by {place}"
         for name, knob in job.spec.knobs
         if isinstance(knob, Knob)
+        if (place := knob.flag or knob.override or knob.key or knob.env or knob.switch)
     ]
     places = ", ".join(job.spec.resume.checkpoints)
     return [
