@@ -157,7 +157,15 @@ class StepSeconds:
         updates, hardware = plan.optimizer_in_backward, self._hardware
         starts = 0 if self._copies_once else _collectives(profile, self._mechanics)
         busy_s = _busy_s(
-            profile, plan.micro_batch_size, *how, plan.precision, added, updates, starts, hardware
+            profile,
+            plan.micro_batch_size,
+            *how,
+            plan.precision,
+            plan.compiled,
+            added,
+            updates,
+            starts,
+            hardware,
         )
         return busy_s + (
             _inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0
@@ -205,6 +213,7 @@ def _busy_s(
     mode: ActivationCheckpointing,
     full_layers: int,
     precision: Precision,
+    compiled: bool,
     added: int,
     updates: bool,
     collectives: int,
@@ -220,7 +229,7 @@ def _busy_s(
     launches block the device waits for its host as long as the host for the device.
     """
     device, tp = hardware.device, profile.tensor_parallel
-    batch = micro_batch(profile, size, device, precision)
+    batch = micro_batch(profile, size, device, precision, compiled=compiled)
     device_s = batch.forward_s + batch.backward_s
     device_s += (
         2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
@@ -285,7 +294,7 @@ def seconds_in_three(
     profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
 ) -> tuple[float, float, float]:
     """Return the seconds per sample of (parts only in the first stage, one layer, parts only in the last stage)."""
-    how = 1, mode, 0, precision, 4, False, 0, hardware
+    how = 1, mode, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
         return _busy_s(part(profile, layers, first=first, last=last), *how)

@@ -97,6 +97,7 @@ def requested_settings(spec: JobSpec) -> dict[str, Any]:
     return values | {
         "precision": spec.precision,
         "optimizer": spec.training.optimizer,
+        "compiled": pins.get("compiled", spec.training.compile),
         "sequence_length": length,
     }
 

@@ -110,9 +110,18 @@ class MicroBatch:
 
 @lru_cache(maxsize=16384)
 def micro_batch(
-    profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision
+    profile: ModelProfile,
+    size: int,
+    device: DeviceSpec,
+    precision: Precision,
+    *,
+    compiled: bool = False,
 ) -> MicroBatch:
-    """Return the compute seconds of `size` samples on a rank that holds `profile`."""
+    """Return the compute seconds of `size` samples on a rank that holds `profile`.
+
+    What operators of a layer move was counted as its Python code runs. The operators of a compiled layer are fused: it
+    moves what is supposed of layers that nobody counted (docs/concepts/memory-model.md has both beside an H200).
+    """
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = messages = 0
     layers = []
@@ -121,7 +130,9 @@ def micro_batch(
         EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
     )
     for segment in profile.segments:
-        ahead, back, moved = _part(segment, size, device, precision, attention_backward)
+        ahead, back, moved = _part(
+            segment, size, device, precision, attention_backward, compiled and segment.is_unit
+        )
         forward_s += segment.count * ahead
         backward_s += segment.count * back
         parts += segment.count
@@ -154,7 +165,12 @@ def micro_batch(
 
 @lru_cache(maxsize=16384)
 def _part(
-    segment: Segment, size: int, device: DeviceSpec, precision: Precision, attention_backward: float
+    segment: Segment,
+    size: int,
+    device: DeviceSpec,
+    precision: Precision,
+    attention_backward: float,
+    is_fused: bool,
 ) -> tuple[float, float, float]:
     """Return the seconds of a part's forward and backward pass, and the bytes moved per kept byte in a forward pass.
 
@@ -177,14 +193,21 @@ def _part(
         backward_s += trained * matmul_s(inner, count, columns, *rates)
     attention_s = size * max(0.0, segment.forward_flops - products) / (peak * ATTENTION_EFFICIENCY)
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
-    forward_bytes = segment.forward_moved_bytes or FORWARD_TRAFFIC * segment.saved_bytes
-    backward_bytes = segment.backward_moved_bytes or BACKWARD_TRAFFIC * segment.saved_bytes
+    forward_bytes, backward_bytes = _moved_bytes(segment, is_fused)
     cast_s = 3 * segment.cast_bytes / bandwidth  # fp32 to 16 bits, and back
     forward_s += attention_s + size * forward_bytes / bandwidth + cast_s
     backward_s += attention_backward * attention_s + size * backward_bytes / bandwidth + cast_s
     if segment.chunks is not None:
         forward_s += _loss_moved_bytes(segment, segment.chunks, size, precision) / bandwidth
     return forward_s, backward_s, FORWARD_TRAFFIC
+
+
+def _moved_bytes(segment: Segment, is_fused: bool) -> tuple[float, float]:
+    """Return the bytes of a sample that a part's memory-bound operators move, forwards and backwards."""
+    supposed = FORWARD_TRAFFIC * segment.saved_bytes, BACKWARD_TRAFFIC * segment.saved_bytes
+    if is_fused:
+        return supposed
+    return segment.forward_moved_bytes or supposed[0], segment.backward_moved_bytes or supposed[1]
 
 
 def _loss_moved_bytes(

@@ -53,8 +53,8 @@ def why_illegal(plan: PlanFields) -> str | None:
         and plan.activation_checkpointing is not ActivationCheckpointing.FULL
     ):
         return "activation_offload=true needs activation_checkpointing=full: it moves the inputs of all layers"
-    if plan.activation_offload and not engine.is_ours:
-        return "activation_offload=true is for our engines: nothing tells a script to move its layers' inputs"
+    if (plan.activation_offload or plan.compiled) and not engine.is_ours:
+        return "activation_offload=true and compiled=true are for our engines: a script has arguments of its own"
     if plan.offload is Offload.OPTIMIZER and plan.zero_stage is ZeroStage.NONE:
         return "offload=optimizer needs zero_stage >= 1 (deepspeed/runtime/zero/offload_config.py)"
     if plan.offload is Offload.PARAMETERS and plan.zero_stage is not ZeroStage.PARAMETERS:

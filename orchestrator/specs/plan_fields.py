@@ -224,6 +224,15 @@ class PlanFields:
             ),
         ),
     )
+    # Whether torch.compile compiles each layer: other kernels round otherwise.
+    compiled: bool = field(
+        default=False,
+        metadata=_declare(
+            Degradation.NUMERIC,
+            short=lambda plan: _list_if("compiled", plan.compiled),
+            rows=lambda plan: {"compiled": "true"} if plan.compiled else {},
+        ),
+    )
     # Of a script's ZeRO stages; ours follow from the engine.
     sharding: Sharding = field(
         default=Sharding.DEEPSPEED,

@@ -68,7 +68,7 @@ def build_engine(
         recompute(
             part.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages
         )
-        if run.training.compile:
+        if run.plan.compiled:
             compile_layers(part.layers)
         if plan.activation_offload:
             keep_inputs_on_host(part.layers)

@@ -70,13 +70,10 @@ class Measurement:
     plan: Plan
     capacity_bytes: int
     steps: int = STEPS
-    is_compiled: bool = False
 
     @property
     def training(self) -> TrainingSpec:
-        return TrainingSpec(
-            max_steps=self.steps, optimizer=self.plan.optimizer, compile=self.is_compiled
-        )
+        return TrainingSpec(max_steps=self.steps, optimizer=self.plan.optimizer)
 
     def profile(self, kind: DeviceKind) -> ModelProfile:
         """Return the planner's profile, before it has learned anything."""

@@ -17,6 +17,7 @@ from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.engines.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.service.intake.intake import read_cluster
+from orchestrator.specs.cluster import catalogue_device
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.settings import in_short
@@ -135,17 +136,28 @@ def test_plans_that_differ_by_one_choice_peak_on_an_h200_as_predicted(
         assert predicted.allocated_bytes == pytest.approx(measured_bytes, rel=PEAK_TOLERANCE)
 
 
+H200_HARDWARE = Hardware(
+    device=catalogue_device("h200-141gb"),
+    devices_per_node=1,
+    nodes=1,
+    network_bandwidth=1,
+)
 COMPILED = [row for row in H200["trainings"] if row["name"].startswith("compiled: ")]
 
 
 @pytest.mark.parametrize("training", COMPILED, ids=lambda row: row["name"])
 def test_a_compiled_training_peaks_no_higher_than_its_prediction(training: dict[str, Any]) -> None:
-    """Nothing was fitted to these: the compiler keeps fewer activations, and the planner counts all."""
+    """Nothing was fitted to these: the compiler keeps fewer activations, and the planner counts all.
+
+    Steps as written are predicted 1 to 31 % too short, compiled ones 5 % too short to 26 % too long.
+    """
     cases = list_compiled(H200["device"]["total_bytes"], SIZES["full"])
     (case,) = (case for case in cases if f"compiled: {case.name}" == training["name"])
     measured_bytes = training["measured"]["allocated_bytes"]
     predicted_bytes = case.predict(DeviceKind.CUDA).allocated_bytes
-    if case.is_compiled:
+    predicted_s = step_s(case.profile(DeviceKind.CUDA), case.plan, H200_HARDWARE)
+    assert 0.68 <= predicted_s / training["measured"]["step_s"] <= 1.27
+    if case.plan.compiled:
         assert measured_bytes <= predicted_bytes
     else:
         assert predicted_bytes == pytest.approx(measured_bytes, rel=PEAK_TOLERANCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_throughput_is_measured(
     if cpu and compiled:
         pytest.skip("compiles for minutes on a CPU")
     decoder, length = (SMALL, 32) if cpu else (BILLION, 4096)
-    chosen = PLANS[name]
+    chosen = dataclasses.replace(PLANS[name], compiled=compiled)
     text = tmp_path / "long.txt"
     text.write_text("All work and no play makes a dull corpus.\n" * (100 if cpu else 20_000))
     run = run_of(
@@ -59,7 +60,7 @@ def test_throughput_is_measured(
         chosen,
         model=ModelSpec(decoder=decoder),
         data=DataSpec(text=(str(text),), sequence_length=length),
-        training=TrainingSpec(max_steps=STEPS[device.type], learning_rate=1e-4, compile=compiled),
+        training=TrainingSpec(max_steps=STEPS[device.type], learning_rate=1e-4),
     )
     if not cpu:
         torch.cuda.reset_peak_memory_stats(device)

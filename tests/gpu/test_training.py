@@ -120,6 +120,8 @@ def test_every_optimizer_learns_and_is_fused_on_cuda(
 
 def test_compiled_layers_give_the_plain_losses(tmp_path: Path, cuda: torch.device) -> None:
     expected = pytest.approx(losses(tmp_path, cuda, plan()), abs=FP32_TOLERANCE["cuda"], rel=0)
-    assert losses(tmp_path, cuda, plan(), compile=True) == expected
+    assert losses(tmp_path, cuda, plan(compiled=True)) == expected
     low = pytest.approx(losses(tmp_path, cuda, plan()), abs=LOW_TOLERANCE, rel=0)
-    assert losses(tmp_path, cuda, LOW_MODES["bf16 fsdp2"], compile=True) == low
+    assert (
+        losses(tmp_path, cuda, dataclasses.replace(LOW_MODES["bf16 fsdp2"], compiled=True)) == low
+    )

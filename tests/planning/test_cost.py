@@ -360,3 +360,20 @@ def test_spread_experts_save_messages_of_weights_and_cost_messages_of_tokens() -
         "weights hide behind what many tokens compute"
     )
     assert spread_over(16, 16, fast) > spread_over(8, 16, fast), "tokens leave the node"
+
+
+@pytest.mark.parametrize("pin", [None, False, True])
+def test_every_plan_compiles_as_the_job_says_unless_a_pin_says_otherwise(pin: bool | None) -> None:
+    spec = job(
+        model={"hf": {"model_type": "llama", **SMALL}},
+        data={"text": ["x"], "sequence_length": 1024},
+        training={"compile": True, "max_steps": 10},
+        plan={} if pin is None else {"compiled": pin},
+    )
+    hardware = machine(nodes=1)
+    candidates = list(plans(spec, hardware))
+    assert {plan.compiled for plan in candidates} == {pin is not False}
+    for plan in candidates[:: max(1, len(candidates) // 5)]:
+        profile = profile_for(spec, hardware, plan)
+        as_written = step_s(profile, replace(plan, compiled=False), hardware)
+        assert step_s(profile, replace(plan, compiled=True), hardware) <= as_written

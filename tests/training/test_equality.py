@@ -201,7 +201,6 @@ def test_tokens_that_ranks_cannot_share_evenly_give_the_losses_of_one_process(
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_compiled_layers_give_the_losses_of_layers_that_are_not(tmp_path: Path) -> None:
-    compiled = dataclasses.replace(TRAINING, compile=True)
     layouts = (
         plan(TORCH, 0, dp=2, cuts=2, activation_checkpointing=SELECTIVE),
         plan(TORCH, 3, dp=2, cuts=2, activation_checkpointing=FULL, precision=BF16),
@@ -210,7 +209,8 @@ def test_compiled_layers_give_the_losses_of_layers_that_are_not(tmp_path: Path) 
         plan(TORCH, 2, pp=2, cuts=4),
     )
     expected = losses(tmp_path / "one", [ONE_PROCESS], training=TRAINING)[ONE_PROCESS]
-    check(losses(tmp_path / "compiled", layouts, training=compiled, timeout_s=800), expected)
+    compiled = [dataclasses.replace(layout, compiled=True) for layout in layouts]
+    check(losses(tmp_path / "compiled", compiled, training=TRAINING, timeout_s=800), expected)
 
 
 @pytest.mark.long

@@ -149,15 +149,14 @@ class StepKind(NamedTuple):
     """The group of plans that share one correction of predicted step time."""
 
     place: tuple[Engine, Offload, OffloadTarget]  # whose loop it is, and where its state lives
-    shared: tuple[
-        type[Mechanics], ZeroStage, bool
-    ]  # how ranks share state, and whether in a pipeline
+    # how ranks share state, whether in a pipeline, and whether layers are compiled
+    shared: tuple[type[Mechanics], ZeroStage, bool, bool]
 
 
 def step_kind(plan: Plan) -> StepKind:
     """Return the plan's key in `Calibration.step_factors`."""
     mechanics = plan.mechanics
-    shared = (type(mechanics), mechanics.stage, plan.layout.pp > 1)
+    shared = (type(mechanics), mechanics.stage, plan.layout.pp > 1, plan.compiled)
     return StepKind((plan.engine, plan.offload, plan.offload_target), shared)
 
 

@@ -116,7 +116,7 @@ def hardware() -> Hardware:
 
 def measure_beside(case: Measurement, device: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a measured training, with the memory and step time that the planner predicts here."""
-    limit_s = 2 * TRAINING_S if case.is_compiled else TRAINING_S
+    limit_s = 2 * TRAINING_S if case.plan.compiled else TRAINING_S
     line = measure_training(case, DeviceKind.CUDA, device, limit_s)
     line["predicted"]["step_s"] = step_s(case.profile(DeviceKind.CUDA), case.plan, hardware())
     line["predicted"]["needed_bytes"] = plan_needed_bytes(
@@ -180,10 +180,9 @@ def list_compiled(total_bytes: int, size: Size) -> Iterator[Measurement]:
                 name=f"{name}, {'compiled' if is_compiled else 'as written'}",
                 model=model,
                 sequence_length=size.tokens,
-                plan=plan,
+                plan=replace(plan, compiled=is_compiled),
                 capacity_bytes=total_bytes,
                 steps=size.steps,
-                is_compiled=is_compiled,
             )
 
 
