@@ -338,6 +338,8 @@ class Evidence:
     unwatched: tuple[
         str, ...
     ] = ()  # processes that trained without the guard, and why: no peaks or steps of them
+    # mean share of the time in which its devices ran a kernel, 0 to 100, as their driver said; None: unknown
+    busy_percent: float | None = None
     virtual: bool = False  # on virtual devices, whose size only the guard enforces
     unread: tuple[
         str, ...

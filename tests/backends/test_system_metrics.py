@@ -131,3 +131,58 @@ def test_a_sample_takes_less_than_a_thousandth_of_the_time_between_samples(
         sampler.take(range(8), 256_000_000)
         taken_s.append(time.thread_time() - began_s)
     assert median(taken_s) < EVERY_S / 1000
+
+
+def write_shares(folder: AttemptFolder, node: str, rows: list[dict[str, object]]) -> None:
+    lines = [
+        json.dumps({"at_s" if name == "at_s" else f"system/{name}": row[name] for name in row})
+        for row in rows
+    ]
+    folder.system(node).write_text("\n".join(lines))
+
+
+def test_the_busy_share_counts_seconds_from_the_first_kernel_over_all_devices(
+    folder: AttemptFolder,
+) -> None:
+    share = "gpu_0_utilization_percentage"
+    loading = [{"at_s": 90.0, share: 0}, {"at_s": 95.0, share: 0}]
+    training = [{"at_s": 101.0, share: 50}, {"at_s": 103.0, share: 90}, {"at_s": 111.0, share: 100}]
+    write_shares(folder, "n", [*loading, *training])
+    # 1 s of 50 %, 2 s of 90 % and 8 s of 100 %
+    assert system_metrics.mean_busy_percent(folder) == pytest.approx(93.6, abs=0.05)
+    write_shares(folder, "other", [{"at_s": 1.0, share: 10, "gpu_1_utilization_percentage": 30}])
+    assert system_metrics.mean_busy_percent(folder) == pytest.approx(82.3, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"at_s": 1.0, "cpu_utilization_percentage": 30, "gpu_7/cpu_utilization_percentage": 30}],
+        [{"at_s": 1.0, "gpu_0_utilization_percentage": 0}],
+        [{"gpu_0_utilization_percentage": 50}],
+        [{"at_s": 1e300, "gpu_0_utilization_percentage": 50}],
+    ],
+)
+def test_a_share_that_nobody_measured_is_none(
+    folder: AttemptFolder, rows: list[dict[str, object]]
+) -> None:
+    write_shares(folder, "n", rows)
+    assert system_metrics.mean_busy_percent(folder) is None
+
+
+def test_no_written_sample_brings_the_share_out_of_its_bounds(folder: AttemptFolder) -> None:
+    share = "gpu_0_utilization_percentage"
+    write_shares(
+        folder,
+        "n",
+        [
+            {"at_s": 5.0, share: 1e9},
+            {"at_s": -1e6, share: 40},
+            {"at_s": 1e9, share: -7},
+            {"at_s": 1e9 + 1, share: "x"},
+        ],
+    )
+    busy_percent = system_metrics.mean_busy_percent(folder)
+    assert busy_percent is not None
+    assert 0 <= busy_percent <= 100

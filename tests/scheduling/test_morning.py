@@ -246,3 +246,24 @@ def test_advice_names_what_the_failure_is_about(line: str, about: About | None) 
     assert failure.about is about
     if about is not None:
         assert help_for(failure) == BY_ABOUT[about]
+
+
+def test_jobs_that_left_their_cards_idle_are_named_with_what_would_fill_them(state: State) -> None:
+    """A short attempt, a busy one, and one that nobody measured are not named."""
+    shares = [None, 3.0, 49.9, 50.0, 97.0]
+    jobs, expected_ids = [], set()
+    for number, job in enumerate(state.jobs.values()):
+        last = job.last
+        if last is None or last.evidence is None or last.started_at_s is None:
+            continue
+        busy_percent = shares[number % len(shares)]
+        measured = replace(last, evidence=replace(last.evidence, busy_percent=busy_percent))
+        jobs.append(replace(job, attempts=(*job.attempts[:-1], measured)))
+        lasted_s = (last.ended_at_s or last.started_at_s) - last.started_at_s
+        if busy_percent is not None and busy_percent < 50 and lasted_s >= 600:
+            expected_ids.add(job.id)
+    report = morning_report(replace(state, jobs=Jobs(jobs)), (), 0.0, 1e12)
+    assert {line.id for line in report.idle} == expected_ids
+    for line in report.idle:
+        assert "% of the time, measured" in line.sentence
+        assert "may fill them" in line.sentence

@@ -40,6 +40,7 @@ from orchestrator.backends.attempts.script_output import (
     output_folder,
     saved_step,
 )
+from orchestrator.backends.attempts.system_metrics import mean_busy_percent
 from orchestrator.scheduling.failures.log_scan import FINDINGS_MAX, LogScan
 from orchestrator.scheduling.failures.signatures import COMPLAINTS
 from orchestrator.specs.attempt import (
@@ -185,6 +186,7 @@ def collect(
         checkpoint_step=step,
         unmatched=unmatched,
         unwatched=unwatched,
+        busy_percent=parts.read("samples", lambda: mean_busy_percent(folder), None),
         virtual=_left_object(folder.guard).get("virtual_capacity_bytes") is not None,
         unread=tuple(parts.problems.sentences),
         **_watched(ending),

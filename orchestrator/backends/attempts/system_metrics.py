@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_to_append, read_json
+from orchestrator.backends.attempts.left_files import log_tail
 from orchestrator.backends.devices.nvml import NvmlDevice
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.specs.device_kind import DeviceId
-from orchestrator.specs.metric_row import is_bounded_number
+from orchestrator.specs.metric_row import is_bounded_number, parse_row
 from orchestrator.specs.run import AttemptFolder
 
 # until the second sample; then twice as long each time, so that short attempts have some
@@ -22,6 +24,8 @@ FIRST_S = 1.0
 # Between samples later on: MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL is 10 by default (mlflow 3.17)
 EVERY_S = 10.0
 PREFIX = "system/"
+OF_DEVICE = re.compile(r"/gpu_\d+_utilization_percentage\Z")
+SAMPLES_BYTES = 2**21  # of a node's file that are read at an attempt's end: 19 hours of samples
 MEGABYTE = 1e6  # as MLflow counts (mlflow/system_metrics/metrics/gpu_monitor.py, 3.17)
 
 
@@ -100,6 +104,32 @@ class Sampler:
         except (OSError, ValueError):
             return None
         return capacity_bytes if isinstance(capacity_bytes, int) and capacity_bytes > 0 else None
+
+
+def mean_busy_percent(folder: AttemptFolder) -> float | None:
+    """Return the share of the time, 0 to 100, in which the attempt's devices ran a kernel, as their driver said.
+
+    It begins with the first kernel, and each sample counts for the seconds since the one before it. None where no
+    sample has a share: virtual devices, MIG, or a training that ended within a second. Several processes on one card
+    make it too high (docs/concepts/memory-model.md).
+    """
+    seconds = busy_s = 0.0
+    for path in folder.systems():
+        before_s = 0.0
+        for line in log_tail(path, SAMPLES_BYTES).splitlines():
+            row = parse_row(line)
+            shares = [row[name] for name in row if OF_DEVICE.search(name)]
+            at_s = row.get("at_s", 0.0)
+            if at_s <= before_s or not (any(shares) or (shares and before_s)):
+                continue
+            # Nothing says since when the first sample holds. No later one lasts longer than its pause.
+            lasted_s = min(at_s - before_s, 2 * EVERY_S) if before_s else FIRST_S
+            before_s = at_s
+            seconds += lasted_s * len(shares)
+            busy_s += lasted_s * sum(min(max(0.0, share), 100.0) for share in shares)
+    if not seconds:
+        return None
+    return round(busy_s / seconds, 1)
 
 
 def _of_device(device: NvmlDevice) -> Iterator[tuple[str, float]]:

@@ -144,6 +144,16 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             text_of=format_seconds,
             is_number=True,
         ),
+        Column(
+            "busy_percent",
+            "Card busy",
+            "attempts sides",
+            value_of=lambda attempt: attempt.evidence and attempt.evidence.busy_percent,
+            text_of="{:.0f} % measured".format,
+            is_number=True,
+            is_extra=True,
+            is_rare=True,
+        ),
         Column("outcome", "Outcome", "attempts"),
     ),
     Node: (

@@ -69,6 +69,7 @@ def sections(report: MorningReport) -> list[tuple[str, list[tuple[str, str]]]]:
         "Running": report.running,
         "Waiting": report.waiting,
         "Sweeps": report.sweeps,
+        "Cards left idle": report.idle,
     }
     sections_of_report = [
         (heading, [(line.id, line.sentence) for line in lines]) for heading, lines in jobs.items()
