@@ -344,3 +344,22 @@ def test_the_intervals_are_those_of_scipy_and_never_negative() -> None:
     assert ratio_interval((0.2, 0.2), (0.1, 0.1)) == pytest.approx((2.0, 2.0))
     assert (geometric_interval((0.1, 1.0)) or (0.0,))[0] > 0
     assert geometric_interval((0.1,)) is ratio_interval((0.1, 0.2), (0.1,)) is None
+
+
+def test_rows_of_two_learning_rates_are_told_apart_and_losses_are_compared_within_each() -> None:
+    jobs = []
+    for number, (plan, rate) in enumerate(
+        [(ON_ONE, 1e-3), (ON_ONE, 1e-4), (ON_TWO, 1e-3), (ON_TWO, 1e-4)], 1
+    ):
+        measured = measured_job(number, plan, 1.0)
+        training = replace(measured.spec.training, learning_rate=rate)
+        pins = (("dp", plan.layout.dp),)
+        spec = measured.spec.model_copy(update={"training": training, "plan": pins})
+        jobs.append(replace(measured, spec=spec))
+    losses = {"lm-1": 2.0, "lm-2": 3.0, "lm-3": 2.001, "lm-4": 3.002}
+    curves = {job_id: Curve(losses={5: loss}) for job_id, loss in losses.items()}
+    view = comparison(STATE, jobs, curves)
+    assert [row.learning_rate for row in view.rows] == [1e-3, 1e-4, 1e-3, 1e-4]
+    assert len({row.strategy for row in view.rows}) == 4
+    assert [row.loss_distance for row in view.rows] == pytest.approx([0, 0, 0.001, 0.002])
+    assert view.setup.provenance["learning_rate"] == "0.001, 0.0001"

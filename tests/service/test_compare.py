@@ -29,6 +29,7 @@ from orchestrator.service.pages.compare import comparisons
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.routes.api import create_app
+from orchestrator.service.terminal import comparing
 from orchestrator.service.terminal.comparing import PICTURES, draw_picture
 from orchestrator.service.terminal.comparison_files import WRITERS, with_error
 from orchestrator.service.terminal.comparison_tables import comparison_panel
@@ -212,8 +213,12 @@ def test_a_csv_has_raw_numbers_with_their_units_in_the_names() -> None:
         "0",
         "0",
     )
-    text = ("strategy", "plan", "outcome", "device", "precision")
-    assert all(float(cell) >= 0 for name, cell in first.items() if name not in text and cell)
+    text = ("strategy", "plan", "outcome", "device", "precision", "model", "data", "optimizer")
+    numbers = {name: cell for name, cell in first.items() if name not in (*text, "parameters")}
+    assert all(float(cell) >= 0 for cell in numbers.values() if cell)
+    assert (first["learning_rate"], first["optimizer"]) == ("0.001", "adamw")
+    assert first["model"].startswith("decoder of ")
+    assert first["parameters"].endswith("M")
     assert (burst["outcome"], burst["step_low_s"]) == ("out of memory", "")
 
 
@@ -237,6 +242,10 @@ def test_a_table_for_a_paper_fits_its_page_in_units_for_people() -> None:
         "steps 100",
         "repeats 3",
         "seeds 0",
+        "optimizer adamw",
+        "learning rate 0.001",
+        "parameters ",
+        "data ",
         "orc ",
         view["verdict"],
     ):
@@ -452,3 +461,31 @@ def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:
         ):
             client.comparison(job_id)
         client.cancel([job_id], whole_arrays=False)
+
+
+def test_learning_rates_times_strategies_are_rows_of_one_comparison_and_losses_meet_their_own() -> (
+    None
+):
+    spec = decoder_spec()
+    jobs = comparison_jobs(spec, [(("dp", 1),), (("dp", 2),)], 10, 2, (1e-3, 1e-4, 1e-3))
+    assert [(dict(job.plan)["dp"], job.training.learning_rate) for job in jobs[:4]] == [
+        (1, 1e-3),
+        (1, 1e-4),
+        (2, 1e-3),
+        (2, 1e-4),
+    ]
+    assert [job.training.seed for job in jobs] == [0] * 4 + [1] * 4
+    assert [job.member.repeat for job in jobs if job.member] == [1] * 4 + [2] * 4
+    with pytest.raises(SpecError, match="a script has its own learning rate"):
+        comparison_jobs(script_spec(), [()], None, 1, (1e-3,))
+
+
+def test_a_cancelled_comparison_leaves_the_files_of_the_last_one(tmp_path: Path) -> None:
+    view = compared_view()
+    table = tmp_path / "rows.csv"
+    comparing._write_files(view, [table])
+    before = table.read_text()
+    view["rows"][1]["outcome"] = "cancelled"
+    view["rows"][0]["step_s"] = 99.0
+    comparing._write_files(view, [table])
+    assert table.read_text() == before

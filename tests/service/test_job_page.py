@@ -61,7 +61,7 @@ def test_facts_are_the_command_the_folder_and_the_commit_where_they_are_known(
     saved = Job(
         id="a-1", spec=spec.model_copy(update={"source": source}), order=1, submitted_at_s=0.0
     )
-    assert facts_of(saved)["Commit"] == "0123456789ab and changes"
+    assert facts_of(saved)["Commit"] == "0123456789ab with changes"
 
 
 def test_a_bar_of_memory_has_the_end_of_the_device_and_is_red_where_it_ran_out() -> None:

@@ -17,9 +17,9 @@ from orchestrator.scheduling.reports.comparison_rows import (
 )
 from orchestrator.scheduling.reports.comparison_verdict import verdict
 from orchestrator.scheduling.reports.intervals import ratio_interval
+from orchestrator.scheduling.reports.provenance import name_model, shared_provenance
 from orchestrator.specs.attempt import VERSIONS
 from orchestrator.specs.choices import AXES
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -56,6 +56,7 @@ class Setup:
     sequence_length: int | None
     steps: int | None
     versions: Mapping[str, str]  # of torch, Python, CUDA and the driver
+    provenance: Mapping[str, str]  # what the figures rest on, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,18 +89,18 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
     rows = [row_of(state, job, curves.get(job.id)) for job in jobs]
     groups: dict[object, list[Row]] = {}
     for job, row in zip(jobs, rows, strict=True):
-        groups.setdefault(job.spec.plan or job.id, []).append(row)
-    firsts: dict[
-        int, Mapping[int, float]
-    ] = {}  # losses of the first strategy that has any, of each repeat
+        strategy = (job.spec.plan, row.learning_rate) if job.spec.plan else job.id
+        groups.setdefault(strategy, []).append(row)
+    # losses of the first strategy that has any, of each repeat and learning rate
+    firsts: dict[tuple[int, float | None], Mapping[int, float]] = {}
     repeated = []
     for group in groups.values():
         distances = []
         for repeat, row in enumerate(group):
             curve = curves.get(row.job_id)
             if curve is not None and curve.losses:
-                firsts.setdefault(repeat, curve.losses)
-            distances.append(_distance(firsts.get(repeat, {}), curve))
+                firsts.setdefault((repeat, row.learning_rate), curve.losses)
+            distances.append(_distance(firsts.get((repeat, row.learning_rate), {}), curve))
         repeated.append(replace(merge_repeats(group), loss_distance=largest(distances)))
     rows = _against_fastest(_with_distinct_names(repeated))
     return Comparison(
@@ -131,30 +132,13 @@ def setup_of(jobs: Sequence[Job], rows: Sequence[Row]) -> Setup:
         None,
     )
     return Setup(
-        model=_model_name(spec),
+        model=name_model(spec),
         device=device,
         global_batch_size=spec.global_batch_size,
         sequence_length=planned or own_length,
         steps=spec.optimizer_steps,
         versions=versions,
-    )
-
-
-def _model_name(spec: JobSpec) -> str:
-    """Return the model, as far as the job file names it, else the script."""
-    model = spec.known_model
-    if model is not None and model.decoder is not None:
-        return f"decoder of {model.decoder.num_hidden_layers} layers, hidden size {model.decoder.hidden_size}"
-    if model is not None:
-        hf = (
-            model.hf.get("model_type", "transformers model")
-            if isinstance(model.hf, dict)
-            else model.hf
-        )
-        return str(hf or model.factory)
-    command = spec.command or ()
-    return next(
-        (part for part in command if part.endswith(".py")), command[0] if command else spec.name
+        provenance=shared_provenance(job.spec for job in jobs),
     )
 
 
@@ -250,7 +234,12 @@ def _distance(first: Mapping[int, float], curve: Curve | None) -> float | None:
 
 
 def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, with the cut of the batch beside all names where any occurs twice."""
+    """Return the rows. All names have the learning rate where it differs, the cut of the batch where any recurs."""
+    if len({row.learning_rate for row in rows}) > 1:
+        rows = [
+            replace(row, strategy=f"{row.strategy}, learning rate {row.learning_rate:g}")
+            for row in rows
+        ]
     if len({row.strategy for row in rows}) == len(rows):
         return [*rows]
     cuts = [

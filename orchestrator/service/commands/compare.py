@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from orchestrator.scheduling.reports.intervals import REPEATS_MAX
 from orchestrator.specs.choices import AXES, Degradation, Micro
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import SHORT, pins_of
 from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
@@ -106,15 +107,30 @@ def _check_count(count: int) -> None:
 
 
 def comparison_jobs(
-    spec: JobSpec, choices: Sequence[Pins], steps: int | None, repeats: int = 1
+    spec: JobSpec,
+    choices: Sequence[Pins],
+    steps: int | None,
+    repeats: int = 1,
+    learning_rates: Sequence[float] = (),
 ) -> list[JobSpec]:
-    """Return one job per strategy and repeat, run one at a time so that none slows another. Raises SpecError.
+    """Return one job per strategy, learning rate and repeat, run one at a time so that none slows another.
+
+    Raises SpecError. Without learning rates, all have the job's own.
 
     Strategies alternate, so that changes on the machine affect all of them. They share the job's data, start and seed;
     repeats of a model have the next seeds. An out-of-memory failure ends the job, as a result.
     """
-    if not 1 <= repeats <= REPEATS_MAX or repeats * len(choices) > JOBS_MAX:
-        most = min(REPEATS_MAX, JOBS_MAX // len(choices))
+    if spec.is_script and learning_rates:
+        hint = "a sweep varies a script's learning rate: docs/guides/sweeps.md"
+        raise SpecError("a script has its own learning rate", path="--learning-rate", hint=hint)
+    for rate in learning_rates:
+        if not 0 < rate < inf:
+            allowed = "a number above 0"
+            raise SpecError("no learning rate", path="--learning-rate", got=rate, allowed=allowed)
+    rates = tuple(dict.fromkeys(learning_rates)) or (spec.training.learning_rate,)
+    ways = list(product(choices, rates))
+    if not 1 <= repeats <= REPEATS_MAX or repeats * len(ways) > JOBS_MAX:
+        most = min(REPEATS_MAX, JOBS_MAX // len(ways))
         raise SpecError("too many repeats", path="--repeats", got=repeats, allowed=f"1 to {most}")
     if spec.is_script and steps is not None:
         hint = "leave --steps out; shorten the script with its own options, by --set command=..."
@@ -130,20 +146,23 @@ def comparison_jobs(
     if not spec.is_script:
         steps = min(STEPS, spec.training.max_steps) if steps is None else steps
         changes["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
-    turns = [(repeat, pins) for repeat in range(repeats) for pins in choices]
-    return [
-        spec.model_copy(
-            update={
-                **changes,
-                **({} if spec.is_script else {"training": _with_seed(changes["training"], repeat)}),
-                "plan": pins,
-                "member": Member(
-                    number=number, of=len(turns), max_concurrent=1, compared=True, repeats=repeats
-                ),
-            }
+    jobs = []
+    for number, (repeat, (pins, rate)) in enumerate(product(range(repeats), ways)):
+        place = Member(
+            number=number,
+            of=repeats * len(ways),
+            max_concurrent=1,
+            compared=True,
+            repeats=repeats,
         )
-        for number, (repeat, pins) in enumerate(turns)
-    ]
+        changes |= {"plan": pins, "member": place}
+        job = spec.model_copy(update=changes)
+        if not spec.is_script:
+            seed = job.training.seed + repeat
+            training = replace(job.training, seed=seed, learning_rate=rate)
+            job = job.model_copy(update={"training": training})
+        jobs.append(job)
+    return jobs
 
 
 def _dominates(candidate: Candidate, rival: Candidate) -> bool:
@@ -153,10 +172,6 @@ def _dominates(candidate: Candidate, rival: Candidate) -> bool:
         for candidate in (candidate, rival)
     )
     return costs != rival_costs and all(a <= b for a, b in zip(costs, rival_costs, strict=True))
-
-
-def _with_seed(training: TrainingSpec, repeat: int) -> TrainingSpec:
-    return replace(training, seed=training.seed + repeat) if repeat else training
 
 
 def _common_micro_batch(

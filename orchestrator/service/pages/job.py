@@ -15,6 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from orchestrator.backends.attempts.left_files import log_tail
+from orchestrator.scheduling.reports.provenance import provenance_of
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
 from orchestrator.service.views.records import (
     AttemptView,
@@ -115,13 +116,15 @@ def with_fatal_moments(curves: Sequence[Curves], job: JobView) -> list[Curves]:
 
 
 def facts_of(job: Job) -> Mapping[str, str]:
-    """Return known facts of a job by name: what it runs, where, and from which commit."""
-    spec, source = job.spec, job.spec.source
-    commit = f"{source.commit[:12]}{' and changes' if source.dirty else ''}" if source else ""
+    """Return known facts of a job by name: what it runs, where, and what its figures rest on."""
+    spec = job.spec
+    provenance = {
+        name.replace("_", " ").capitalize(): text for name, text in provenance_of(spec).items()
+    }
     facts = {
+        **provenance,
         "Command": shlex.join(spec.command or ()),
         "Folder": str(spec.workdir or ""),
-        "Commit": commit,
         "Variables": ", ".join(
             (*(name for name, _ in spec.env), *spec.secrets)
         ),  # their values may be secrets

@@ -81,12 +81,20 @@ def compare(
             help="Longest wait for the strategies.",
         ),
     ] = 3600.0,
-    picture: Annotated[
-        Path | None,
+    learning_rates: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--learning-rate",
+            metavar="RATE",
+            help="Train each strategy with this learning rate; repeatable. Default: the job's own.",
+        ),
+    ] = None,
+    pictures: Annotated[
+        list[Path] | None,
         typer.Option(
             "--picture",
             metavar="FILE",
-            help="PNG, SVG or PDF file for a picture of memory and time.",
+            help="PNG, SVG or PDF file for a picture of memory and time; repeatable.",
         ),
     ] = None,
     tables: Annotated[
@@ -105,23 +113,25 @@ def compare(
     """Compare strategies: run a job under each for some steps, and show memory, time, loss and cost side by side."""
     from orchestrator.service.terminal.comparison_tables import comparison_panel
 
-    if picture is not None and picture.suffix not in PICTURES:
-        raise SpecError(
-            "no picture of this kind",
-            path="--picture",
-            got=str(picture),
-            allowed=", ".join(PICTURES),
-        )
-    for table in tables or ():
-        if table.suffix not in WRITERS:
-            raise SpecError(
-                "no table of this kind", path="--table", got=str(table), allowed=", ".join(WRITERS)
-            )
+    files = [
+        *_check_kinds("--picture", pictures or (), PICTURES),
+        *_check_kinds("--table", tables or (), tuple(WRITERS)),
+    ]
     with closing(client_of(home)) as client:
         job_id = job
         if Path(job).is_file():
             ids = _submit(
-                client, Path(job), choice, micro, steps, repeats, settings, pins, home, as_json
+                client,
+                Path(job),
+                choice,
+                micro,
+                steps,
+                repeats,
+                learning_rates or (),
+                settings,
+                pins,
+                home,
+                as_json,
             )
             job_id = ids[0]
             if not _wait(client, ids, timeout_s, as_json):
@@ -130,16 +140,34 @@ def compare(
                     file=sys.stderr,
                 )
         view = _with_link(client, job_id)
-    for table in tables or ():
-        table.write_text(WRITERS[table.suffix](view))
-    if picture is not None:
-        draw_picture(view, picture)
+    _write_files(view, files)
     tell(dict(view), as_json, comparison_panel(view))
     if view["mlflow"] and not as_json:
         print(f"MLflow: {view['mlflow']}")  # whole, so that a terminal can open it
     raise typer.Exit(
         not (view["complete"] and any(row["outcome"] == "finished" for row in view["rows"]))
     )
+
+
+def _write_files(view: ComparisonView, files: Sequence[Path]) -> None:
+    """Write each table and picture. A cancelled comparison leaves those of the last one as they are."""
+    if files and any(row["outcome"] == "cancelled" for row in view["rows"]):
+        print("the comparison was cancelled: the files stay as they were", file=sys.stderr)
+        return
+    for file in files:
+        if file.suffix in WRITERS:
+            file.write_text(WRITERS[file.suffix](view))
+        else:
+            draw_picture(view, file)
+
+
+def _check_kinds(option: str, files: Sequence[Path], kinds: Sequence[str]) -> Sequence[Path]:
+    """Return the files. Raises SpecError for the first one that has no suffix of these."""
+    for file in files:
+        if file.suffix not in kinds:
+            allowed = ", ".join(kinds)
+            raise SpecError("no file of this kind", path=option, got=str(file), allowed=allowed)
+    return files
 
 
 def _submit(
@@ -149,6 +177,7 @@ def _submit(
     micro: Micro,
     steps: int | None,
     repeats: int,
+    learning_rates: Sequence[float],
     settings: Sequence[str] | None,
     pins: str | None,
     home: Path,
@@ -164,12 +193,13 @@ def _submit(
     overrides = (*read_overrides(settings or []), *read_pins(pins))
     (spec,) = read_jobs_for(service, [file], overrides, home, only_one=True)
     choices = choose_strategies(spec, choice, *hardware_of(service, None), micro)
-    specs = comparison_jobs(spec, choices, steps, repeats)
+    specs = comparison_jobs(spec, choices, steps, repeats, learning_rates)
     ids = client.submit_all([job_spec.model_dump(mode="json") for job_spec in specs])["ids"]
     length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
     times = f", {repeats} times" if repeats > 1 else ""
+    rates = f", {len(learning_rates)} learning rates" if learning_rates else ""
     print(
-        f"{ids[0]}: {len(choices)} strategies{length}{times}, one at a time",
+        f"{ids[0]}: {len(choices)} strategies{rates}{length}{times}, one at a time",
         file=sys.stderr if as_json else sys.stdout,
     )
     return list(ids)

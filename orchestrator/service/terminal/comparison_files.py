@@ -34,6 +34,7 @@ CSV: Mapping[
     },
     "global_batch": ("settings", "global_batch_size"),
     "precision": ("settings", "precision"),
+    "learning_rate": ("learning_rate",),
     "repeats": ("repeats",),
     "first_seed": ("seeds", 0),
     "last_seed": ("seeds", -1),
@@ -53,6 +54,8 @@ CSV: Mapping[
         for name in ("samples_per_s", "mfu", "loss", "loss_distance", "device_s", "money")
     },
 }
+# Of all rows; learning rates and seeds stand in columns of their own.
+PROVENANCE = ("model", "parameters", "data", "optimizer", "commit")
 NAMES = {
     "torch_version": "torch",
     "python_version": "Python",
@@ -74,10 +77,17 @@ def as_csv(view: ComparisonView) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     setup = {name: view["setup"][name] for name in ("sequence_length", "steps")}
+    setup |= {name: view["setup"]["provenance"].get(name) for name in PROVENANCE}
     writer.writerow([*CSV, "loss_deviation", *setup])
     for row in view["rows"]:
         deviation = stdev(row["losses"]) if len(row["losses"]) > 1 else None
-        writer.writerow([*(_value(row, path) for path in CSV.values()), deviation, *setup.values()])
+        writer.writerow(
+            [
+                *(_value(row, path) for path in CSV.values()),
+                deviation,
+                *map(_cell_text, setup.values()),
+            ]
+        )
     return text.getvalue()
 
 
@@ -85,6 +95,10 @@ def _value(row: Row, path: Sequence[str | int]) -> Any:
     value: Any = row
     for key in path:
         value = (value.get(key) if isinstance(value, Mapping) else value[key]) if value else None
+    return _cell_text(value)
+
+
+def _cell_text(value: Any) -> Any:
     # a sheet would run what begins so: OWASP, "CSV Injection"
     text = _line(value) if isinstance(value, str) else ""
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text or value

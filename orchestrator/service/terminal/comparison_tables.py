@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.scheduling.reports.provenance import provenance_words
 from orchestrator.service.terminal.tables import coloured_picture
 from orchestrator.service.views.comparison import reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
@@ -31,6 +32,7 @@ def comparison_panel(view: ComparisonView) -> RenderableType:
     sentences = [f"{number}  " + "\n   ".join(lines) for number, lines in reasons(rows)]
     parts += [Text(line) for line in sentences] + ([Text()] if sentences else [])
     parts.append(Text(view["verdict"], style="bold"))
+    parts.append(Text(", ".join(provenance_words(view["setup"]["provenance"])), style="dim"))
     parts += [Text(note, style="yellow") for note in view["notes"]]
     return Group(*parts)
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
+from orchestrator.scheduling.reports.provenance import provenance_words
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
 from orchestrator.service.views.columns import Column, columns_of, local_second
 from orchestrator.specs.profile import Source
@@ -123,6 +124,8 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
         "wants",
         f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}",
     )
+    if job["provenance"]:
+        head.add_row("trains", Text(", ".join(provenance_words(job["provenance"]))))
     if job["time_limit_s"] is not None:
         head.add_row("time limit", format_seconds(job["time_limit_s"]))
     if job["retry_of"] is not None:
@@ -166,7 +169,7 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
         "plan": lambda row: _plan(row.get("plan", "-"), is_narrow=is_narrow),
         "outcome": lambda row: coloured(row["outcome"]),
     }
-    return draw_table(columns_of("attempts", is_narrow=is_narrow), rows, cells)
+    return draw_table(columns_of("attempts", rows, is_narrow=is_narrow), rows, cells)
 
 
 def coloured_picture(picture: Picture) -> Text:

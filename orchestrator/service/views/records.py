@@ -135,6 +135,8 @@ class JobView(TypedDict):
     continues_from: str | None  # the job with whose newest checkpoint it began
     attempts: list[AttemptView]
     progress: ProgressView | None
+    # what its figures rest on, by name; {} in a list of jobs
+    provenance: dict[str, str]
     removed: list[str]  # what is not in its folder any more: when and why it was removed
 
 
@@ -250,6 +252,7 @@ def job_view(
         continues_from=job.continues_from,
         attempts=[attempt_view(job.spec, attempt) for attempt in job.attempts],
         progress=_progress(job, beats) if beats else None,
+        provenance={},
         removed=[],
     )
     return cast(JobView, view | column_values(job))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrator.scheduling.reports.morning import MorningReport, morning_report
+from orchestrator.scheduling.reports.provenance import provenance_of
 from orchestrator.service.commands.launch.core import settle
 from orchestrator.service.commands.launch.devices import read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
@@ -44,7 +45,8 @@ def _lines(folder: Path) -> Iterator[Path]:
 
 def show_folder(folder: Path) -> JobView:
     """Return the last run of a folder. Raises SpecError."""
-    return job_view(read_records(folder).job)
+    job = read_records(folder).job
+    return {**job_view(job), "provenance": provenance_of(job.spec)}
 
 
 def explain_folder(folder: Path) -> ExplanationView:

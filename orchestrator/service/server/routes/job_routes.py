@@ -24,6 +24,7 @@ from orchestrator.backends.redaction import hidden_bytes
 from orchestrator.scheduling.reports.comparison import compared_ids, comparison
 from orchestrator.scheduling.reports.comparison_rows import curve_of
 from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.provenance import provenance_of
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.intake.intake import check_files, check_packages
 from orchestrator.service.server.access.ownership import may_change
@@ -199,6 +200,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         )  # in this order: nothing is missed
         job = service.reasons.explained(job)
         view = view_of(service.home, job, controller.state.policy, controller.health.delays())
+        view["provenance"] = provenance_of(job.spec)
         return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation")

@@ -1,0 +1,76 @@
+"""Provenance: what the figures of a job rest on, in words. A script says its own training by its command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.job.spec import JobSpec
+
+COMMIT_CHARACTERS = 12
+NAMED_MAX = 3  # data files that are named; the others are counted
+BILLION, MILLION = 1e9, 1e6
+
+
+def provenance_of(spec: JobSpec) -> dict[str, str]:
+    """Return model, size, data, optimizer, learning rate, seed and commit by name, without what is unknown."""
+    training, source, rate = spec.training, spec.source, spec.knobs.learning_rate
+    texts = {
+        "model": name_model(spec) * (spec.known_model is not None),
+        "parameters": _size_words(spec),
+    }
+    if spec.is_script:
+        texts["learning_rate"] = "" if rate is None or rate.default is None else str(rate.default)
+    else:
+        texts["data"] = _data_words(spec.data.files)
+        texts["optimizer"] = training.optimizer.value
+        texts["learning_rate"] = f"{training.learning_rate:g}"
+        texts["seed"] = str(training.seed)
+    if source is not None:
+        texts["commit"] = source.commit[:COMMIT_CHARACTERS] + " with changes" * source.dirty
+    return {name: text for name, text in texts.items() if text}
+
+
+def shared_provenance(specs: Iterable[JobSpec]) -> dict[str, str]:
+    """Return the provenance of several jobs; values that differ stand side by side, once each."""
+    values: dict[str, dict[str, None]] = {}
+    for spec in specs:
+        for name, text in provenance_of(spec).items():
+            values.setdefault(name, {})[text] = None
+    return {name: ", ".join(texts) for name, texts in values.items()}
+
+
+def provenance_words(provenance: Mapping[str, str]) -> list[str]:
+    """Return the provenance as phrases such as `learning rate 0.001`."""
+    return [f"{name.replace('_', ' ')} {text}" for name, text in provenance.items()]
+
+
+def name_model(spec: JobSpec) -> str:
+    """Return the model, as far as the job file names it, else the script."""
+    model = spec.known_model
+    if model is not None and model.decoder is not None:
+        return f"decoder of {model.decoder.num_hidden_layers} layers, hidden size {model.decoder.hidden_size}"
+    if model is not None:
+        hf = model.hf
+        if isinstance(hf, dict):
+            hf = hf.get("model_type", "transformers model")
+        return str(hf or model.factory)
+    command = spec.command or ()
+    scripts = [part for part in command if part.endswith(".py")]
+    return next(iter((*scripts, *command, spec.name)))
+
+
+def _size_words(spec: JobSpec) -> str:
+    """Return the number of parameters as `1.35B`; "" where no profile says it."""
+    profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    if profile is None or not profile.parameters:
+        return ""
+    count = profile.parameters
+    if count >= BILLION:
+        return f"{count / BILLION:.3g}B"
+    return f"{count / MILLION:.3g}M"
+
+
+def _data_words(files: tuple[str, ...]) -> str:
+    rest = f" and {len(files) - NAMED_MAX} more" if len(files) > NAMED_MAX else ""
+    return ", ".join(files[:NAMED_MAX]) + rest
