@@ -19,7 +19,7 @@ from orchestrator.service.server.routes import waits
 from orchestrator.service.terminal.follow import log_lines
 from orchestrator.specs.run import JobFolder
 from tests.service.services import TOKEN
-from tests.service.worlds import World
+from tests.service.worlds import World, job_spec
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 WAITING = 60  # more than the server has threads
@@ -116,3 +116,36 @@ def test_a_change_of_the_state_wakes_who_waits_at_once(
             waiting.result(0.5)
         world.submit()
         assert waiting.result(BOUND_S).json()["version"] == version + 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_twenty_thousand_jobs_are_taken_read_forecast_and_cancelled(world: World) -> None:
+    count, batch = 20_000, 250
+    spec = job_spec()
+    ids: list[str] = []
+    reads_s = []
+    with (
+        serve_http(world.app) as port,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=BOUND_S
+        ) as client,
+    ):
+        while len(ids) < count:
+            answer = client.post("/jobs/batch", json={"jobs": [{"spec": spec}] * batch})
+            assert answer.status_code == 200, answer.text
+            ids += answer.json()["ids"]
+            began_s = time.perf_counter()
+            assert client.get(f"/jobs/{ids[-1]}").json()["job"]["id"] == ids[-1]
+            reads_s.append(time.perf_counter() - began_s)
+        assert len(set(ids)) == count
+        for path in ("/jobs", "/metrics", "/forecast"):
+            assert client.get(path).status_code == 200, path
+        cancelled: list[str] = []
+        for first in range(0, count, 1000):
+            request = {"jobs": ids[first : first + 1000], "whole_arrays": False}
+            cancelled += client.post("/jobs/cancel", json=request).json()["cancelled"]
+    assert sorted(cancelled) == sorted(ids)
+    # The last reads are as fast as the first: no request walks the queue.
+    early_s, late_s = sorted(reads_s[:40])[20], sorted(reads_s[-40:])[20]
+    assert late_s <= 4 * early_s + 0.05
