@@ -149,14 +149,14 @@ COMPILED = [row for row in H200["trainings"] if row["name"].startswith("compiled
 def test_a_compiled_training_peaks_no_higher_than_its_prediction(training: dict[str, Any]) -> None:
     """Nothing was fitted to these: the compiler keeps fewer activations, and the planner counts all.
 
-    Steps as written are predicted 1 to 31 % too short, compiled ones 5 % too short to 26 % too long.
+    Steps as written are predicted 1 to 15 % too short, compiled ones 5 % too short to 26 % too long.
     """
     cases = list_compiled(H200["device"]["total_bytes"], SIZES["full"])
     (case,) = (case for case in cases if f"compiled: {case.name}" == training["name"])
     measured_bytes = training["measured"]["allocated_bytes"]
     predicted_bytes = case.predict(DeviceKind.CUDA).allocated_bytes
     predicted_s = step_s(case.profile(DeviceKind.CUDA), case.plan, H200_HARDWARE)
-    assert 0.68 <= predicted_s / training["measured"]["step_s"] <= 1.27
+    assert 0.84 <= predicted_s / training["measured"]["step_s"] <= 1.27
     if case.plan.compiled:
         assert measured_bytes <= predicted_bytes
     else:

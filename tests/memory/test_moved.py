@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from orchestrator.memory.models.adapters import AdaptedLayer
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.kernels import GRADIENT_TRAFFIC_BYTES, LOGIT_TRAFFIC_BYTES
 from orchestrator.specs.choices import Precision
@@ -184,6 +185,56 @@ def test_operators_move_what_is_said(
     assert segment.backward_moved_bytes == pytest.approx(
         counted.moved_bytes - forward_bytes, rel=TOLERANCE
     )
+
+
+def counted_projection(
+    sizes: tuple[int, int], dtype: torch.dtype, *, adapted: bool, autocast: bool
+) -> tuple[int, int]:
+    """Bytes that a projection moves forwards and backwards, on the CPU: meta tensors have no autocast.
+
+    The adapter has rank 1: casts of its weights have a place of their own (`cast_bytes`).
+    """
+    peft = pytest.importorskip("peft")
+    module = nn.Module()
+    module.proj = nn.Linear(*sizes, bias=False)
+    module.requires_grad_(False)
+    if adapted:
+        config = peft.LoraConfig(r=1, target_modules=["proj"])
+        peft.inject_adapter_in_model(config, module)
+    if not autocast:
+        module.to(dtype)
+    x = torch.randn(1, TOKENS, sizes[0], dtype=dtype, requires_grad=True)
+    counted = Counted()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), counted:
+        out = module.proj(x)
+    forward_bytes = counted.moved_bytes
+    with counted:
+        out.backward(torch.empty_like(out))
+    return forward_bytes, counted.moved_bytes - forward_bytes
+
+
+@pytest.mark.parametrize("sizes", [(256, 256), (256, 1024), (1024, 256)])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)],
+    ids=["autocast", "bf16", "fp32"],
+)
+def test_an_adapter_moves_what_is_said_beside_its_base(
+    sizes: tuple[int, int], dtype: torch.dtype, autocast: bool
+) -> None:
+    layer = AdaptedLayer(
+        projections={"up_proj": sizes},
+        targets=(),
+        dropout=False,
+        width=4 if dtype is torch.float32 else 2,
+        autocast=autocast,
+        cuda=True,
+    )
+    plain = counted_projection(sizes, dtype, adapted=False, autocast=autocast)
+    adapted = counted_projection(sizes, dtype, adapted=True, autocast=autocast)
+    for number in range(2):
+        moved_bytes = adapted[number] - plain[number]
+        assert TOKENS * layer.moved_bytes[number] == pytest.approx(moved_bytes, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])

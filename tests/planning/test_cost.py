@@ -279,10 +279,12 @@ def test_gradients_hide_behind_the_last_micro_batch_only_where_the_engine_lets_t
 
 
 def test_adapters_cost_no_gradients_of_the_frozen_matrices() -> None:
-    llama = {"hf": {"model_type": "llama", **SMALL}}
-    whole, adapted = job(model=llama), job(model=llama | {"lora": {"rank": 8}})
-    ratio = seconds(plan(micro=8), spec=adapted) / seconds(plan(micro=8), spec=whole)
-    assert 0.6 < ratio < 0.85  # two passes for three, and what is bound by memory
+    """Of a wide model two passes remain of three. Of a narrow one adapters move more than that saves."""
+    for sizes, low, high in ((LARGE, 0.6, 0.85), (SMALL, 0.85, 1.25)):
+        llama = {"hf": {"model_type": "llama", **sizes}}
+        whole, adapted = job(model=llama), job(model=llama | {"lora": {"rank": 8}})
+        ratio = seconds(plan(micro=8), spec=adapted) / seconds(plan(micro=8), spec=whole)
+        assert low < ratio < high
 
 
 @given(st.integers(2, 8), st.integers(0, 6), st.floats(1, 1e11))

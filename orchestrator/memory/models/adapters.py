@@ -80,6 +80,23 @@ class AdaptedLayer:
         return self.width * (gated + inputs + self.hidden + streams)
 
     @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes of a token that adapters' operators read and write beside products, forwards and backwards.
+
+        peft scales what an adapter returns and adds it to what the base returned; under autocast it casts inputs to
+        fp32, and autocast casts back. Counted by operator (tests/memory/test_moved.py; peft 0.19, 2026-11-29).
+        """
+        inputs = sum(inputs for inputs, _ in self.adapted.values())
+        outputs = sum(outputs for _, outputs in self.adapted.values())
+        forward, backward = 5 * self.width * outputs, self.width * (3 * inputs + 2 * outputs)
+        if self.autocast:
+            forward, backward = 12 * inputs + 10 * outputs, 18 * inputs + 4 * outputs
+        if self.dropout:  # it reads, writes, and keeps a mask
+            dropped = (2 * (4 if self.autocast else self.width) + self._mask_bytes) * inputs
+            forward, backward = forward + dropped, backward + dropped
+        return forward, backward
+
+    @property
     def backward_bytes(self) -> int:
         """Bytes that are live in the backward pass of the gated product, on top of the layer's saved bytes.
 

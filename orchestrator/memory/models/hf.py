@@ -245,6 +245,7 @@ def _with_adapters(
     base_inputs = tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
     inputs, forward = tokens * beside.inputs_bytes, tokens * beside.forward_bytes
     backward = tokens * beside.backward_bytes
+    moved_forward, moved_backward = beside.moved_bytes
     frozen_layer = round(base_width * beside.matrices) + rest * (layer.parameters - beside.matrices)
     own_table = 0 if shape.tie_word_embeddings else table
     table_width = 2 if low and lora.quantise_base else rest
@@ -277,6 +278,8 @@ def _with_adapters(
             selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes)
             + tokens * width * h,
             cast_bytes=2 * trained if low and autocast else 0,
+            forward_moved_bytes=layer.forward_moved_bytes + tokens * moved_forward,
+            backward_moved_bytes=layer.backward_moved_bytes + tokens * moved_backward,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
             tensors=tuple(
                 lora.rank * size
