@@ -279,7 +279,7 @@ def test_gradients_hide_behind_the_last_micro_batch_only_where_the_engine_lets_t
 
 
 def test_adapters_cost_no_gradients_of_the_frozen_matrices() -> None:
-    """Of a wide model two passes remain of three. Of a narrow one adapters move more than that saves."""
+    """Two passes of three remain of a wide model. Adapters of a narrow one move more than that saves."""
     for sizes, low, high in ((LARGE, 0.6, 0.85), (SMALL, 0.85, 1.25)):
         llama = {"hf": {"model_type": "llama", **sizes}}
         whole, adapted = job(model=llama), job(model=llama | {"lora": {"rank": 8}})

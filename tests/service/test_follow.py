@@ -144,3 +144,24 @@ def test_a_run_says_once_that_its_job_waits_for_an_answer_and_goes_on(idle_world
     )
     assert text.count("waits for your answer") == 1
     assert "did not recover" not in text
+
+
+def test_a_second_run_of_a_live_job_is_told_of_the_first(
+    idle_world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = parse_job(ASKING, "job.yaml")
+    with closing(Client(idle_world.home)) as client:
+        client.submit(spec.model_dump(mode="json"), dataclasses.asdict(FAULT))
+    turn_until_it_asks(idle_world)
+    second = threading.Thread(
+        target=follow.run_to_end, args=(spec, FAULT, idle_world.home, False), daemon=True
+    )
+    second.start()
+
+    def has_second() -> bool:
+        idle_world.controller.turn(10.0)
+        return idle_world.controller.job("lm-2") is not None
+
+    until(has_second, "lm-2 is submitted", SEEN_S)
+    printed = capsys.readouterr().err
+    assert "lm-1 is queued and has this name: what follows is one more job" in printed

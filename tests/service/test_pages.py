@@ -467,6 +467,10 @@ def test_the_live_queue_is_played_on_another_cluster_with_another_job_before_any
     assert len(jobs) == len(live) + 1
     assert "not submitted" in jobs[-1]
     assert site.world.controller.state.submitted == submitted
+    tab.fill("#cluster", "")
+    tab.select_option("#more", "2")
+    tab.get_by_role("button", name="Play both").click()
+    both.get_by_role("row", name="Devices 2 4").wait_for()
     tab.fill("#cluster", "name: <b>wrong")
     tab.get_by_role("button", name="Play both").click()
     assert "the cluster file" in tab.get_by_role("alert").inner_text()

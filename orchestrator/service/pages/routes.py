@@ -84,7 +84,7 @@ from orchestrator.specs.yaml_text import read_document
 START = f"{PAGES}/overview"
 FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
 AUDIT_ROWS = 100
-EMPTY_FORM = {"order": "", "cluster": "", "job": ""}  # of what-if
+EMPTY_FORM = {"order": "", "more": "0", "cluster": "", "job": ""}  # of what-if
 EXAMPLE = """\
 name: my-job
 gpus: {min: 1, max: 2}
@@ -455,10 +455,14 @@ class _Pages:
         other = present
         if form["cluster"].strip():
             other = parse_cluster(form["cluster"], "the cluster file")
+        elif form["more"] in ("1", "2"):
+            changes = {"name": "more", "count": 1, "devices": int(form["more"]), "device_ids": ()}
+            more = present.nodes[0].model_copy(update=changes)
+            other = present.model_copy(update={"nodes": (*present.nodes, more)})
         if form["order"] in list(Order):
             other = other.with_order(Order(form["order"]))
-        more = _read(form["job"]) if form["job"].strip() else []
-        return what_if(now_of(state), present, other, more, self._sweeper.to_come(), self._home)
+        jobs = _read(form["job"]) if form["job"].strip() else []
+        return what_if(now_of(state), present, other, jobs, self._sweeper.to_come(), self._home)
 
     def audit(self, request: Request) -> Response:
         number = _number(request.query_params, "before", 0) or None

@@ -33,6 +33,12 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     if isinstance(service, Path):
         start(service, None, None)
     client = Client(service)
+    for job in client.jobs(ended=0):
+        if job["name"] == spec.name:
+            notice = (
+                f"{job['id']} is {job['status']} and has this name: what follows is one more job"
+            )
+            print(notice, file=sys.stderr)
     fault_body = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
     job_id = client.submit(spec.model_dump(mode="json"), fault_body)
     try:
