@@ -74,7 +74,7 @@ SERVERS = {"kill MLflow": "orchestrator.backends.mlflow.serve", "kill Ray": "/ra
 OPERATORS = {  # fault -> commands that an operator types; {job} has a rank that runs
     "drain": (("drain", "virtual"), ("drain", "virtual", "--undo")),
     "suspend": (("suspend", "{job}"), ("resume", "{job}")),
-    "update": (("update", "{job}", "--priority", "1"),),
+    "update": (("update", "{job}", "priority=1"),),
     "purge": (("purge",),),
 }
 WAYS = ("CLI", "form", "SDK")
@@ -301,6 +301,7 @@ class Night:
             for command in OPERATORS[fault.kind]:
                 ended = self.orc(*(word.format(job=job) for word in command))
                 print(" ".join(command), ended.returncode, ended.stderr[:300], flush=True)
+                assert ended.returncode < 2, f"no command of this version: {command}"
         elif ranks:
             pid, job = ranks[int(fault.draw * len(ranks))]
             with contextlib.suppress(ProcessLookupError):
