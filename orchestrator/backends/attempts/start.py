@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -32,8 +31,6 @@ from orchestrator.training.checkpoint.folder import (
     step_of,
     writing_path,
 )
-
-STALE_LOCK_S = 900.0  # a C++ build takes up to 350 s on a busy 2-core machine
 
 
 class StartFailed(Exception):
@@ -81,7 +78,6 @@ def start_ranks(
     if identity is not None:
         hand_over(identity, home, job, attempt.number, request)
         handed, final = {**identity.variables(home), **handed}, identity.final_variables(home)
-    remove_stale_locks(home / "torch_extensions")
     if request.before is not None:
         first, (rank, *_) = request.ranks[0]
         code = group.run_before(
@@ -176,10 +172,3 @@ def write_files(request: LaunchRequest) -> None:
         link_all_but(Path(request.linked[0]), request.linked[1], Path(request.workdir))
     for path, text in request.files:
         write_durably(Path(path), text)
-
-
-def remove_stale_locks(extensions: Path) -> None:
-    """Remove locks of killed C++ builds, for which the next build would wait for ever."""
-    for lock in extensions.glob("*/lock"):
-        if time.time() - lock.stat().st_mtime > STALE_LOCK_S:
-            lock.unlink(missing_ok=True)

@@ -142,6 +142,9 @@ def _inherit_now(settings_path: str, torch: Any) -> None:
 
 def _attach(reporter: FailureReporter, torch: Any) -> None:
     """Install the monitor, the child hooks, and the virtual device or the out-of-memory hook."""
+    from orchestrator.training.guard import build_locks
+
+    build_locks.attach()
     reporter.monitor.attach(torch)
     reporter.watch_children()
     device = reporter.monitor.device
