@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.service.commands.plan import CandidateView, estimate_plan
-from orchestrator.specs.choices import Optimizer
+from orchestrator.memory.profiles import decoder_profile
+from orchestrator.service.commands.plan import CandidateView, estimate_plan, parse_plan
+from orchestrator.service.intake.intake import read_job
+from orchestrator.service.intake.profiling import TraceScope
+from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import DecoderSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.profile import TracedProfile
 
 LLAMA = {
     "model_type": "llama",
@@ -47,6 +55,90 @@ def answer(plan: dict[str, str], command: str = "python train.py", **more: Any) 
     node = {"name": "node", "devices": 2, "device": "a100-80gb", "host_memory": "1TiB"}
     cluster = ClusterSpec.model_validate({"name": "two", "nodes": [node]})
     return estimate_plan(job_from_data(job, "test"), list(plan.items()), idle_nodes(cluster))
+
+
+TRACED = {
+    "model_type": "stablelm",
+    "vocab_size": 20_000,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+def answer_of_folder(
+    folder: Path, plan: dict[str, str], command: str = "python train.py", **trains: Any
+) -> CandidateView:
+    """Return the estimate of a script that trains a family without a closed form, whose sizes lie in a folder."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(TRACED))
+    (folder / "train.py").touch()
+    job = {
+        "name": "script",
+        "command": command,
+        "trainer": "hf",
+        "global_batch_size": 4,
+        "precision": "bf16",
+        "trains": {"hf": str(folder / "model"), **trains},
+        "data": {"sequence_length": 512},
+    }
+    file = folder / "job.yaml"
+    file.write_text(json.dumps(job))
+
+    def scope(spec: JobSpec) -> TraceScope:
+        return TraceScope(cuda=(True,), plan=parse_plan(spec, list(plan.items())))
+
+    spec = read_job(file, home=folder, to_run=False, scope=scope)
+    node = {"name": "node", "devices": 1, "device": "a100-80gb", "host_memory": "1TiB"}
+    cluster = ClusterSpec.model_validate({"name": "one", "nodes": [node]})
+    return estimate_plan(spec, list(plan.items()), idle_nodes(cluster))
+
+
+@pytest.mark.long
+def test_a_traced_family_of_a_script_is_held_as_the_script_holds_it(tmp_path: Path) -> None:
+    plan = {"dp": "1", "micro_batch_size": "4"}
+    wide = answer_of_folder(tmp_path, plan)["estimate"]["by_cause"]
+    narrow = answer_of_folder(tmp_path, plan, weights="bf16")["estimate"]["by_cause"]
+    for cause in ("parameters", "optimizer states"):
+        assert narrow[cause] == pytest.approx(wide[cause] / 2, rel=1e-3)
+    # a script's own loss holds the logits of all tokens in fp32, and their gradient
+    fused = answer_of_folder(tmp_path, plan, "python train.py --use_liger_kernel true")
+    logits = 4 * 512 * TRACED["vocab_size"]
+    assert wide["activations"] - fused["estimate"]["by_cause"]["activations"] > 6 * logits
+
+
+def test_a_script_completes_the_configuration_of_its_published_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "train.py").touch()
+    config = {"vocab_size": 7, "attention_bias": True}
+    job = {
+        "name": "script",
+        "command": "python train.py",
+        "global_batch_size": 1,
+        "trains": {"hf": str(tmp_path), "config": config},
+        "data": {"sequence_length": 8},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    trains = read_job(tmp_path / "job.yaml", home=tmp_path, to_run=False).trains
+    assert trains is not None
+    assert trains.config == LLAMA | config
+
+
+def test_weights_in_bf16_count_for_a_traced_profile_too() -> None:
+    decoder = {name: size for name, size in LLAMA.items() if name != "model_type"}
+    profile = decoder_profile(DecoderSpec(**decoder), "script", Precision.BF16, 2048, 1, False)
+    traced = [
+        TracedProfile(sequence_length=2048, autocast=autocast, cuda=True, profile=profile)
+        for autocast in (False, True)
+    ]
+    wide, narrow = (
+        answer(FULL, trains={"factory": "m.py:f", "weights": word}, traced=traced)["estimate"]
+        for word in ("fp32", "bf16")
+    )
+    for cause in ("parameters", "optimizer states"):
+        assert narrow["by_cause"][cause] == wide["by_cause"][cause] / 2
 
 
 @pytest.mark.parametrize("plan", [FULL, FSDP])

@@ -72,19 +72,40 @@ GPT2: dict[str, Any] = {
     "n_head": 4,
 }
 NONE = ActivationCheckpointing.NONE
+REQUEST = Request(
+    model=ModelSpec(hf=LLAMA),
+    training=TrainingSpec(),
+    family="model",
+    sequence_length=32,
+    arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
+)
 
 
 def trace_model(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfile:
-    (profile,) = profiles(
-        Request(
-            model=model,
-            training=training or TrainingSpec(),
-            family="model",
-            sequence_length=32,
-            arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
-        )
-    )
+    request = replace(REQUEST, model=model, training=training or TrainingSpec())
+    (profile,) = profiles(request)
     return profile
+
+
+@pytest.mark.parametrize("layers", [3, 12])
+def test_attention_that_holds_its_scores_does_so_at_any_depth(layers: int) -> None:
+    plain, eager = (
+        trace_model(ModelSpec(hf={**LLAMA, "num_hidden_layers": layers, **more}))
+        for more in ({}, {"attn_implementation": "eager"})
+    )
+    scores = layers * LLAMA["num_attention_heads"] * 32 * 32
+    saved = [sum(part.count * part.saved_bytes for part in one.segments) for one in (plain, eager)]
+    assert saved[1] - saved[0] >= 4 * scores
+
+
+def test_a_loss_of_whole_logits_holds_those_of_all_tokens() -> None:
+    wide = {**LLAMA, "vocab_size": 8 * LLAMA["vocab_size"], "num_hidden_layers": 2}
+    request = replace(REQUEST, model=ModelSpec(hf=wide), sequence_length=2048)
+    heads = []
+    for whole in (False, True):
+        (profile,) = profiles(replace(request, whole_logits=whole))
+        heads.append(max(part.saved_bytes + part.transient_bytes for part in profile.segments[-2:]))
+    assert heads[1] - heads[0] > 2 * 2048 * wide["vocab_size"]
 
 
 GEMMA: dict[str, Any] = {

@@ -75,7 +75,7 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     """Return the model's sizes for the closed form; None where that does not hold at this sequence length.
 
     Models with adapters beside a mixture of experts are traced, as are adapters outside the seven projections of a
-    layer.
+    layer, and attention that holds its scores (`attn_implementation: eager`).
     """
     raw = config_of(model)
     family = str(raw.get("model_type"))
@@ -93,7 +93,8 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     sizes: dict[str, Any] = {name: config.get(name) for name in NEEDED}
     if mixed:
         sizes["intermediate_size"] = 0  # experts stand where a feed-forward part would
-    if any(not isinstance(size, int) for size in sizes.values()):
+    is_eager = config.get("attn_implementation") == "eager"
+    if is_eager or any(not isinstance(size, int) for size in sizes.values()):
         return None
     windowed = family in ("mistral", "mixtral") or config.get("use_sliding_window")
     if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:

@@ -99,6 +99,7 @@ class Request:
     modes: tuple[ActivationCheckpointing, ...] = tuple(ActivationCheckpointing)
     tensors: tuple[str, ...] = ()  # files of samples by the names of a head's arguments
     any_samples: bool = False  # a script brings its own
+    whole_logits: bool = False  # its loss holds those of all tokens
     batch: tuple[int | None, int | None] = (
         None,
         None,
@@ -121,6 +122,7 @@ def request_from_json(data: dict[str, Any]) -> Request:
         modes=tuple(map(ActivationCheckpointing, data["modes"])),
         tensors=tuple(data["tensors"]),
         any_samples=data["any_samples"],
+        whole_logits=data["whole_logits"],
     )
 
 
@@ -395,7 +397,7 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
             device="cpu",
         )
         samples = AnySamples(samples, request.batch) if request.any_samples else samples
-        recipe = hf_recipe(run, samples, config)
+        recipe = hf_recipe(run, samples, config, whole_logits=request.whole_logits)
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
@@ -430,8 +432,8 @@ def _config(model: ModelSpec) -> Any:
         return model.decoder
     from orchestrator.training.models.hf_model import published_config, read_config
 
-    is_away = isinstance(hf, str) and not Path(hf).is_dir()
-    return published_config(model.config) if is_away and model.config else read_config(hf)
+    is_published = isinstance(hf, str) and "model_type" in model.config
+    return published_config(model.config) if is_published else read_config(hf)
 
 
 def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
