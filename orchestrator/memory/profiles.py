@@ -121,6 +121,7 @@ def profile_of(
                 cuda=cuda,
                 expert_parallel=expert_parallel,
                 uneven=uneven,
+                is_script=spec.is_script,
             )
             return (
                 _as_script_runs(spec, theirs, model, shape.vocab_size, length)

@@ -385,18 +385,30 @@ def test_attention_that_is_alike_on_both_is_traced_once() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_base_in_four_bits_is_traced_as_the_closed_form_has_it() -> None:
+@pytest.mark.parametrize("quantise", [True, False])
+@pytest.mark.parametrize("weights", [None, Precision.BF16])
+@pytest.mark.parametrize("is_script", [True, False])
+def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
+    *, quantise: bool, weights: Precision | None, is_script: bool
+) -> None:
+    if weights and not is_script:
+        pytest.skip("only a script says it")
     model = ModelSpec(
-        hf=LLAMA | {"num_hidden_layers": 2}, lora=LoraSpec(rank=4, quantise_base=True)
+        hf=LLAMA | {"num_hidden_layers": 2},
+        lora=LoraSpec(rank=4, quantise_base=quantise),
+        weights=weights,
     )
-    kind = Arithmetic(precision=Precision.BF16, autocast=True)
-    fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
-    (trace,) = profiles(Request(model=model, arithmetics=(kind,), **fields))
+    kind = Arithmetic(precision=Precision.BF16, autocast=weights is None)
+    request = replace(REQUEST, model=model, arithmetics=(kind,), any_samples=is_script)
+    (trace,) = profiles(request)
+    text = () if is_script else ("text",)
     spec = JobSpec(
         name="job",
         global_batch_size=4,
-        model=model,
-        data=DataSpec(text=("text",), sequence_length=32),
+        precision=Precision.BF16,
+        data=DataSpec(text=text, sequence_length=32),
+        command=("python", "train.py") if is_script else None,
+        **{"trains" if is_script else "model": model},
     )
     closed_form = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
     assert closed_form is not None

@@ -67,6 +67,7 @@ from orchestrator.training.tracing.timeline import Phase, Steps, Unlike, profile
 from orchestrator.training.tracing.values import READS, Values
 from orchestrator.training.tracing.zero3_linear import zero3_linear
 
+FP32_BYTES = 4
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BAD_JOB_EXIT_CODE = 2
@@ -209,7 +210,7 @@ class _Traced:
         self._autocast = low if arithmetic.autocast else None
         held_bytes: dict[int, float] = {}
         for member in self._recipes:
-            four_bits = _in_four_bits(request.model, member.module, low)
+            four_bits = _in_four_bits(request, member.module, low)
             note = self._values.note if self._values else None
             held_bytes |= without_memory(
                 member.module, self._fake, None if arithmetic.autocast else low, note
@@ -217,6 +218,8 @@ class _Traced:
             held_bytes |= {
                 id(member.module.get_parameter(name)): width for name, width in four_bits.items()
             }
+            most = request.model.weight_bytes_each
+            held_bytes = {weight: min(width, most) for weight, width in held_bytes.items()}
             if low and not arithmetic.autocast:
                 for part in (member.module, *member.layers):
                     part.register_forward_pre_hook(round_inputs(low), with_kwargs=True)
@@ -446,15 +449,24 @@ def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
     )
 
 
-def _in_four_bits(model: ModelSpec, module: Any, low: torch.dtype | None) -> dict[str, float]:
-    """Return name -> bytes per element of the weights that CUDA holds in 4 bits; hold the tables as training does."""
-    if model.lora is None or not model.lora.quantise_base:
+def _in_four_bits(request: Request, module: Any, low: torch.dtype | None) -> dict[str, float]:
+    """Return name -> bytes per element of the weights that CUDA holds in 4 bits; hold the tables as training does.
+
+    A script's are in fp32 but for `weights: bf16`, as `_with_adapters` in memory/models/hf.py has them.
+    """
+    lora = request.model.lora
+    if lora is None or not lora.quantise_base:
         return {}
     from orchestrator.training.models.hf_adapters import NF4_BYTES, hold_tables_in, in_four_bits
 
+    widths = dict.fromkeys(in_four_bits(module), NF4_BYTES)
+    if request.any_samples:
+        head = module.get_output_embeddings().weight
+        names = [name for name, weight in module.named_parameters() if weight is head]
+        return widths | dict.fromkeys(names, FP32_BYTES)
     if low is not None:
         hold_tables_in(module, low)
-    return dict.fromkeys(in_four_bits(module), NF4_BYTES)
+    return widths
 
 
 @contextlib.contextmanager
