@@ -238,11 +238,10 @@ def _why_illegal_for_script(plan: PlanFields) -> str | None:
             "a script's FSDP with offload needs gradient_accumulation_steps=1: gradients that add up on the host may "
             "be wrong (torch/distributed/fsdp/fully_sharded_data_parallel.py)"
         )
-    if (
-        plan.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT)
-        and plan.zero_stage is not ZeroStage.NONE
-    ):
-        return f"optimizer={plan.optimizer} works on whole tensors; a script's ZeRO stages hold flat pieces of them"
+    if plan.optimizer is Optimizer.ADAFACTOR and plan.zero_stage is not ZeroStage.NONE:
+        return "optimizer=adafactor works on whole tensors; a script's ZeRO stages hold flat pieces of them"
+    if plan.optimizer is Optimizer.ADAMW_8BIT and plan.offload is not Offload.NONE:
+        return "optimizer=adamw_8bit needs offload=none: bitsandbytes updates on the device"
     return None
 
 

@@ -159,6 +159,34 @@ def test_deepspeed_keeps_fp32_masters_of_weights_in_bf16() -> None:
     assert wide == narrow
 
 
+@pytest.mark.parametrize("knob", ["deepspeed_config", "zero_stage"])
+def test_moments_in_8_bits_are_sharded_like_others(knob: str) -> None:
+    knobs = {"zero_stage": None, knob: {"flag": "--shard"}}
+    causes = {
+        (rule, ranks): answer(
+            {**FSDP, "dp": str(ranks)}, training={"optimizer": rule}, knobs=knobs
+        )["estimate"]["by_cause"]["optimizer states"]
+        for rule in ("adamw", "adamw_8bit")
+        for ranks in (1, 2)
+    }
+    assert causes["adamw_8bit", 2] == pytest.approx(causes["adamw_8bit", 1] / 2, rel=0.01)
+    # those of embedding and head stay in fp32
+    assert causes["adamw_8bit", 2] < 0.6 * causes["adamw", 2]
+
+
+def test_zero_3_updates_a_shard_of_billions_in_groups() -> None:
+    wide = {**LLAMA, "hidden_size": 8192, "intermediate_size": 24576, "num_attention_heads": 64}
+    knobs = {"deepspeed_config": {"flag": "--deepspeed"}, "zero_stage": None}
+    trains = {"hf": wide | {"num_key_value_heads": 64, "num_hidden_layers": 12}}
+    estimate = answer(FSDP, knobs=knobs, trains=trains)["estimate"]
+    (step,) = [moment for moment in estimate["by_moment"] if moment["name"] == "optimizer step"]
+    shard = estimate["by_cause"]["optimizer states"] // 8
+    assert shard > 4e9
+    # weights and gradients in bf16, masters and moments in fp32; of a group its gradients, joined and in fp32
+    least = (2 + 2 + 4 + 8) * shard + (2 + 4) * 10**9
+    assert least < step["counted_bytes"] < 1.02 * least
+
+
 def test_a_fused_loss_is_the_trainers_own() -> None:
     command = "python train.py --use_liger_kernel true"
     adapted = {"hf": LLAMA, "lora": {"rank": 8}}

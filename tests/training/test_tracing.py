@@ -94,7 +94,10 @@ def test_attention_that_holds_its_scores_does_so_at_any_depth(layers: int) -> No
         for more in ({}, {"attn_implementation": "eager"})
     )
     scores = layers * LLAMA["num_attention_heads"] * 32 * 32
-    saved = [sum(part.count * part.saved_bytes for part in one.segments) for one in (plain, eager)]
+    saved = [
+        sum(part.count * part.saved_bytes for part in profile.segments)
+        for profile in (plain, eager)
+    ]
     assert saved[1] - saved[0] >= 4 * scores
 
 
