@@ -155,9 +155,7 @@ def fsdp_moments(
         )
         shard = -(-rank.trained_parameters // shards)
         is_foreach = (
-            cuda
-            and isinstance(fsdp, ScriptFsdp)
-            and plan.optimizer is not Optimizer.ADAMW_8BIT
+            cuda and isinstance(fsdp, ScriptFsdp) and plan.optimizer is not Optimizer.ADAMW_8BIT
         )
         temporary = temporaries(plan, largest, cuda=cuda, before=before)
         step = (
