@@ -141,6 +141,16 @@ def test_weights_in_bf16_count_for_a_traced_profile_too() -> None:
         assert narrow["by_cause"][cause] == wide["by_cause"][cause] / 2
 
 
+def test_a_script_that_nobody_measured_fits_by_the_error_that_others_saw() -> None:
+    replies = [
+        answer(FULL | {"micro_batch_size": str(micro)}, global_batch_size=8) for micro in (1, 8)
+    ]
+    light, heavy = (reply["reported_fit_probability"] for reply in replies)
+    assert light is not None
+    assert heavy is not None
+    assert 0.9 < heavy < light < 1
+
+
 @pytest.mark.parametrize("plan", [FULL, FSDP])
 def test_weights_in_bf16_halve_parameters_and_states(plan: dict[str, str]) -> None:
     wide = answer(plan)["estimate"]["by_cause"]

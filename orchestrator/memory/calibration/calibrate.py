@@ -24,6 +24,7 @@ from orchestrator.memory.calibration.correction import (
 )
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
+from orchestrator.specs.engines import facts_of
 from orchestrator.specs.mechanics import Mechanics
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
@@ -46,6 +47,7 @@ MARGIN = 1.05
 # Mean error of predictions of published trainings that others collected and nobody here had looked
 # at: 24.5 % of 50, of 35 sources (commit 1334597, 2026-11-29).
 REPORTED_ERROR = 1.24
+DECLARED = (Source.DECLARED, Source.DECLARED_MEMORY)
 MARGINS: Mapping[Source, float] = {
     Source.CLOSED_FORM: MARGIN,
     Source.TRACED: 1.03,
@@ -402,7 +404,7 @@ def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...
 def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
     """Return the free bytes that each device must have for the plan: its corrected estimate times the margin."""
     margin = calibrated.errors_for(plan, estimate).margin
-    if _has_unmeasured_cache(estimate):
+    if has_unmeasured_cache(estimate):
         margin = max(margin, MARGIN)
     return math.ceil(corrected_bytes(estimate, calibrated.correction_of(plan, estimate)) * margin)
 
@@ -419,17 +421,33 @@ def plan_fit_probability(
         1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate))
     )
     share = calibrated.errors_for(plan, estimate).within(room)
-    return min(share, SUPPOSED.within(room)) if _has_unmeasured_cache(estimate) else share
+    return min(share, SUPPOSED.within(room)) if has_unmeasured_cache(estimate) else share
 
 
-def is_measured(estimate: MemoryEstimate, calibrated: Calibration) -> bool:
+def is_measured(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> bool:
     """Return whether a prediction rests on more than what a job file says of its script.
 
-    Our own models are counted or traced. What a file declares is measured once an attempt of its family has ended.
+    Our own trainings are counted or traced. What a file says of a script, its model among it, is measured once an
+    attempt of its family has ended.
     """
-    if estimate.source not in (Source.DECLARED, Source.DECLARED_MEMORY):
+    is_said = estimate.source not in (Source.ASSUMED, Source.PROBED)
+    if not is_said or (facts_of(plan.engine).is_ours and estimate.source not in DECLARED):
         return True
     return bool(calibrated.proven or calibrated.refuted)
+
+
+def reported_fit_probability(
+    plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int
+) -> float | None:
+    """Return the probability that an unmeasured plan fits, by REPORTED_ERROR; None where it is measured.
+
+    The mean of absolute values of a normal distribution is its spread times the square root of 2 / pi.
+    """
+    if is_measured(plan, estimate, calibrated):
+        return None
+    expected = corrected_bytes(estimate, calibrated.correction_of(plan, estimate))
+    spread = math.log(REPORTED_ERROR) * math.sqrt(math.pi / 2)
+    return _student(math.log(capacity_bytes / max(1, expected)) / spread, PRIOR_OUTCOMES)
 
 
 def likely_band_bytes(
@@ -440,7 +458,7 @@ def likely_band_bytes(
     return int(expected / REPORTED_ERROR), math.ceil(expected * REPORTED_ERROR)
 
 
-def _has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
+def has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
     """Return whether the allocator reserves more than it allocates: measured peaks are allocated bytes only."""
     return estimate.reserved_bytes > estimate.allocated_bytes
 
