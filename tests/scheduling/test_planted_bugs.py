@@ -409,7 +409,7 @@ BUGS: dict[str, tuple[Plant, str, int]] = {
     "releases unheard": (releases_unheard, "never gave its devices back", 0),
     "cancels unheard": (cancels_unheard, "although it is cancelled", 2),
     "cancelled jobs restart": (cancelled_jobs_restart, "although its job is cancelled", 11),
-    "last comes first": (last_comes_first, "start", 3),
+    "last comes first": (last_comes_first, "start", 29),
     "priority ignored": (priority_ignored, "start", 9),
     "batch doubled": (batch_doubled, "trains with batch 16, not 8", 0),
     "late ends believed": (late_ends_believed, "ended twice", 1),
@@ -468,8 +468,8 @@ def the_due_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 RUSHING_BUGS: dict[str, tuple[Plant, str, int]] = {
-    "the due forgotten": (the_due_forgotten, "is due and has nothing promised", 7),
-    "deadlines of those who run ignored": (slack_of(inf), "is moved for no earlier deadline", 5),
+    "the due forgotten": (the_due_forgotten, "is due and has nothing promised", 14),
+    "deadlines of those who run ignored": (slack_of(inf), "is moved for no earlier deadline", 7),
     "time enough supposed": (slack_of(1e9), "misses its deadline by making way", 18),
 }
 

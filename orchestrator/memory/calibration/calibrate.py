@@ -77,6 +77,8 @@ DEVIATION_TO_SPREAD = 1.4826
 
 # of a probability: beyond, sums of angles are noise, and a tail may turn negative
 ROUNDING_DIGITS = 12
+PROBES_MAX = 4  # of a job; two where they tell the bytes of a sample
+SLOPE_MIN = 1.01  # slopes of probes are alike within that
 # newest outcomes of each (device, engine, family, torch version) that count and are kept
 WINDOW = 32
 OBSERVATIONS_MAX = 1000  # kept in all, newest: more than a cluster's families need
@@ -351,17 +353,29 @@ def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
 
 
 def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
-    """Return the line through the newest probes' peaks at two micro-batch sizes; None without two."""
-    probed = [outcome for outcome in of_family if outcome.probe and not outcome.ran_out]
-    peaks = {outcome.plan.micro_batch_size: outcome.measured_bytes for outcome in probed}
-    if len(peaks) < 2:
+    """Return the line through the newest probes' peaks at the two largest micro-batch sizes; None without two.
+
+    A peak in the optimizer's update, a loader or an evaluation hides what samples need: the slope is then below that of
+    the bytes at the end of a forward pass. PROBES_MAX look for it before these count.
+    """
+    probed = {
+        outcome.plan.micro_batch_size: outcome
+        for outcome in of_family
+        if outcome.probe and not outcome.ran_out
+    }
+    if len(probed) < 2:
         return None
-    (few, least_bytes), (more, most_bytes) = sorted(peaks.items())[:2]
-    sample_bytes = max(0, most_bytes - least_bytes) // (more - few)
+    (few, least), (more, most) = sorted(probed.items())[-2:]
+    sample_bytes = max(0, most.measured_bytes - least.measured_bytes) // (more - few)
+    forward_bytes = (most.forward_bytes - least.forward_bytes) // (more - few)
+    is_hidden = SLOPE_MIN * sample_bytes < forward_bytes
+    if is_hidden and len(probed) < PROBES_MAX:
+        return None
+    sample_bytes = max(sample_bytes, forward_bytes)
     return MeasuredLine(
-        fixed_bytes=max(0, least_bytes - few * sample_bytes),
+        fixed_bytes=max(0, most.measured_bytes - more * sample_bytes),
         sample_bytes=sample_bytes,
-        is_of_one_rank=all(outcome.plan.layout.dp == 1 for outcome in probed),
+        is_of_one_rank=all(outcome.plan.layout.dp == 1 for outcome in probed.values()),
     )
 
 
@@ -387,7 +401,7 @@ def select_newest(observations: Iterable[Observation]) -> tuple[Observation, ...
     for outcome in newest_first:
         if outcome.probe:
             micros = probed.setdefault((outcome.device, outcome.family), set())
-            if len(micros) < 2 and outcome.plan.micro_batch_size not in micros:
+            if len(micros) < PROBES_MAX and outcome.plan.micro_batch_size not in micros:
                 newest.append(outcome)
                 micros.add(outcome.plan.micro_batch_size)
             continue
