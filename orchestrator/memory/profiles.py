@@ -121,6 +121,7 @@ def profile_of(
                 cuda=cuda,
                 expert_parallel=expert_parallel,
                 uneven=uneven,
+                is_script=spec.is_script,
             )
             return (
                 _as_script_runs(spec, theirs, model, shape.vocab_size, length)
@@ -129,26 +130,33 @@ def profile_of(
             )
     if tensor_parallel > 1:
         return None
-    return _find_traced(spec.traced, precision, length, autocast, cuda)
+    traced = _find_traced(spec.traced, precision, length, autocast, cuda)
+    return _as_script_holds(traced, model) if traced and model and spec.is_script else traced
 
 
 def _as_script_runs(
     spec: JobSpec, profile: ModelProfile, model: ModelSpec, vocab_size: int, sequence_length: int
 ) -> ModelProfile:
-    """The profile with the script's own loss, and trained weights in the type in which it holds them.
+    """The profile with the script's own loss, and trained weights in the type in which it holds them."""
+    if not has_fused_loss(spec):
+        profile = with_all_logits(profile, vocab_size, sequence_length)
+    return _as_script_holds(profile, model)
 
-    transformers' Trainer replaces the loss by one in chunks where it is told to (`use_liger_kernel`). Adapters stay in
-    fp32 beside a frozen base (`autocast_adapter_dtype` in peft/tuners/tuners_utils.py, peft 0.19).
+
+def has_fused_loss(spec: JobSpec) -> bool:
+    """Return whether the job's loss comes in chunks: ours, or that of transformers' Trainer by `use_liger_kernel`."""
+    is_told = is_flag_on(spec.command or (), "--use_liger_kernel")
+    return not spec.is_script or (spec.trainer in TRANSFORMERS_TRAINERS and is_told)
+
+
+def _as_script_holds(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
+    """The profile with trained weights in the script's type.
+
+    Adapters stay in fp32 beside a frozen base (`autocast_adapter_dtype` in peft/tuners/tuners_utils.py, peft 0.19).
     """
-    fused = spec.trainer in TRANSFORMERS_TRAINERS and is_flag_on(
-        spec.command or (), "--use_liger_kernel"
-    )
-    trained = profile if fused else with_all_logits(profile, vocab_size, sequence_length)
-    return (
-        trained
-        if model.lora is not None
-        else replace(trained, parameter_bytes=model.weight_bytes_each)
-    )
+    if model.lora is not None:
+        return profile
+    return replace(profile, parameter_bytes=model.weight_bytes_each)
 
 
 def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> ModelProfile:

@@ -64,11 +64,10 @@ BF16_TRAFFIC_BYTES = 10
 # fp32 weights, 158 ns
 # beside bf16 ones (torch 2.13.0, torchao 0.18, one CPU core, 2026-11-26).
 EAGER_8BIT_S = 1.5e-7
-# Host memory bandwidth that one rank's AdamW on the host gets: steps of an H100 took three times as
-# long as by 25 GB/s,
-# which is 8 GB/s, and those of an H200 with 16 cores tell 14 GB/s (docs/concepts/memory-model.md,
-# tests/gpu/measured/).
-HOST_ADAM_BANDWIDTH = 11e9
+# Host memory bandwidth that one rank's AdamW on the host gets, the less of what was seen: steps of an
+# H100 took three times as long as by 25 GB/s, and those of an H200 with 16 cores tell 14 GB/s
+# (docs/concepts/memory-model.md, tests/gpu/measured/). Nobody knows a host before it was measured.
+HOST_ADAM_BANDWIDTH = 8e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
 
 

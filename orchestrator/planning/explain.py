@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
@@ -9,7 +10,7 @@ from orchestrator.memory.calibration.correction import corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier
-from orchestrator.planning.trust import Choice
+from orchestrator.planning.trust import SPREAD_MAX, Choice, room_of
 from orchestrator.planning.ways_out import (
     Unfit,
     WayOut,
@@ -174,10 +175,15 @@ def why_passed_over(taken: Choice, fastest: Choice) -> str | None:
     gain = 1 - fastest.seconds / taken.seconds if taken.seconds > 0 else 0.0
     if gain <= 0:
         return None
-    return (
-        f"the most trusted plan near the fastest: {in_short(fastest.plan)} is predicted {gain:.1%} faster, "
-        "which is within the error of predictions (`objective: fastest` takes it)"
-    )
+    faster = f"{in_short(fastest.plan)} is predicted {gain:.1%} faster"
+    taking = "(`objective: fastest` takes it)"
+    if fastest.fill > max(taken.fill, room_of(taken.plan)):
+        fill = f"and fills {fastest.fill:.0%} of a device"
+        return f"a plan with more room for what predictions are off: {faster}, {fill} {taking}"
+    why = "which is within the error of predictions"
+    if gain > 1 - math.exp(-SPREAD_MAX):
+        why = "and trusted less"
+    return f"the most trusted plan near the fastest: {faster}, {why} {taking}"
 
 
 def _total(moment: MomentBytes) -> int:

@@ -268,6 +268,7 @@ class Heartbeat:
     pid: int = 0
     backwards: int = 0  # backward passes completed in this attempt
     live_bytes: int = 0  # allocated at `at_s`
+    forward_bytes: int = 0  # allocated at the end of a forward pass, the most of PROBE_STEPS
     # ranks of the largest process group it joined; 0: none, None: unknown
     group_size: int | None = None
     signal: int = 0  # SIGTERM or SIGINT that reached a handler of the program; 0: none
@@ -447,6 +448,12 @@ class Attempt:
                 beat for beat in beats if beat.steps_done > 0 or beat.phase != Phase.STARTUP
             )
         return max((beat.peak_bytes for beat in beats), default=None)
+
+    @property
+    def forward_bytes(self) -> int:
+        """The most that was allocated at the end of a forward pass of the first steps; 0 where no rank reported it."""
+        beats = () if self.evidence is None else self.evidence.heartbeats
+        return max((beat.forward_bytes for beat in beats), default=0)
 
     @property
     def reserved_bytes(self) -> int | None:

@@ -59,6 +59,8 @@ def why_illegal(plan: PlanFields) -> str | None:
         return "offload=optimizer needs zero_stage >= 1 (deepspeed/runtime/zero/offload_config.py)"
     if plan.offload is Offload.PARAMETERS and plan.zero_stage is not ZeroStage.PARAMETERS:
         return "offload=parameters needs zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
+    if plan.optimizer is Optimizer.ADAMW_8BIT and plan.offload is not Offload.NONE:
+        return "optimizer=adamw_8bit needs offload=none: its update runs on the device"
     sharded_offload = plan.offload is not Offload.NONE and plan.zero_stage is ZeroStage.PARAMETERS
     if plan.offload_target is OffloadTarget.NVME and not sharded_offload:
         return "offload_target=nvme needs an offload and zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
@@ -194,8 +196,6 @@ def _why_illegal_for_torch(plan: PlanFields) -> str | None:
         return "engine=torch offloads to host memory only; offload_target=nvme is DeepSpeed's"
     if plan.layout.tp > 1 and plan.layout.dp_cp > 1 and plan.zero_stage is ZeroStage.NONE:
         return "tp > 1 with dp x cp > 1 needs zero_stage 2 or 3: DistributedDataParallel does not take DTensors"
-    if plan.optimizer is Optimizer.ADAMW_8BIT and plan.offload is not Offload.NONE:
-        return "optimizer=adamw_8bit needs offload=none: its update is compiled for the device"
     if plan.optimizer is Optimizer.ADAFACTOR and (
         plan.zero_stage is not ZeroStage.NONE or plan.layout.tp > 1
     ):
@@ -238,11 +238,8 @@ def _why_illegal_for_script(plan: PlanFields) -> str | None:
             "a script's FSDP with offload needs gradient_accumulation_steps=1: gradients that add up on the host may "
             "be wrong (torch/distributed/fsdp/fully_sharded_data_parallel.py)"
         )
-    if (
-        plan.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT)
-        and plan.zero_stage is not ZeroStage.NONE
-    ):
-        return f"optimizer={plan.optimizer} works on whole tensors; a script's ZeRO stages hold flat pieces of them"
+    if plan.optimizer is Optimizer.ADAFACTOR and plan.zero_stage is not ZeroStage.NONE:
+        return "optimizer=adafactor works on whole tensors; a script's ZeRO stages hold flat pieces of them"
     return None
 
 

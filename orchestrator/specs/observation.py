@@ -25,6 +25,7 @@ class Observation:
     step_ratio: float | None  # measured / predicted seconds of a step; None: unknown
     at_s: float  # when it ended
     probe: bool = False  # no prediction: it measures what a micro-batch needs
+    forward_bytes: int = 0  # allocated at the end of a forward pass; 0: not reported
     # phase in which it ran out of memory, as the guard reports it; "" otherwise or unknown
     phase: str = ""
     # done share of that forward or backward pass, 0 to 1; None: unknown

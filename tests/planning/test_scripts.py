@@ -497,15 +497,20 @@ def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
     assert "master weights" not in causes, "FSDP's parameters are its fp32 masters"
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
-def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors(
-    optimizer: str,
-) -> None:
+def legal_plans_of(optimizer: str) -> list[Plan]:
     knobs = KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}
-    legal_plans = list(
-        plans(script(knobs=knobs, training={"optimizer": optimizer}), machine(DeviceKind.CUDA))
-    )
-    assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.NONE}
+    job = script(knobs=knobs, training={"optimizer": optimizer})
+    return list(plans(job, machine(DeviceKind.CUDA)))
+
+
+def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors() -> None:
+    assert {plan.zero_stage for plan in legal_plans_of("adafactor")} == {ZeroStage.NONE}
+
+
+def test_moments_in_8_bits_are_sharded_and_never_offloaded() -> None:
+    legal_plans = legal_plans_of("adamw_8bit")
+    assert {plan.zero_stage for plan in legal_plans} == set(ZeroStage)
+    assert {plan.offload for plan in legal_plans} == {Offload.NONE}
 
 
 @pytest.mark.parametrize(

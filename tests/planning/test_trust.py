@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,12 +14,16 @@ from orchestrator.planning.trust import (
     OTHER_SPREAD,
     RECOVERY_SPREAD,
     SPREAD_MAX,
+    TIGHT,
     Choice,
     Rule,
     kind,
     ratio_spread,
     trust,
 )
+from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.commands.plan import plan_job
+from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -27,7 +32,9 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Plan
 
 
@@ -102,6 +109,76 @@ def test_the_order_in_which_plans_come_changes_nothing(drawn: list[Choice], rand
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     if len(seconds) == len(drawn):
         assert shuffled[Rule().choose(shuffled)].plan == drawn[Rule().choose(drawn)].plan
+
+
+@given(choices, st.floats(0.3, 1.0))
+def test_a_first_plan_leaves_room_where_that_costs_little_and_moves_nothing_to_the_host(
+    drawn: list[Choice], room: float
+) -> None:
+    taken = drawn[Rule(room=room).choose(drawn)]
+    tight = drawn[Rule().choose(drawn)]
+    limit_s = min(choice.seconds for choice in drawn) * math.exp(RECOVERY_SPREAD)
+    roomy = [
+        choice
+        for choice in drawn
+        if choice.fill <= room
+        and choice.seconds <= limit_s
+        and choice.plan.offload is Offload.NONE
+        and choice.plan.layout.world_size == choice.plan.layout.dp
+    ]
+    assert taken.fill <= max(room, tight.fill)
+    if roomy:
+        assert taken.fill <= room
+    if tight.fill <= room:
+        assert taken == tight
+    assert taken.seconds <= max(limit_s, tight.seconds)
+
+
+@given(choices, st.floats(0.3, 1.0), st.data())
+def test_no_plan_that_ran_here_leaves_for_more_room(
+    drawn: list[Choice], room: float, data: st.DataObject
+) -> None:
+    ran = frozenset({data.draw(st.sampled_from(drawn)).plan})
+    tight = drawn[Rule(incumbents=ran).choose(drawn)]
+    if tight.plan in ran:
+        assert drawn[Rule(incumbents=ran, room=room).choose(drawn)] == tight
+
+
+FINETUNE = Path(__file__).parents[2] / "jobs" / "finetune" / "llama3_8b_lora.yaml"
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
+
+
+def test_a_family_that_nobody_measured_leaves_room_and_names_the_tighter_plan() -> None:
+    spec = read_job(FINETUNE, [("gpus", "2")], to_run=False)
+    reply = plan_job(spec, idle_nodes(cluster_of_cards("2xrtx3090-24gb")))
+    assert reply["chosen"] is not None
+    taken = reply["frontier"][reply["chosen"]]
+    assert taken["needed_bytes"] <= TIGHT * taken["capacity_bytes"]
+    assert "dp2 · FSDP2" in taken["plan"]  # as people run it there
+    assert reply["passed_over"] is not None
+    assert "more room" in reply["passed_over"]
+    assert "of a device" in reply["passed_over"]
+
+
+def test_a_model_that_fills_its_card_is_not_moved_to_the_host_for_room() -> None:
+    job = {
+        "name": "small",
+        "model": {"hf": SMALL},
+        "data": {"text": ["text"], "sequence_length": 2048},
+        "global_batch_size": 64,
+        "precision": "bf16",
+    }
+    reply = plan_job(job_from_data(job, "test"), idle_nodes(cluster_of_cards("rtx3090-24gb")))
+    assert reply["chosen"] is not None
+    assert reply["frontier"][reply["chosen"]]["settings"]["offload"] == "none"
 
 
 @given(choices, st.data())

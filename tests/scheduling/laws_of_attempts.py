@@ -96,7 +96,7 @@ def _launches(t: Transition) -> Iterator[str]:
         attempt, job = launch.attempt, t.after.jobs[launch.job.id]
         launched.add(attempt.name)
         gang = devices(attempt)
-        if attempt.plan.global_batch_size != job.spec.global_batch_size:
+        if attempt.plan.global_batch_size != job.spec.global_batch_size and not attempt.probe:
             yield f"{attempt.name} trains with batch {attempt.plan.global_batch_size}, not {job.spec.global_batch_size}"
         if len(set(gang)) != attempt.plan.world_size or len(gang) != attempt.plan.world_size:
             yield f"{attempt.name} has {len(set(gang))} devices for {attempt.plan.world_size} ranks"

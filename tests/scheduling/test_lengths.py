@@ -129,25 +129,27 @@ def test_seven_jobs_of_minutes_are_forecast_to_end_in_minutes() -> None:
     """Seven own scripts of 20 to 200 steps on two devices: from the first end on, within three times the truth."""
     steps = (20, 40, 60, 80, 120, 160, 200)
     scripts = [stranger(world_script(f"own-{count}", steps=count)) for count in steps]
-    scenario = Scenario(
-        cluster=CLUSTERS[1],
-        jobs=tuple((0.0, spec, None) for spec in scripts),
-        cancels=(),
-        hazards=CALM,
-        repeat_chance=0.0,
-        seed=5,
-    )
-    journal, backend = MemoryJournal(), backend_of(scenario)
-    play(scenario, journal, backend)
-    true_s = max(process.ended_at_s or inf for process in backend.processes.values())
-    scheduler, ratios = Scheduler(State()), list[float]()
-    for event in journal.events:
-        scheduler.step(event)
-        state = scheduler.state
-        if isinstance(event, Finished) and len(state.jobs) == len(steps):
-            expected = forecast(state)
-            if all(row.knows_end for row in expected.values()) and len(expected) == len(steps):
-                ratios.append(max(row.end_s for row in expected.values()) / true_s)
+    ratios = list[float]()
+    for seed in (0, 4, 5):
+        scenario = Scenario(
+            cluster=CLUSTERS[1],
+            jobs=tuple((0.0, spec, None) for spec in scripts),
+            cancels=(),
+            hazards=CALM,
+            repeat_chance=0.0,
+            seed=seed,
+        )
+        journal, backend = MemoryJournal(), backend_of(scenario)
+        play(scenario, journal, backend)
+        true_s = max(process.ended_at_s or inf for process in backend.processes.values())
+        scheduler = Scheduler(State())
+        for event in journal.events:
+            scheduler.step(event)
+            state = scheduler.state
+            if isinstance(event, Finished) and len(state.jobs) == len(steps):
+                expected = forecast(state)
+                if all(row.knows_end for row in expected.values()) and len(expected) == len(steps):
+                    ratios.append(max(row.end_s for row in expected.values()) / true_s)
     assert len(ratios) >= 3
     assert all(1 / 3 < ratio < 3 for ratio in ratios), ratios
 

@@ -402,14 +402,14 @@ BUGS: dict[str, tuple[Plant, str, int]] = {
     "devices never busy": (devices_never_busy, "together", 0),
     "devices free before release": (devices_free_before_release, "together", 0),
     "bugs are retried": (bugs_are_retried, "was tried again after user_error", 0),
-    "refuted plans forgotten": (refuted_plans_forgotten, "repeats the plan", 0),
-    "only the same plan refuted": (only_the_same_plan_refuted, "needs no less memory", 0),
+    "refuted plans forgotten": (refuted_plans_forgotten, "repeats the plan", 1),
+    "only the same plan refuted": (only_the_same_plan_refuted, "needs no less memory", 2),
     "budgets never end": (budgets_never_end, "was tried again", 1),
     "one budget for all": (one_budget_for_all, "was given up", 0),
     "releases unheard": (releases_unheard, "never gave its devices back", 0),
     "cancels unheard": (cancels_unheard, "although it is cancelled", 2),
     "cancelled jobs restart": (cancelled_jobs_restart, "although its job is cancelled", 11),
-    "last comes first": (last_comes_first, "start", 3),
+    "last comes first": (last_comes_first, "start", 29),
     "priority ignored": (priority_ignored, "start", 9),
     "batch doubled": (batch_doubled, "trains with batch 16, not 8", 0),
     "late ends believed": (late_ends_believed, "ended twice", 1),
@@ -468,8 +468,8 @@ def the_due_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 RUSHING_BUGS: dict[str, tuple[Plant, str, int]] = {
-    "the due forgotten": (the_due_forgotten, "is due and has nothing promised", 7),
-    "deadlines of those who run ignored": (slack_of(inf), "is moved for no earlier deadline", 5),
+    "the due forgotten": (the_due_forgotten, "is due and has nothing promised", 14),
+    "deadlines of those who run ignored": (slack_of(inf), "is moved for no earlier deadline", 7),
     "time enough supposed": (slack_of(1e9), "misses its deadline by making way", 18),
 }
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.calibration.calibrate import calibration, select_newest
+from orchestrator.memory.calibration.calibrate import PROBES_MAX, calibration, select_newest
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.sentences import reason_of
@@ -73,9 +73,21 @@ def unknown(name: str = "unknown", **fields: object) -> JobSpec:
 class Night:
     """A device of 512 MiB, on which a script needs `fixed` MiB and `sample` MiB per sample of its micro-batch."""
 
-    def __init__(self, fixed: int = 40, sample: int = 12, *, is_carried: bool = True) -> None:
-        """`is_carried`: one Scheduler decides all night, else one is made for each event."""
+    def __init__(
+        self,
+        fixed: int = 40,
+        sample: int = 12,
+        *,
+        floor: int = 0,
+        forward: float = 0.0,
+        is_carried: bool = True,
+    ) -> None:
+        """`floor`: MiB of a moment without samples. `forward`: MiB of a sample when a forward pass ends; 0: unknown.
+
+        `is_carried`: one Scheduler decides all night, else one is made for each event.
+        """
         self.fixed, self.sample, self.is_carried = fixed, sample, is_carried
+        self.floor, self.forward = floor, forward
         self.scheduler, self.launched, self.at_s = Scheduler(State()), list[Attempt](), 0.0
         nodes = idle_nodes(CLUSTERS[0])
         self.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
@@ -114,8 +126,12 @@ class Night:
         self.tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=self.tick()))
         return attempt
 
+    def peak_bytes(self, micro: int) -> int:
+        return max(self.floor, self.fixed + self.sample * micro) * MIB
+
     def truth(self, attempt: Attempt) -> Evidence:
-        peak = (self.fixed + self.sample * attempt.plan.micro_batch_size) * MIB
+        micro = attempt.plan.micro_batch_size
+        peak = self.peak_bytes(micro)
         if peak > 512 * MIB:
             room = 512 * MIB - attempt.plan.micro_batch_size  # no two batches leave the same bytes
             report = OomReport(
@@ -134,6 +150,7 @@ class Night:
             steps_done=steps,
             step_s=0.5,
             peak_bytes=peak,
+            forward_bytes=int((self.fixed + self.forward * micro) * MIB) if self.forward else 0,
             phase="optimizer",
             at_s=self.at_s,
         )
@@ -144,6 +161,23 @@ class Night:
 
     def job(self, job_id: str = "unknown-1") -> Job:
         return self.state.jobs[job_id]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_probes_see_memory_per_sample_below_peaks_that_have_no_samples(seed: int) -> None:
+    draw = random.Random(seed)
+    fixed, sample = draw.randint(20, 90), draw.randint(2, 12)
+    # of an optimizer's update, a loader or an evaluation
+    floor, forward = fixed + draw.randint(0, 150), sample * draw.uniform(0.8, 1)
+    night = Night(fixed=fixed, sample=sample, floor=floor, forward=forward)
+    night.submit(unknown())
+    while night.launched[-1].probe:
+        night.end()
+    real = night.launched[-1]
+    peak = night.peak_bytes(real.plan.micro_batch_size)
+    assert peak <= 512 * MIB
+    assert 0.9 <= real.estimate.allocated_bytes / peak <= 1.1
+    assert len(night.launched) <= 1 + PROBES_MAX
 
 
 def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_attempt_runs_it() -> (
@@ -160,7 +194,8 @@ def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_at
     ]
     assert real.estimate.source is Source.PROBED
     assert real.estimate.allocated_bytes == (40 + 12 * 32) * MIB
-    assert {launch.plan.global_batch_size for launch in night.launched} == {64}
+    assert [launch.plan.gradient_accumulation_steps for launch in night.launched] == [2, 2, 2]
+    assert real.plan.global_batch_size == 64
     night.end()
     assert len(night.launched) == 3
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from orchestrator.service.terminal.output import console_on
 from orchestrator.service.terminal.plan_tables import plan_panel
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
+from tests.commands import run_orc
 
 JOB = Path(__file__).parents[2] / "jobs/finetune/llama3_8b_lora.yaml"
 
@@ -38,7 +41,31 @@ def test_cards_make_nodes_with_a_network(
 
 
 @pytest.mark.parametrize(
-    "text", ["12xrtx3090", "0xrtx3090", "2x0xrtx3090", "999999x8xrtx3090", "2xrtx3090@x", "@1Gb", "rtx3090@0Gb"]
+    ("text", "host"),
+    [
+        ("1xrtx3060-12gb", 64 * 2**30),
+        ("2xrtx3090:1TiB", 2**40),
+        ("16xh100-80gb : 512 GiB @ 400Gb", 2**39),
+    ],
+)
+def test_cards_have_the_host_memory_that_is_typed(text: str, host: int) -> None:
+    (node,) = cluster_of_cards(text).nodes
+    assert node.host_memory == host
+
+
+@pytest.mark.parametrize("cards", ["2xh100-80gb", "2xh100-80gb:1TiB"])
+def test_a_plan_says_that_host_memory_is_assumed_where_none_is_typed(
+    tmp_path: Path, cards: str
+) -> None:
+    env = {"PATH": os.environ["PATH"], "ORC_HOME": str(tmp_path)}
+    reply = run_orc(["plan", str(JOB), "--gpu", cards, "--json"], env=env)
+    assert ("assumed" in json.loads(reply.stdout)["hardware"]) is (":" not in cards)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["12xrtx3090", "0xrtx3090", "2x0xrtx3090", "999999x8xrtx3090", "2xrtx3090@x", "2xrtx3090:x", "2xrtx3090:1",
+     "@1Gb", "rtx3090@0Gb"],
 )  # fmt: skip
 def test_other_numbers_and_networks_are_one_error(text: str) -> None:
     with pytest.raises(SpecError) as caught:

@@ -502,7 +502,6 @@ def test_a_flag_that_is_true_or_false_takes_no_checkpoint(tmp_path: Path, option
         ("--nodes 8 --gpus 4", 32),
         ("--num_nodes 2 --devices 8", 16),
         ("--nodes 2 --num_processes 16", 16),
-        ("--gpus 4", 4),
     ],
 )
 def test_devices_of_a_node_count_for_each_node(tmp_path: Path, flags: str, ranks: int) -> None:
@@ -514,6 +513,43 @@ def test_devices_of_a_node_count_for_each_node(tmp_path: Path, flags: str, ranks
     )
     text = proposal(["python", "train.py", *flags.split()], tmp_path, {})
     assert parse_job(text, "proposal").global_batch_size == 4 * ranks
+
+
+@pytest.mark.parametrize("flags", ["--gpus 4", "--gpu_ids 0,1,2,3", "--devices 4"])
+def test_devices_that_a_script_was_given_may_share_its_batch_or_not(
+    tmp_path: Path, flags: str
+) -> None:
+    (tmp_path / "train.py").write_text(parser("--batch-size=4", flags.split()[0]))
+    text = proposal(["python", "train.py", *flags.split()], tmp_path, {})
+    assert "4 samples a step where all 4 devices share its batch, 16 where each has one" in text
+    assert "\nglobal_batch_size:" not in text
+    assert f"train.py {flags}" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "meaning"),
+    [("--total_batch_size", "in units of #tokens"), ("--batch_size", "frames per GPU")],
+)
+def test_a_number_that_a_help_text_says_in_tokens_is_none_of_samples(
+    tmp_path: Path, flag: str, meaning: str
+) -> None:
+    source = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({flag!r}, help={meaning!r})\n"
+    (tmp_path / "train.py").write_text(
+        source + "p.add_argument('--micro_batch_size')\np.parse_args()\n"
+    )
+    typed = ["python", "train.py", flag, "8192", "--micro_batch_size", "4"]
+    text = proposal(typed, tmp_path, {})
+    assert "counts tokens, not samples" in text
+    assert "global_batch_size: 8192" not in text
+
+
+def test_a_batch_that_the_code_divides_by_its_accumulation_is_that_of_a_step(
+    tmp_path: Path,
+) -> None:
+    source = parser("--batch_size=8", "--accum=1") + "a.batch_size = a.batch_size // a.accum\n"
+    (tmp_path / "train.py").write_text(source)
+    text = proposal(["python", "train.py", "--batch_size", "64", "--accum", "4"], tmp_path, {})
+    assert parse_job(text, "proposal").global_batch_size == 64
 
 
 def test_a_quoted_text_over_several_lines_is_one_word(tmp_path: Path) -> None:

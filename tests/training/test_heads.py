@@ -18,6 +18,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.models.hf_heads import OwnBatch
+from orchestrator.training.models.hf_model import read_config
 from orchestrator.training.tracing.trace import Arithmetic, Request, build, profiles
 from tests.training import gang
 from tests.training.heads import drawn, with_settings
@@ -106,3 +107,8 @@ def test_drawn_heads_plan_and_train_two_steps_or_are_refused_with_the_factory_to
     bar = BAR * count if count == MANY else 1
     assert not any("refused" in text for text in failures.values()), failures
     assert count - refused - len(failures) >= bar, (refused, failures)
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "wav2vec2"])
+def test_any_family_takes_its_number_of_labels_inline(family: str) -> None:
+    assert read_config({"model_type": family, "num_labels": 5}).num_labels == 5

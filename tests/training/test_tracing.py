@@ -72,19 +72,43 @@ GPT2: dict[str, Any] = {
     "n_head": 4,
 }
 NONE = ActivationCheckpointing.NONE
+REQUEST = Request(
+    model=ModelSpec(hf=LLAMA),
+    training=TrainingSpec(),
+    family="model",
+    sequence_length=32,
+    arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
+)
 
 
 def trace_model(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfile:
-    (profile,) = profiles(
-        Request(
-            model=model,
-            training=training or TrainingSpec(),
-            family="model",
-            sequence_length=32,
-            arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
-        )
-    )
+    request = replace(REQUEST, model=model, training=training or TrainingSpec())
+    (profile,) = profiles(request)
     return profile
+
+
+@pytest.mark.parametrize("layers", [3, 12])
+def test_attention_that_holds_its_scores_does_so_at_any_depth(layers: int) -> None:
+    plain, eager = (
+        trace_model(ModelSpec(hf={**LLAMA, "num_hidden_layers": layers, **more}))
+        for more in ({}, {"attn_implementation": "eager"})
+    )
+    scores = layers * LLAMA["num_attention_heads"] * 32 * 32
+    saved = [
+        sum(part.count * part.saved_bytes for part in profile.segments)
+        for profile in (plain, eager)
+    ]
+    assert saved[1] - saved[0] >= 4 * scores
+
+
+def test_a_loss_of_whole_logits_holds_those_of_all_tokens() -> None:
+    wide = {**LLAMA, "vocab_size": 8 * LLAMA["vocab_size"], "num_hidden_layers": 2}
+    request = replace(REQUEST, model=ModelSpec(hf=wide), sequence_length=2048)
+    heads = []
+    for whole in (False, True):
+        (profile,) = profiles(replace(request, whole_logits=whole))
+        heads.append(max(part.saved_bytes + part.transient_bytes for part in profile.segments[-2:]))
+    assert heads[1] - heads[0] > 2 * 2048 * wide["vocab_size"]
 
 
 GEMMA: dict[str, Any] = {
@@ -364,18 +388,30 @@ def test_attention_that_is_alike_on_both_is_traced_once() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_base_in_four_bits_is_traced_as_the_closed_form_has_it() -> None:
+@pytest.mark.parametrize("quantise", [True, False])
+@pytest.mark.parametrize("weights", [None, Precision.BF16])
+@pytest.mark.parametrize("is_script", [True, False])
+def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
+    *, quantise: bool, weights: Precision | None, is_script: bool
+) -> None:
+    if weights and not is_script:
+        pytest.skip("only a script says it")
     model = ModelSpec(
-        hf=LLAMA | {"num_hidden_layers": 2}, lora=LoraSpec(rank=4, quantise_base=True)
+        hf=LLAMA | {"num_hidden_layers": 2},
+        lora=LoraSpec(rank=4, quantise_base=quantise),
+        weights=weights,
     )
-    kind = Arithmetic(precision=Precision.BF16, autocast=True)
-    fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
-    (trace,) = profiles(Request(model=model, arithmetics=(kind,), **fields))
+    kind = Arithmetic(precision=Precision.BF16, autocast=weights is None)
+    request = replace(REQUEST, model=model, arithmetics=(kind,), any_samples=is_script)
+    (trace,) = profiles(request)
+    text = () if is_script else ("text",)
     spec = JobSpec(
         name="job",
         global_batch_size=4,
-        model=model,
-        data=DataSpec(text=("text",), sequence_length=32),
+        precision=Precision.BF16,
+        data=DataSpec(text=text, sequence_length=32),
+        command=("python", "train.py") if is_script else None,
+        **{"trains" if is_script else "model": model},
     )
     closed_form = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
     assert closed_form is not None

@@ -40,6 +40,10 @@ CUDA_BUCKETS = Buckets(
     copies=1,
 )
 
+# Elements of a shard from which stage 3 begins the next group that it updates: the default of
+# `sub_group_size` (deepspeed/runtime/zero/config.py), which our configurations leave.
+SUB_GROUP = 1_000_000_000
+
 
 def moments(
     rank: Rank, plan: Plan, zero: Zero, places: Iterable[int], *, cuda: bool
@@ -48,7 +52,9 @@ def moments(
 
     Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11). A rank
     holds flat parameters, fp32 masters and moments of its share, and gradients as each stage keeps them. The optimizer
-    works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
+    works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA). At stage 3 it takes one
+    group of whole tensors after the other: their gradients are joined, cast to fp32 and let go with the update
+    (`_prepare_fp32_grad_for_sub_group` and `_release_sub_group` in stage3.py).
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
     profile, dp, stage = rank.profile, plan.layout.dp, zero.stage
@@ -83,9 +89,6 @@ def moments(
         updated = temporaries(
             plan, profile.largest_trained, cuda=cuda, before=profile.updated_before_largest
         )
-    else:
-        updated = temporaries(plan, -(-at_once // dp), cuda=cuda)
-    if stage is ZeroStage.NONE:
         gradients = ("gradients", width * at_once)
         points.append(
             Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once)))
@@ -94,13 +97,15 @@ def moments(
             Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated)))
         )
         return points
-    shard_bytes = (
-        width * (shard + _bucket_count(profile) * buckets.reduce)
-        if stage is ZeroStage.PARAMETERS
-        else 0
-    )
+    shard_bytes, group = 0, -(-at_once // dp)
+    updated = temporaries(plan, group, cuda=cuda)
+    if stage is ZeroStage.PARAMETERS:
+        shard_bytes = width * (shard + _bucket_count(profile) * buckets.reduce)
+        group = min(group, SUB_GROUP + -(-profile.largest_trained // dp))
+        joined = width * group if width < FP32_BYTES else 0
+        updated = max(joined, temporaries(plan, group, cuda=cuda))
     step = (
-        ("gradients", on_device * (shard_bytes + FP32_BYTES * -(-at_once // dp))),
+        ("gradients", on_device * (shard_bytes + FP32_BYTES * group)),
         ("optimizer temporaries", on_device * updated),
     )
     points.append(Moment("optimizer step", (*fixed, *step)))

@@ -51,11 +51,14 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
 def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:
     """Return the bytes held while a tensor of `elements` elements is updated.
 
-    torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others one. AdamW's
+    torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others one. bitsandbytes, by
+    which scripts have 8 bits, updates in one kernel (`optimizer_update_8bit_blockwise`, version 0.48). AdamW's
     denominator for the tensor that went `before` lives until that for the next one is there (torch/optim/adam.py,
     _single_tensor_adam, torch 2.13.0).
     """
     if plan.optimizer is Optimizer.ADAMW_8BIT:
+        if cuda and plan.engine is Engine.SCRIPT:
+            return 0
         widened = 0 if plan.master_weights is MasterWeights.FP32 else WIDENED_BYTES
         return elements * (COMPILED_8BIT_BYTES if cuda else EAGER_8BIT_BYTES + widened)
     if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:

@@ -58,14 +58,8 @@ def ddp_moments(
     gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
     temporary = temporaries(plan, largest, cuda=cuda, before=before)
-    if (
-        cuda and not replicated.is_ours
-    ):  # torch's foreach rules hold as much as all gradients; 8 bits go one by one
-        temporary = (
-            min(width * count, temporary)
-            if plan.optimizer is Optimizer.ADAMW_8BIT
-            else width * count
-        )
+    if cuda and not replicated.is_ours and plan.optimizer is not Optimizer.ADAMW_8BIT:
+        temporary = width * count  # torch's foreach rules hold as much as all gradients
     points.append(
         Moment(
             "optimizer step",
@@ -160,7 +154,9 @@ def fsdp_moments(
             for count in (profile.largest_trained, profile.updated_before_largest)
         )
         shard = -(-rank.trained_parameters // shards)
-        is_foreach = cuda and isinstance(fsdp, ScriptFsdp)
+        is_foreach = (
+            cuda and isinstance(fsdp, ScriptFsdp) and plan.optimizer is not Optimizer.ADAMW_8BIT
+        )
         temporary = temporaries(plan, largest, cuda=cuda, before=before)
         step = (
             ("gradients", profile.parameter_bytes * shard),

@@ -75,7 +75,7 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     """Return the model's sizes for the closed form; None where that does not hold at this sequence length.
 
     Models with adapters beside a mixture of experts are traced, as are adapters outside the seven projections of a
-    layer.
+    layer, and attention that holds its scores (`attn_implementation: eager`).
     """
     raw = config_of(model)
     family = str(raw.get("model_type"))
@@ -93,7 +93,8 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     sizes: dict[str, Any] = {name: config.get(name) for name in NEEDED}
     if mixed:
         sizes["intermediate_size"] = 0  # experts stand where a feed-forward part would
-    if any(not isinstance(size, int) for size in sizes.values()):
+    is_eager = config.get("attn_implementation") == "eager"
+    if is_eager or any(not isinstance(size, int) for size in sizes.values()):
         return None
     windowed = family in ("mistral", "mixtral") or config.get("use_sliding_window")
     if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:
@@ -124,8 +125,12 @@ def as_transformers(
     cuda: bool,
     expert_parallel: int = 1,
     uneven: float = 1.0,
+    is_script: bool = False,
 ) -> ModelProfile:
-    """Return our decoder's profile adapted to the transformers family: its biases, head norms and adapters."""
+    """Return our decoder's profile adapted to the transformers family: its biases, head norms and adapters.
+
+    `is_script`: peft prepares a base of 4 bits, and not we.
+    """
     embedding, layer, head = profile.segments
     config, tp, low = (
         config_of(model),
@@ -180,6 +185,7 @@ def as_transformers(
             beside,
             sequence_length,
             model.weight_bytes_each,
+            is_script=is_script,
         )
         profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
     profile = replace(profile, segments=(embedding, layer, head))
@@ -218,15 +224,17 @@ def _with_adapters(
     beside: AdaptedLayer,
     tokens: int,
     rest: int,
+    *,
+    is_script: bool,
 ) -> tuple[Segment, Segment, Segment]:
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
     Under low precision the base's matrices are held in it (models/hf_model.py), or in 4 bits and its tables in low
     precision (models/hf_adapters.py). An embedding that is not, and norms, have `rest` bytes each: 4 but where a script
-    says otherwise. A projection without an adapter does not keep
-    its input, an adapter also what stands between its two matrices; under selective checkpointing also what the second
-    returned, since a matrix product did. A norm whose weight is frozen does not keep what the weight is multiplied
-    with.
+    says otherwise. So have the tables beside a script's base of 4 bits (`prepare_model_for_kbit_training` in
+    peft/utils/other.py, peft 0.21). A projection without an adapter does not keep its input, an adapter also what
+    stands between its two matrices; under selective checkpointing also what the second returned, since a matrix product
+    did. A norm whose weight is frozen does not keep what the weight is multiplied with.
     """
     embedding, layer, head = segments
     sizes, h, f, width = (
@@ -248,8 +256,9 @@ def _with_adapters(
     moved_forward, moved_backward = beside.moved_bytes
     frozen_layer = round(base_width * beside.matrices) + rest * (layer.parameters - beside.matrices)
     own_table = 0 if shape.tie_word_embeddings else table
-    table_width = 2 if low and lora.quantise_base else rest
-    head_width = table_width if shape.tie_word_embeddings or not low else 2
+    table_width = 2 if low and lora.quantise_base and not is_script else rest
+    is_table = shape.tie_word_embeddings or lora.quantise_base or not low
+    head_width = table_width if is_table else 2
     cast_head = 2 * table if autocast and head_width == 4 else 0
     return (
         replace(

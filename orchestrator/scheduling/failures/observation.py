@@ -36,6 +36,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         torch_version=attempt.torch_version,
         ran_out=ran_out(attempt) or _outgrew(job, attempt),
         probe=attempt.probe,
+        forward_bytes=attempt.forward_bytes,
         phase="" if burst is None else burst.phase,
         pass_done=None if burst is None else burst.pass_done,
         steps_done=0 if burst is None else burst.steps_done,

@@ -12,6 +12,7 @@ from orchestrator.memory.calibration.calibrate import (
     Calibration,
     StepKind,
     calibration,
+    has_unmeasured_cache,
     step_factor,
     step_kind,
 )
@@ -19,7 +20,7 @@ from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
 from orchestrator.planning.search import frontier
-from orchestrator.planning.trust import Choice, Rule
+from orchestrator.planning.trust import Choice, Rule, room_of
 from orchestrator.scheduling.base.migration import needs_open_s
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
@@ -325,7 +326,12 @@ def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate
         *measured_step_s(job, device),
         *(observation.plan for observation in calibrated.proven),
     }
+    is_measured = bool(job.attempts or calibrated.proven or calibrated.refuted or calibrated.line)
+    is_counted = not has_unmeasured_cache(candidate.estimate)  # as on a virtual device
+    is_supposed = candidate.estimate.source is Source.ASSUMED  # to fill a device, by its own batch
+    keeps_room = not (is_measured or is_counted or is_supposed or spec.objective == "fastest")
     return Rule(
+        room=room_of(candidate.plan) if keeps_room else 1.0,
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
         before=trained[-1].plan if trained and ran_out(trained[-1]) else None,

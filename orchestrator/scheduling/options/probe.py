@@ -1,25 +1,29 @@
-"""Probes: two short attempts that measure a script's memory per sample before it trains.
+"""Probes: two to four short attempts that measure a script's memory per sample before it trains.
 
 A probe uses up no retry budget, and nothing of it is progress. A bug in it ends the job, as anywhere else. Two
-measurements give a line (memory/calibration/calibrate.py), with which the first real attempt is planned.
+measurements that differ give a line (memory/calibration/calibrate.py), with which the first real attempt is planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.memory.calibration.calibrate import MARGIN, Calibration
+from orchestrator.memory.calibration.calibrate import MARGIN, PROBES_MAX, Calibration
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.strategies import batch_cuts
 from orchestrator.specs.attempt import Attempt, Failure, FailureKind
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, ZeroStage
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.trainer import PROBED_BY
+from orchestrator.specs.job.trainer import PROBED_BY, Knob, Knobs
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
 
-PROBES_MAX = 2  # of a job
 MICRO_BATCHES_MIN = 3  # that the job could run with: of two, an attempt tells as much
+BACKWARD = (
+    1.25  # of what a forward pass keeps: a backward pass holds gradients of activations beside it
+)
+PROBE_TURNS = 2  # the second has the gradients of the first beside its own
 ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size
 
 
@@ -40,10 +44,10 @@ def probe_of(
 ) -> Candidate | None:
     """Return the plan to probe before the job trains on this kind of device; None where no probe is needed.
 
-    It has as few devices as the job takes, and the smallest micro-batch; then the largest that is sure to fit, or the
-    next. A peak is the maximum over points of a step, each of which grows linearly with the samples. So it is convex,
-    and a line through two small micro-batches falls short of large ones. k times the micro-batch never needs more than
-    k times the bytes.
+    It has as few devices as the job takes, and the smallest micro-batch; then the largest that will fit, or the next. A
+    peak is the maximum over points of a step, each of which grows linearly with the samples. So it is convex, and a
+    line through two small micro-batches falls short of large ones. k times the micro-batch never needs more than k
+    times the bytes. A probe accumulates PROBE_TURNS gradients at most: more take time and no memory.
     """
     if job.spec.probe == "never" or not _can_be_probed(job.spec) or job.fault is not None:
         return None
@@ -59,15 +63,20 @@ def probe_of(
     if len({candidate.plan.micro_batch_size for candidate in alike} | tried) < MICRO_BATCHES_MIN:
         return None
     fresh = [candidate for candidate in alike if candidate.plan.micro_batch_size not in tried]
-    return max(
-        (
-            candidate
-            for candidate in fresh
-            if job.last is not None and _surely_fits(candidate, job.last, device)
-        ),
-        key=lambda candidate: candidate.plan.micro_batch_size,
-        default=next(iter(fresh), None),
-    )
+    sure = [candidate for candidate in fresh if _will_fit(candidate, job.attempts, device)]
+    probe = next(iter([*sure[-1:], *fresh]), None)
+    return None if probe is None else _with_few_turns(probe, job.spec.knobs)
+
+
+def _with_few_turns(probe: Candidate, knobs: Knobs) -> Candidate:
+    """Return the probe with at most PROBE_TURNS micro-batches a step, where the script is told their number."""
+    is_told = isinstance(knobs.gradient_accumulation_steps, Knob)
+    if not is_told or knobs.global_batch_size is not None:  # which the script would divide itself
+        return probe
+    whole = probe.plan.gradient_accumulation_steps
+    turns = min(PROBE_TURNS, whole)
+    plan = replace(probe.plan, gradient_accumulation_steps=turns)
+    return replace(probe, plan=plan, step_s=probe.step_s * turns / whole)
 
 
 def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
@@ -92,9 +101,21 @@ def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
     )
 
 
-def _surely_fits(candidate: Candidate, probed: Attempt, device: DeviceSpec) -> bool:
-    least = probe_bytes(candidate, probed)
-    return least is not None and least <= device.memory
+def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpec) -> bool:
+    """Return whether a probe surely fits, or most likely by what two forward passes held at their ends."""
+    if not probed:
+        return False
+    least = probe_bytes(candidate, probed[-1])
+    if least is None or least <= device.memory:
+        return least is not None
+    first, last = probed[0], probed[-1]
+    more = last.plan.micro_batch_size - first.plan.micro_batch_size
+    sample_bytes = (last.forward_bytes - first.forward_bytes) / max(1, more)
+    if sample_bytes <= 0 or not first.forward_bytes:
+        return False
+    samples = candidate.plan.micro_batch_size - last.plan.micro_batch_size
+    peak_bytes = (last.peak_bytes or 0) + BACKWARD * samples * sample_bytes
+    return MARGIN * peak_bytes <= device.memory
 
 
 def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:

@@ -453,7 +453,7 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
     if (
         chance is not None
         and chance >= CONFIDENCE
-        and not is_measured(candidate.estimate, calibrated)
+        and not is_measured(candidate.plan, candidate.estimate, calibrated)
     ):
         chance = None
     return StartDecision(

@@ -8,7 +8,7 @@ import re
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.devices import load_devices, match_devices
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.units import BINARY_UNITS, parse_bandwidth
+from orchestrator.specs.units import BINARY_UNITS, parse_bandwidth, parse_bytes
 
 DEVICES_PER_NODE = 8  # as servers have them: more devices are so many such nodes
 CARDS_MAX = 4096
@@ -17,22 +17,22 @@ CARDS_MAX = 4096
 HOST_BYTES_MIN = 64 * BINARY_UNITS["GiB"]
 SOURCE = "--gpu"
 BANDWIDTH_MAX = 10**13  # bytes per second of a node
-FORMS = "rtx3090, 2xa100-80gb, 16xh100-80gb@400Gb or 2x4xa100-80gb"
+FORMS = "rtx3090, 2xa100-80gb:1TiB, 16xh100-80gb@400Gb or 2x4xa100-80gb"
 
 
 FORM = re.compile(
     r"\s*(?:(?:(?P<nodes>[0-9]{1,6})\s*[x*]\s*)?(?P<count>[0-9]{1,6})\s*[x*]\s*)?"
-    r"(?P<name>[^@]*?)\s*(?:@\s*(?P<network>.*?))?\s*"
+    r"(?P<name>[^@:]*?)\s*(?::\s*(?P<host>[^@]*?)\s*)?(?:@\s*(?P<network>.*?))?\s*"
 )
 GIGABITS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?Gb(?:it)?(?:/s|ps)?")  # of a network card
 
 
 def cluster_of_cards(text: str) -> ClusterSpec:
-    """Return a cluster of the GPUs that `text` names: `NAME`, `NUMBERxNAME` or `NODESxNUMBERxNAME`, and `@NETWORK`.
+    """Return a cluster of the GPUs that `text` names: `NODESxNUMBERxNAME`, and `:HOST` and `@NETWORK`.
 
-    Without NODES its nodes have up to 8 GPUs. They have twice their memory as host memory, at least 64 GiB. NETWORK is
-    a node's bandwidth to the others, such as `400Gb` or `50GB/s`. Raises SpecError where the catalogue has no such GPU
-    or several, and for other numbers.
+    Without NODES its nodes have up to 8 GPUs. HOST is a node's host memory, such as `1TiB`; without it, twice the
+    memory of its GPUs, at least 64 GiB. NETWORK is a node's bandwidth to the others, such as `400Gb` or `50GB/s`.
+    Raises SpecError where the catalogue has no such GPU or several, and for other numbers.
     """
     match = FORM.fullmatch(text)
     if match is None:
@@ -49,7 +49,7 @@ def cluster_of_cards(text: str) -> ClusterSpec:
             allowed=", ".join(names or load_devices()),
             hint="name one of them" if names else hint,
         )
-    cluster = _cluster(names[0], *_split_count(match, text))
+    cluster = _cluster(names[0], *_split_count(match, text), match["host"])
     if match["network"] is None:
         return cluster
     return _with_network(cluster, match["network"])
@@ -87,7 +87,7 @@ def _with_network(cluster: ClusterSpec, text: str) -> ClusterSpec:
     return cluster.model_copy(update={"network_bandwidth": bandwidth})
 
 
-def _cluster(name: str, per_node: int, nodes: int) -> ClusterSpec:
+def _cluster(name: str, per_node: int, nodes: int, host: str | None) -> ClusterSpec:
     node = NodeSpec.model_validate(
         {
             "name": "node",
@@ -98,4 +98,10 @@ def _cluster(name: str, per_node: int, nodes: int) -> ClusterSpec:
         }
     )
     host_bytes = max(HOST_BYTES_MIN, 2 * per_node * node.device.memory)
+    if host is not None:
+        try:
+            host_bytes = parse_bytes(host)
+        except ValueError as error:
+            what = f"no host memory of a node: {error}"
+            raise SpecError(what, source=SOURCE, got=host, allowed="1TiB or the like") from None
     return ClusterSpec(name="cards", nodes=(node.model_copy(update={"host_memory": host_bytes}),))

@@ -13,6 +13,7 @@ from orchestrator.memory.calibration.calibrate import (
     calibration,
     is_measured,
     likely_band_bytes,
+    reported_fit_probability,
     step_factor,
 )
 from orchestrator.memory.calibration.correction import corrected_bytes, is_known
@@ -96,6 +97,9 @@ class CandidateView(TypedDict):
     fit_probability: float | None  # None: unknown, or surely, by a profile that nobody measured
     # (least, most) bytes that it may need, where nobody has measured what its job file declares
     band_bytes: tuple[int, int] | None
+    reported_fit_probability: (
+        float | None
+    )  # of such a plan, by the error of predictions that others checked
     rejected: str | None
 
 
@@ -402,7 +406,7 @@ def _view(
     factor = step_factor(plan, calibrated.step_factors)
     correction = calibrated.correction_of(plan, estimate)
     is_memory_known = is_known(estimate, correction)
-    measured = is_measured(estimate, calibrated)
+    measured = is_measured(plan, estimate, calibrated)
     chance = fit_probability(candidate, capacity_bytes, calibrated) if is_memory_known else None
     if chance is not None and chance >= CONFIDENCE and not measured:
         chance = None
@@ -418,6 +422,9 @@ def _view(
         capacity_bytes=capacity_bytes,
         fit_probability=chance,
         band_bytes=None if measured else likely_band_bytes(plan, estimate, calibrated),
+        reported_fit_probability=reported_fit_probability(
+            plan, estimate, calibrated, capacity_bytes
+        ),
         rejected=why_rejected(candidate, capacity_bytes, calibrated),
     )
 

@@ -337,7 +337,8 @@ def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
         ]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(command)})
     if spec.known_model is not None:
-        changed[_model_key(spec)] = _with_absolute_model(spec.known_model, folder)
+        model = _with_absolute_model(spec.known_model, folder, of_script=spec.is_script)
+        changed[_model_key(spec)] = model
     return spec.model_copy(update=changed)
 
 
@@ -346,7 +347,8 @@ def _model_key(spec: JobSpec) -> str:
     return "trains" if spec.is_script else "model"
 
 
-def _with_absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
+def _with_absolute_model(model: ModelSpec, folder: Path, *, of_script: bool) -> ModelSpec:
+    """Return the model with absolute paths and its published configuration; a script's `config` may complete that."""
     if model.factory is not None:
         file, colon, function = model.factory.rpartition(":")
         return (
@@ -355,8 +357,11 @@ def _with_absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
     if isinstance(model.hf, str):
         hf = str(_folder_or_name(folder, model.hf))
         folder_config = _folder_config(hf) if Path(hf).is_absolute() else {}
-        config = folder_config or model.config or ({} if Path(hf).is_absolute() else hub_config(hf))
-        return replace(model, hf=hf, config=config)
+        completes = of_script and "model_type" not in model.config
+        config = folder_config or ({} if completes else model.config)
+        if not config and not Path(hf).is_absolute():
+            config = hub_config(hf)
+        return replace(model, hf=hf, config={**config, **model.config} if completes else config)
     return model
 
 

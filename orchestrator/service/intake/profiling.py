@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.environment import inherited, matching
-from orchestrator.memory.profiles import autocasts
+from orchestrator.memory.profiles import autocasts, has_fused_loss
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -73,6 +73,7 @@ def trace_model(
             "sequence_length": length,
             "tensors": spec.data.tensors,
             "any_samples": spec.is_script,
+            "whole_logits": not has_fused_loss(spec),
             "modes": [plan.activation_checkpointing] if plan else list(ActivationCheckpointing),
         }
         profiles = _cached_profiles(spec, request, arithmetics, home / "profiles", source)

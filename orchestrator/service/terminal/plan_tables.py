@@ -240,7 +240,8 @@ def _verdict(candidate: CandidateView) -> Text:
     band = candidate["band_bytes"]
     if candidate["rejected"] is None and band is not None:
         least, most = map(format_bytes, band)
-        text = f"not measured: by its profile about {least} to {most} of {capacity}"
+        odds = format_probability(candidate["reported_fit_probability"] or 0.0)
+        text = f"not measured: about {least} to {most} of {capacity}, fits with {odds}"
         return Text(text, style="yellow")
     if candidate["rejected"] is None:
         verdict = Text(f"fits{share}", style="green")

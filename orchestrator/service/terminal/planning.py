@@ -35,8 +35,8 @@ Cards = Annotated[
     str | None,
     typer.Option(
         "--gpu",
-        metavar="[[NODESx]NUMBERx]NAME[@NETWORK]",
-        help="Cards of the catalogue, such as 2xa100-80gb or 16xh100-80gb@400Gb, and no cluster.",
+        metavar="[[NODESx]NUMBERx]NAME[:HOST][@NETWORK]",
+        help="Cards of the catalogue, such as 2xa100-80gb:1TiB or 16xh100-80gb@400Gb, and no cluster.",
     ),
 ]
 
@@ -88,6 +88,8 @@ def plan(
     gc.disable()
     with show_spinner("searching plans"):
         answer = plan_job(spec, nodes, observations, _tracer(home, str(file), plans))
+    if cards is not None and ":" not in cards:
+        answer["hardware"] += f", assumed (`--gpu {cards.partition('@')[0]}:1TiB` says another)"
     if way_out is not None:
         print(job_file_of(answer, way_out), end="")
         return

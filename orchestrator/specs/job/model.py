@@ -92,7 +92,8 @@ class ModelSpec(Strict):
     """A model: exactly one of `decoder`, `hf` and `factory`. A model without a tokenizer reads bytes.
 
     `hf` with a folder reads its config.json. `config` replaces the configuration of a hub name where the hub cannot be
-    reached; a factory gets it as its argument. `weights` is the precision of all weights, frozen ones included.
+    reached; a factory gets it as its argument. Of what a script trains, settings without `model_type` complete the
+    published ones, as `attn_implementation: eager`. `weights` is the precision of all weights, frozen ones included.
     """
 
     decoder: DecoderSpec | None = None

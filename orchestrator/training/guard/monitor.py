@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.specs.attempt import Heartbeat
+from orchestrator.specs.attempt import PROBE_STEPS, Heartbeat
 from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, GuardSettings, write_json
 from orchestrator.training import progress
 from orchestrator.training.guard.faults import raise_fault
@@ -62,7 +62,7 @@ class Monitor:
         self.device: VirtualDevice | None = None
         self._passes = PassProgress(self._allocations)
         self._capacity_bytes = settings.virtual_capacity_bytes
-        self.step, self.steps_done, self._backwards = 0, 0, 0
+        self.step, self.steps_done, self._backwards, self._forward_bytes = 0, 0, 0, 0
         self.injected = False
         self._signal = 0
         self._is_mixing_known, self._mixing = False, tuple[str, ...]()
@@ -154,6 +154,8 @@ class Monitor:
         @functools.wraps(backward)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._look_at_graph(*args)
+            if self.steps_done < PROBE_STEPS:
+                self._forward_bytes = max(self._forward_bytes, self.live_bytes())
             self._passes.begin_backward()
             self._enter("backward")
             result = backward(*args, **kwargs)
@@ -201,6 +203,7 @@ class Monitor:
             pid=os.getpid(),
             backwards=self._backwards,
             live_bytes=self.live_bytes(),
+            forward_bytes=self._forward_bytes,
             group_size=self._ranks_met(),
             signal=self._signal,
             mixing=self._mixing,

@@ -63,9 +63,9 @@ from orchestrator.training.models.hf_weights import (
 # Parameters of a model that is built to compute some of its first values; larger ones need a
 # folder. 4 GiB in fp32.
 COMPUTED_MAX = 2**30
-# Settings that models read but that no configuration class has, or that Qwen's classes of models
-# with experts lack.
-UNLISTED = ("decoder_start_token_id", "head_dim")
+# Settings that models read but that are not among a configuration's values, or that Qwen's classes of
+# models with experts lack.
+UNLISTED = ("attn_implementation", "decoder_start_token_id", "head_dim", "num_labels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,13 @@ def hf_recipe(
     run: TrainingRun,
     dataset: Dataset | AnySamples | None = None,
     config: PreTrainedConfig | None = None,
+    *,
+    whole_logits: bool = False,
 ) -> Recipe:
     """Return the recipe (model, loss, data) of a run with a transformers model, on `dataset` or the run's data.
 
-    `config` replaces the run's configuration where it was already read. Raises SpecError if it cannot be built.
+    `config` replaces the run's configuration where it was already read. `whole_logits`: the loss of a language model
+    holds the logits of all tokens, as transformers' own does. Raises SpecError if it cannot be built.
     """
     built = build(run, config, own_samples=isinstance(dataset, AnySamples))
     module: Any = built.module
@@ -101,7 +104,7 @@ def hf_recipe(
         elif dataset is None:
             vocabulary = module.get_input_embeddings().num_embeddings
             samples = dataset_of(run, vocabulary=vocabulary, padding=_padding(module))
-        _set_loss(module)
+        _set_loss(module, whole_logits=whole_logits)
     keep_own_heads(module, run.plan.layout.tp)
     adapted = run.model.lora is not None or built.own_loss
     return Recipe(
@@ -404,7 +407,7 @@ def _padding(module: PreTrainedModel) -> int | None:
     return module.config.pad_token_id
 
 
-def _set_loss(module: Any) -> None:
+def _set_loss(module: Any, *, whole_logits: bool) -> None:
     """Make the module's call take tokens and labels [B, T] and return the summed loss, in place.
 
     A decoder's labels are the next tokens; an encoder-decoder's are the target itself. With a plain head
@@ -412,7 +415,7 @@ def _set_loss(module: Any) -> None:
     """
     if module.config.is_encoder_decoder:
         module.forward = functools.partial(_seq2seq_loss, module, type(module).forward)
-    elif has_plain_head(module):
+    elif has_plain_head(module) and not whole_logits:
         head = module.get_output_embeddings()
         head.forward = functools.partial(_head_loss, head)
         module.forward = functools.partial(_causal_loss, module)

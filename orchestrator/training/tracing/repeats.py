@@ -6,6 +6,7 @@ that is too long to save anything, has no Stack: such a model is traced whole.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,7 @@ def cut(config: Any, layers: int) -> Any:
     """Return a copy of the configuration with `layers` layers."""
     if isinstance(config, DecoderSpec):
         return replace(config, num_hidden_layers=layers)
-    shorter = type(config).from_dict(config.to_dict())
+    shorter = copy.deepcopy(config)  # its dictionary has no `attn_implementation`
     shorter.num_hidden_layers = layers
     kinds = getattr(shorter, "layer_types", None)
     if kinds and len(kinds) > layers:  # some families derive them from the number

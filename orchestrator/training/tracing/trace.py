@@ -67,6 +67,7 @@ from orchestrator.training.tracing.timeline import Phase, Steps, Unlike, profile
 from orchestrator.training.tracing.values import READS, Values
 from orchestrator.training.tracing.zero3_linear import zero3_linear
 
+FP32_BYTES = 4
 SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BAD_JOB_EXIT_CODE = 2
@@ -99,6 +100,7 @@ class Request:
     modes: tuple[ActivationCheckpointing, ...] = tuple(ActivationCheckpointing)
     tensors: tuple[str, ...] = ()  # files of samples by the names of a head's arguments
     any_samples: bool = False  # a script brings its own
+    whole_logits: bool = False  # its loss holds those of all tokens
     batch: tuple[int | None, int | None] = (
         None,
         None,
@@ -121,6 +123,7 @@ def request_from_json(data: dict[str, Any]) -> Request:
         modes=tuple(map(ActivationCheckpointing, data["modes"])),
         tensors=tuple(data["tensors"]),
         any_samples=data["any_samples"],
+        whole_logits=data["whole_logits"],
     )
 
 
@@ -207,7 +210,7 @@ class _Traced:
         self._autocast = low if arithmetic.autocast else None
         held_bytes: dict[int, float] = {}
         for member in self._recipes:
-            four_bits = _in_four_bits(request.model, member.module, low)
+            four_bits = _in_four_bits(request, member.module, low)
             note = self._values.note if self._values else None
             held_bytes |= without_memory(
                 member.module, self._fake, None if arithmetic.autocast else low, note
@@ -215,6 +218,8 @@ class _Traced:
             held_bytes |= {
                 id(member.module.get_parameter(name)): width for name, width in four_bits.items()
             }
+            most = request.model.weight_bytes_each
+            held_bytes = {weight: min(width, most) for weight, width in held_bytes.items()}
             if low and not arithmetic.autocast:
                 for part in (member.module, *member.layers):
                     part.register_forward_pre_hook(round_inputs(low), with_kwargs=True)
@@ -395,7 +400,7 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
             device="cpu",
         )
         samples = AnySamples(samples, request.batch) if request.any_samples else samples
-        recipe = hf_recipe(run, samples, config)
+        recipe = hf_recipe(run, samples, config, whole_logits=request.whole_logits)
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
@@ -430,8 +435,8 @@ def _config(model: ModelSpec) -> Any:
         return model.decoder
     from orchestrator.training.models.hf_model import published_config, read_config
 
-    is_away = isinstance(hf, str) and not Path(hf).is_dir()
-    return published_config(model.config) if is_away and model.config else read_config(hf)
+    is_published = isinstance(hf, str) and "model_type" in model.config
+    return published_config(model.config) if is_published else read_config(hf)
 
 
 def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
@@ -444,15 +449,24 @@ def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
     )
 
 
-def _in_four_bits(model: ModelSpec, module: Any, low: torch.dtype | None) -> dict[str, float]:
-    """Return name -> bytes per element of the weights that CUDA holds in 4 bits; hold the tables as training does."""
-    if model.lora is None or not model.lora.quantise_base:
+def _in_four_bits(request: Request, module: Any, low: torch.dtype | None) -> dict[str, float]:
+    """Return name -> bytes per element of the weights that CUDA holds in 4 bits; hold the tables as training does.
+
+    A script's are in fp32 but for `weights: bf16`, as `_with_adapters` in memory/models/hf.py has them.
+    """
+    lora = request.model.lora
+    if lora is None or not lora.quantise_base:
         return {}
     from orchestrator.training.models.hf_adapters import NF4_BYTES, hold_tables_in, in_four_bits
 
+    widths = dict.fromkeys(in_four_bits(module), NF4_BYTES)
+    if request.any_samples:
+        head = module.get_output_embeddings().weight
+        names = [name for name, weight in module.named_parameters() if weight is head]
+        return widths | dict.fromkeys(names, FP32_BYTES)
     if low is not None:
         hold_tables_in(module, low)
-    return dict.fromkeys(in_four_bits(module), NF4_BYTES)
+    return widths
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from orchestrator.service.commands.init.meanings import EVALUATION, Setting, mea
 from orchestrator.service.commands.init.named_files import number_of
 
 Divisor = Literal[
-    "global", "node", "tokens"
-]  # what is divided: a number of all ranks, of a node, or tokens
+    "global", "node", "tokens", "step"
+]  # what is divided: a number of all ranks, of a node, tokens, or of all micro-batches of a rank's step
 READ = (
     "micro_batch_size",
     "gradient_accumulation_steps",
@@ -65,17 +65,15 @@ def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
         meaning = meaning_of(word) if word else None
         if meaning is None or meaning[0] not in READ:
             continue
-        by_batch = any(
-            (meaning_of(name) or ("",))[0] == READ[0]
-            for name in map(_name, ast.walk(right))
-            if name
-        )
+        divisors = {(meaning_of(name) or ("",))[0] for name in map(_name, ast.walk(right)) if name}
         if LENGTHS.search(by):
             yield word, "tokens"
         elif PER_NODE.search(by):
             yield word, "node"
-        elif RANKS.search(by) or by_batch:
+        elif RANKS.search(by) or READ[0] in divisors:
             yield word, "global"
+        elif READ[1] in divisors:
+            yield word, "step"
 
 
 def _setting(name: str, value: ast.expr | None, where: str, rank: int) -> Iterator[Setting]:

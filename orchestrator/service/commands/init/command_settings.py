@@ -26,6 +26,10 @@ from orchestrator.specs.replace import replace
 
 # Frameworks whose flags win over the file that `--config` names.
 FLAGS_WIN = ("hf", "trl", "lightning", "litgpt", "torchtune")
+IN_TOKENS = "counts tokens, not samples"
+SAMPLES_MAX = 2**15  # of a rank's micro-batch: larger numbers count frames, tokens or pixels
+# of a flag, or a key of yacs: the next word is its value
+NAME = re.compile(r"-.*|[A-Z][A-Z0-9_]*(?:\.[A-Z][A-Z0-9_]*)+", re.DOTALL)
 LITGPT_FILES = {"pretrain": "pretrain.py", "finetune": "finetune/lora.py"}
 TYPED, IN_FILE, OF_PARSER, OF_FRAMEWORK = range(4)  # Setting.rank: a lower one wins
 
@@ -158,8 +162,11 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
     ]
     tokens = {word for word, divisor in script.divided.items() if divisor == "tokens"}
     for place in places:
+        is_batch = place.meaning == "micro_batch_size" and place.counts != "global"
+        if place.counts == "tokens" or (is_batch and (place.number or 0) > SAMPLES_MAX):
+            tokens.add(word_of(place.name))
         if word_of(place.name) in tokens and place.rank <= OF_PARSER:
-            notes.append(f"CHECK: {place.place} counts tokens, not samples: it stays as it is")
+            notes.append(f"CHECK: {place.place} {IN_TOKENS}: it stays as it is")
     places = [place for place in places if word_of(place.name) not in tokens]
     return Settings(argv, tuple(_with_counts(places)), tuple(files), tuple(notes))
 
@@ -206,7 +213,7 @@ def pairs_of(
     while index < len(argv):
         word, index = argv[index], index + 1
         name, equals, value = word.partition("=")
-        if not word.startswith("-"):
+        if not NAME.fullmatch(name):
             if equals and re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", name):
                 yield name, value, True, 1
             continue

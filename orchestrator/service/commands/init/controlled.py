@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.service.commands.init.command_settings import (
     IN_FILE,
+    IN_TOKENS,
     TYPED,
     Settings,
     pairs_of,
@@ -28,6 +29,7 @@ from orchestrator.service.commands.init.meanings import (
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
+from orchestrator.specs.replace import replace
 
 SEVERAL_RANKS = (
     "init_process_group",
@@ -103,6 +105,12 @@ def choose_knobs(
     preset = preset_of(typed, framework)
     ranks, ranks_place = _ranks(typed, settings, script, framework)
     batch = read_batch(settings, script, 1 if ranks is None else ranks, preset)
+    by_launcher = ranks_place is None or typed.launch in MODULE_OF or framework is not None
+    are_ranks = by_launcher or settings.of("nodes") or script.calls & set(SEVERAL_RANKS)
+    if not are_ranks:
+        batch = _as_unclear(batch, ranks or 1)
+    if any("total" in note and IN_TOKENS in note for note in settings.notes):
+        batch = replace(batch, samples=None)  # how often it accumulates follows from that total
     differing = {
         name: knob for name, knob in preset.items() if knob != knobs_of(str(framework)).get(name)
     }
@@ -286,6 +294,7 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
         if divisor == "node"
         else "rank"
     )
+    accumulates = divisor != "step"  # else it is that of a whole step, which the code divides
     steps_in_all = steps is not None and script.divided.get(word_of(steps.name)) == "global"
     derives = preset.get("gradient_accumulation_steps") == "derived"
     derives = derives or (
@@ -304,7 +313,8 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
         and (steps is None or accumulation or steps.value is None)
     ):
         several = ranks if per == "rank" else 1
-        samples = number * (accumulation or 1) * (several if not steps_in_all else 1)
+        turns = accumulation if accumulates and accumulation else 1
+        samples = number * turns * (several if not steps_in_all else 1)
         devices = f"{ranks} devices" if ranks > 1 else "one device"
         parts = " x ".join(
             place.place
@@ -315,6 +325,7 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
     can_accumulate = steps is None or derives or _can_vary(steps, settings) or accumulation == 1
     can_cut = (
         micro is not None
+        and accumulates
         and _can_vary(micro, settings)
         and not disagree
         and not steps_in_all
@@ -358,6 +369,18 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
         )
     is_fixed = ranks > 1 and (not can_cut or (steps_in_all and total is None))
     return Batch(knobs, tuple(controlled), samples, origin, is_fixed, tuple(notes))
+
+
+def _as_unclear(batch: Batch, ranks: int) -> Batch:
+    """Return the batch without a number where it was taken for that of each of a script's own devices.
+
+    Nothing tells whether these are ranks, or one process that cuts its batch (`nn.DataParallel`): both are named.
+    """
+    if ranks == 1 or batch.samples is None or f"on {ranks} devices" not in batch.origin:
+        return batch
+    shared = f"{batch.samples // ranks} samples a step where all {ranks} devices share its batch"
+    note = f"CHECK: {shared}, {batch.samples} where each has one"
+    return replace(batch, knobs={}, controlled=(), samples=None, notes=(*batch.notes, note))
 
 
 def _counts_a_step(total: Setting) -> bool:

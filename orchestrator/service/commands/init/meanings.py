@@ -13,7 +13,8 @@ from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.choices import Precision
 
 Way = Literal["flag", "switch", "override", "key", "env", "constant"]
-Count = Literal["rank", "plain", "global"]  # what a batch size counts; plain: its name does not say
+# what a batch size counts; plain: its name does not say
+Count = Literal["rank", "plain", "global", "tokens"]
 
 PRECISIONS = {
     Precision.FP32: ("fp32", "float32", "32", "no", "32-true"),

@@ -53,6 +53,7 @@ ABSL = re.compile(r"DEFINE_(integer|float|string|bool|boolean|enum)")
 EVERY_RANK = re.compile(
     r"\b(?:total|all|across|overall|global|effective)\b.*\b(?:gpu|device|rank|process|node)", re.I
 )
+TOKENS = re.compile(r"\b(?:tokens|frames)\b", re.I)
 EACH_RANK = re.compile(
     r"\b(?:per|each|every|single|one)[\s-]+(?:gpu|device|rank|process|card)", re.I
 )
@@ -323,14 +324,17 @@ def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]
         required=_literal(keywords.get("required"), constants) is True,
         choices=_choices(keywords.get("choices"), constants),
         also_called=tuple(name for name in names if name != _longest(names)),
-        counts="global" if _counts_all(str(_literal(keywords.get("help"), constants))) else "plain",
+        counts=_count_of(str(_literal(keywords.get("help"), constants))),
     )
 
 
-def _counts_all(text: str) -> bool:
-    """Return whether a help text says a number of all ranks: what it says first counts, the rest explains it."""
+def _count_of(text: str) -> Count:
+    """Return what a help text says of its number: what it says first counts, the rest explains it."""
+    if TOKENS.search(text):
+        return "tokens"
     total, share = EVERY_RANK.search(text), EACH_RANK.search(text)
-    return total is not None and (share is None or total.start() < share.start())
+    is_total = total is not None and (share is None or total.start() < share.start())
+    return "global" if is_total else "plain"
 
 
 def _longest(names: Iterable[str]) -> str:
