@@ -324,6 +324,7 @@ def test_a_stopped_server_costs_a_wait_and_a_plain_start(
         ({"script": "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch"}, "precedes"),
         ({"script": "import helper\nimport torch"}, "precedes"),
         ({"script": "def"}, "SyntaxError"),
+        ({"argv": (sys.executable, str(GUARD), "{settings}", "--", "-m", "train")}, "is no file"),
         ({"env": {"PYTHONPATH": "/elsewhere"}}, "PYTHONPATH"),
         ({"env": {"PYTHONOPTIMIZE": "1"}}, "PYTHONOPTIMIZE"),
         ({"env": {"LD_PRELOAD": ""}}, "LD_PRELOAD"),
@@ -470,6 +471,6 @@ def test_a_server_does_not_outlive_a_change_of_what_it_imported(tmp_path: Path) 
     try:
         os.utime(GUARD, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
         assert run(tmp_path, "import torch")[0] == "installed files changed"
-        until(lambda: not set(servers()) & set(before), "the servers ended")
+        until(lambda: set(before) - set(servers()), "its server ended")
     finally:
         os.utime(GUARD, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))

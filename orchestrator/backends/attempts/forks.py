@@ -125,8 +125,11 @@ def _find_doubt(argv: Sequence[str], env: Mapping[str, str], workdir: str) -> st
         is_virtual = settings["virtual_capacity_bytes"] is not None
         if is_virtual or list(argv[4:6]) == OWN_PROGRAM:
             return ""  # the guard imports torch before anything of the program
-        with open(os.path.join(workdir, argv[4]), "rb") as script:
-            is_first = begins_with_torch(script.read(SCRIPT_BYTES_MAX))
+        script = Path(workdir, argv[4])
+        if not script.is_file():
+            return "its program is no file"
+        with script.open("rb") as file:
+            is_first = begins_with_torch(file.read(SCRIPT_BYTES_MAX))
     except (OSError, ValueError, SyntaxError, KeyError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return "" if is_first else "something precedes the script's import of torch"
