@@ -1,6 +1,6 @@
 """The launcher of an attempt on one node: it starts the ranks, reports exit codes, and leaves no process behind.
 
-Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library and pynvml only.
+Runs in a detached Ray actor, one at a time: it outlives the service. Standard library and pynvml only.
 """
 
 from __future__ import annotations
