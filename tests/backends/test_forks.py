@@ -29,7 +29,7 @@ from orchestrator.backends.environment import base_env, matching
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.run import AttemptFolder, GuardSettings, write_json
 from orchestrator.training.guard import fork_server
-from tests.backends.ray_jobs import alive, until
+from tests.backends.ray_jobs import alive, parent_of, until
 
 MIB = 2**20
 PACKAGE = Path(__file__).parents[2]
@@ -267,10 +267,6 @@ while not os.path.exists("go"):
     time.sleep(0.02)
 sys.exit(5)
 """
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_a_dead_server_costs_no_rank_and_a_dead_holder_only_its_own(tmp_path: Path) -> None:

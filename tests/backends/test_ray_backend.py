@@ -34,6 +34,7 @@ from tests.backends.ray_jobs import (
     first_line,
     folder_of,
     launch_of,
+    parent_of,
     script,
     until,
 )
@@ -488,10 +489,6 @@ def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="no Ray answers"):
         connection.connect("127.0.0.1:9", tmp_path)
     assert time.monotonic() - began_s < 10
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 MEETING = """
