@@ -34,7 +34,7 @@ NAMES = (
     "journal",
     "service",
 )
-ON_REQUEST = ("sweep", "compare")  # minutes
+ON_REQUEST = ("sweep", "compare", "short_jobs")  # minutes
 FOLDER = Path(".bench")
 
 

@@ -101,7 +101,8 @@ class LocalGroup:
 class LocalLaunchers:
     """Launchers of this process, which end with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Launcher] = Launcher) -> None:
+        self._kind = kind
         self._groups: dict[str, dict[str, Launcher]] = {}  # by the attempt's name
 
     def place(
@@ -109,7 +110,7 @@ class LocalLaunchers:
     ) -> LocalGroup | str:
         folder = folders.attempt(attempt.number)
         self._groups[attempt.name] = {
-            part.node: Launcher(
+            part.node: self._kind(
                 str(folder.path),
                 str(folders.epoch),
                 attempt.number,

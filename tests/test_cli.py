@@ -381,6 +381,20 @@ def test_doctor_answers_without_a_service_and_without_a_gpu(shell: Shell) -> Non
     assert all(finding["to_do"] for finding in findings.values() if finding["verdict"] != "ok")
 
 
+def test_doctor_counts_forked_ranks_and_says_why_another_was_not(
+    shell: Shell, tmp_path: Path
+) -> None:
+    home = tmp_path / "started"
+    for number, how in (1, "forked"), (2, "nothing is known of who reads SEED"), (3, "forked"):
+        folder = home / f"jobs/j{number}/attempts/1"
+        folder.mkdir(parents=True)
+        (folder / "starts").write_text(f"rank 0: {how}\n")
+    findings = shell.ask("doctor", "--home", str(home), "--json").data["findings"]
+    (row,) = (row for row in findings if row["subject"] == "starts")
+    assert (row["verdict"], row["found"]) == ("ok", "2 of the last 3 ranks were forked warm")
+    assert row["to_do"] == "the last that started afresh: nothing is known of who reads SEED"
+
+
 @pytest.mark.parametrize("folder", ["", "missing", None])
 def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(
     shell: Shell, folder: str | None

@@ -20,11 +20,13 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.ray.embedded import read_state
 from orchestrator.service.client import lifecycle
 from orchestrator.service.client.client import Client, service_file
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
+from tests.backends.ray_jobs import launcher_hosts, parent_of
 
 # Ranks alone: tests/training/test_kills.py; the server: tests/backends/test_mlflow_tracker.py; the
 # service: test_cli.py
@@ -115,6 +117,17 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
                 return int(process.name)
         pytest.fail(f"rank {rank} of {job_id} has no process")
 
+    def launchers(self) -> list[int]:
+        """Return the processes of this home's launchers."""
+        state = read_state(self.home)
+        assert state is not None
+        hosts = []
+        for pid in launcher_hosts():
+            if state["temp_dir"].encode() in Path(f"/proc/{parent_of(pid)}/cmdline").read_bytes():
+                hosts.append(pid)
+        assert hosts
+        return hosts
+
 
 @pytest.fixture(scope="module")
 def orchestra() -> Iterator[Orchestra]:
@@ -163,8 +176,8 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_job_restarts(orchestra:
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 12)
     rank = orchestra.rank_pid(job_id, 0)
-    launcher = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(launcher, signal.SIGKILL)
+    for host in orchestra.launchers():
+        os.kill(host, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{rank}").exists(), "the end of the launcher's rank", 10.0)
     job = orchestra.ended(job_id)
     assert job["status"] == "succeeded", job["reason"]

@@ -18,6 +18,7 @@ jobs/<job id>/attempts/<n>/rank<r>.oom.json         OomReport
 jobs/<job id>/attempts/<n>/rank<r>.caught.json      OomReport of the last one that was raised, even if caught
 jobs/<job id>/attempts/<n>/rank<r>.error.json       ErrorReport
 jobs/<job id>/attempts/<n>/unwatched                 a line for each process that used PyTorch unguarded, and why
+jobs/<job id>/attempts/<n>/starts                    a line for each process: forked, or why it was started plainly
 jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step, from rank 0: {step, loss, ...}
 jobs/<job id>/attempts/<n>/system.<node>.jsonl      one line per sample of a node and its devices: {at_s, system/...}
 uploads/<sha256>/files/                   what a job of another machine brought: read, never written
@@ -103,6 +104,7 @@ class AttemptFolder:
         self.before = self.path / "before.log"
         self.output = self.path / "output"
         self.unwatched = self.path / "unwatched"
+        self.starts = self.path / "starts"
 
     def system(self, node: str) -> Path:
         return self.path / f"system.{node}.jsonl"

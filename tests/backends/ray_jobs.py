@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -201,3 +202,17 @@ def descendants_of(folder: AttemptFolder, ranks: Sequence[int]) -> list[int]:
         ]
     assert all(pid != os.getpid() for pid in pids)
     return pids
+
+
+def launcher_hosts() -> list[int]:
+    """Return the processes of this machine's launchers under Ray, by the title that Ray gives them."""
+    pids = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (entry / "cmdline").read_bytes().startswith(b"ray::LauncherHost"):
+                pids.append(int(entry.name))
+    return pids
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

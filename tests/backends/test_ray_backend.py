@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray import agent, connection
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray import launchers as ray_launchers
@@ -20,17 +21,20 @@ from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished, NodesSeen, Released
+from orchestrator.specs.run import AttemptFolder
 from tests.backends.conftest import Embedded
 from tests.backends.ray_jobs import (
     BOTH,
     CLUSTER,
     MIB,
+    PROGRAM,
     Reader,
     alive,
     descendants_of,
     first_line,
     folder_of,
     launch_of,
+    parent_of,
     script,
     until,
 )
@@ -90,6 +94,70 @@ def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Emb
     ]
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in firsts}) == 1
     assert not [name for env in firsts for name in env if name.startswith("RAY_")]
+
+
+def test_a_launcher_takes_the_process_of_one_that_has_ended_and_never_shares_it(
+    reader: Reader, embedded: Embedded, tmp_path: Path
+) -> None:
+    def begin(name: str, device: int) -> tuple[Launch, int]:
+        """Start a job that waits; return it with the process of its launcher."""
+        place = (NodeDevices(node="n0", devices=(device,)),)
+        launch = launch_of(f"host-{name}", script(f"go:{tmp_path / 'go'}"), place)
+        reader.backend.launch(launch)
+        reader.await_start(launch)
+        rank = int(str(first_line(folder_of(embedded.home, launch), 0)["pid"]))
+        return launch, parent_of(rank)
+
+    def end(*launches: Launch) -> None:
+        (tmp_path / "go").touch()
+        for launch in launches:
+            assert [end.exit_code for end in reader.await_end(launch).evidence.ranks] == [0]
+        (tmp_path / "go").unlink()
+
+    first, host = begin("first", 0)
+    end(first)
+    second, same_host = begin("second", 0)
+    beside, other_host = begin("beside", 1)
+    assert (same_host, other_host != host) == (host, True)
+    end(second, beside)
+    for pid in (host, other_host):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive([host, other_host]), "the idle hosts are gone")
+    third, new_host = begin("third", 0)
+    assert new_host not in (host, other_host)
+    end(third)
+
+
+def test_a_host_keeps_an_attempt_until_all_its_processes_ended(tmp_path: Path) -> None:
+    host, watched = ray_launchers.LauncherHost(), Watched(node="n0", devices=(0,))
+    folder = AttemptFolder(tmp_path / "attempts" / "1")
+    arguments = (str(folder.path), str(tmp_path / "epoch"), 1, f"{folder.path}@n0", watched)
+    assert host.host("a/1", *arguments)
+    assert not host.host("b/1", *arguments)
+    assert not host.release("a/1"), "its ranks may be started any moment"
+    host.call("a/1", "start", [(0, (str(PROGRAM), "wait"), {})], "/")
+    assert not host.release("a/1")
+    with pytest.raises(LookupError):
+        host.call("b/1", "status")
+    host.call("a/1", "abort", 0.0)
+    until(lambda: host.release("a/1"), "its rank has ended")
+    assert host.host("b/1", *arguments)
+    with pytest.raises(LookupError):
+        host.call("a/1", "stop", 0.0)
+
+
+IDLE_HOST = """
+import time
+from orchestrator.backends.ray import launchers
+launchers.HOST_IDLE_S, launchers.HOST_LOOK_S = 0.2, 0.1
+host = launchers.LauncherHost()
+time.sleep(60)
+"""
+
+
+def test_an_idle_host_ends() -> None:
+    command = [sys.executable, "-c", IDLE_HOST]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=30)
 
 
 def test_a_killed_launcher_is_a_lost_node_without_orphans(
@@ -421,10 +489,6 @@ def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="no Ray answers"):
         connection.connect("127.0.0.1:9", tmp_path)
     assert time.monotonic() - began_s < 10
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 MEETING = """

@@ -34,6 +34,7 @@ from orchestrator.service.client.logins import Login
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event
 from tests.backends import postgres
+from tests.backends.ray_jobs import launcher_hosts
 from tests.hosts import Host, first_child, hosts
 
 NODES = ("n0", "n1", "n2")
@@ -363,11 +364,13 @@ class Cluster:
         return sorted(pids)
 
     def launchers(self) -> list[int]:
-        """Return the process ids of the launchers."""
-        pids = set()
-        for pid in self.ranks():
+        """Return the process ids of the hosts of launchers, idle ones too: a forked rank is no child of its own."""
+        networks = {_network(host) for host in self.hosts.values()}
+        pids = []
+        for pid in launcher_hosts():
             with contextlib.suppress(OSError):
-                pids.add(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+                if os.readlink(f"/proc/{pid}/ns/net") in networks:
+                    pids.append(pid)
         return sorted(pids)
 
     def raylet(self, node: str) -> int | None:
@@ -610,11 +613,13 @@ def _add(
     part.start()
 
 
+def _network(host: Host) -> str:
+    return os.readlink(f"/proc/{first_child(host.init.pid)}/ns/net")
+
+
 def _of_ray(program: str, host: Host) -> int | None:
     with contextlib.suppress(OSError):
-        network = os.readlink(
-            f"/proc/{first_child(host.init.pid)}/ns/net"
-        )  # another cluster may run on this machine
+        network = _network(host)  # another cluster may run on this machine
         for pid in _processes():
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()

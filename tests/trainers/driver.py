@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrator.backends.attempts.launcher import Launcher
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.watch import AttemptWatch, World
 from orchestrator.backends.local import drive as local
@@ -82,10 +83,13 @@ class Drive:
     nodes: ClusterSpec
     attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
     processor_limit_s: float = math.inf  # of all attempts together
+    launcher: type[Launcher] = Launcher
     drive: local.Drive = field(default_factory=local.Drive)
     processor_s: float = 0.0  # of all attempts until now
-    _processors: ProcessorTime = field(default_factory=ProcessorTime)
     _clock_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._processors = ProcessorTime(self.home)
 
     def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
         """The job after its last attempt; its first meets the fault. Raises Overrun."""
@@ -114,7 +118,7 @@ class Drive:
             home=self.home,
             python=sys.executable,
             nodes=NodeWatch(self.nodes, LocalNodes(self.nodes)),
-            launchers=LocalLaunchers(),
+            launchers=LocalLaunchers(self.launcher),
             clock=time.time,
             emit=events.append,
             closing=threading.Event(),

@@ -554,6 +554,60 @@ def gang(folder: Path, *target: str, **settings: Any) -> tuple[End, End]:
     return end(ranks[0], folder), rank_1
 
 
+# C's exit handlers run where the interpreter ends, and do not where the process leaves.
+ENDS = """
+import ctypes, os, sys, torch
+libc = ctypes.CDLL(None)
+libc.strdup.restype = ctypes.c_void_p
+libc.__cxa_atexit(libc.puts, ctypes.c_void_p(libc.strdup(b"taken down")), None)
+"""
+LONG = pytest.mark.long
+THREAD = "import threading\nthreading.Timer(0.3, print, ['thread']).start()"
+GENERATOR = "def rows():\n    try:\n        yield 1\n    finally:\n        os.write(1, b'end')\nrow = rows()"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "file = open('end', 'w')\nfile.write('all of it')",
+        f"{GENERATOR}\nnext(row)",
+        pytest.param("class Row:\n    __del__ = lambda _: print('end')\nrow = [Row()]", marks=LONG),
+        pytest.param("import gzip\nfile = gzip.GzipFile('end', 'w', mtime=0)", marks=LONG),
+        pytest.param("import PIL.Image", marks=LONG),
+    ],
+    ids=["open file", "suspended generator", "finaliser", "compressed file", "foreign library"],
+)
+def test_the_end_of_a_lone_rank_does_all_that_its_interpreter_would_do(
+    tmp_path: Path, text: str
+) -> None:
+    name = script(tmp_path, f"{ENDS}{text}\n")
+    plain = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, timeout=60)
+    expected = [path.read_bytes() for path in tmp_path.glob("end")]
+    ended = run(tmp_path, name)
+    assert (ended.exit_code, ended.out) == (0, plain.stdout.decode())
+    assert [path.read_bytes() for path in tmp_path.glob("end")] == expected
+    assert "taken down" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "out"),
+    [
+        ("import atexit\natexit.register(print, 'handler')", 0, "handler\n"),
+        (
+            "with open('end', 'w') as file:\n    file.write('all')\nsys.exit('reason')",
+            1,
+            "reason\n",
+        ),
+        pytest.param(f"{THREAD}\nsys.exit(5)", 5, "thread\n", marks=LONG),
+    ],
+)
+def test_a_lone_rank_with_nothing_left_to_do_does_not_take_torch_down(
+    tmp_path: Path, text: str, exit_code: int, out: str
+) -> None:
+    ended = run(tmp_path, script(tmp_path, f"{ENDS}{text}\n"))
+    assert (ended.exit_code, ended.out) == (exit_code, out)
+
+
 def test_one_rank_of_two_runs_out_of_memory_and_ends_at_once(tmp_path: Path) -> None:
     rank_0, rank_1 = gang(tmp_path, script(tmp_path, TRAIN), virtual_capacity_bytes=100 * MIB)
     assert rank_1.exit_code == OOM_EXIT_CODE, rank_1.out

@@ -1,6 +1,6 @@
 """The launcher of an attempt on one node: it starts the ranks, reports exit codes, and leaves no process behind.
 
-Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library and pynvml only.
+Runs in a detached Ray actor, one at a time: it outlives the service. Standard library and pynvml only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from orchestrator.backends.attempts.durable import (
     read_epoch,
     write_durably,
 )
+from orchestrator.backends.attempts.forks import ForkedRank, fork_rank, restore_signals
 from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
@@ -41,6 +42,7 @@ GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their ow
 # its exception is reported: it should end by itself, but may wait for its peers
 GRACE_AFTER_ERROR_S = 15.0
 BEFORE_TIMEOUT_S = 900.0
+FORK_TIMEOUT_S = 20.0  # of all ranks of a node: torch is imported in 1 to 9 s
 FENCE_EVERY_S = 0.5
 WRITE_TRIES_MAX = 5  # where more room would not help: something of a rank lies in the way
 WRITE_AGAIN_S = 1.0
@@ -91,7 +93,7 @@ class Rank:
     """A rank's process, with its exit code after it ended."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     exit_code: int | None = None  # set after it stands in the .rc file, or could not be written
 
 
@@ -115,6 +117,7 @@ class Launcher:
         self._next_fence_s = self._next_census_s = 0.0  # by the monotonic clock
         self._kills_before = oom_kills()
         self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
+        self._fork_until_s = 0.0  # by the monotonic clock
         self._ended = threading.Event()
         self._sampler = Sampler(self._folder, watched)
         self._census = Census(mark, self._folder.guard, self._folder.unwatched)
@@ -271,6 +274,7 @@ class Launcher:
     def _start_all(self, ranks: list[RankStart], workdir: str) -> None:
         base = self._inherited_env()
         self._folder.path.mkdir(parents=True, exist_ok=True)
+        self._fork_until_s = time.monotonic() + FORK_TIMEOUT_S
         for number, argv, env in ranks:
             env = {**base, **env}
             process = self._start_process(
@@ -281,10 +285,15 @@ class Launcher:
 
     def _start_process(
         self, number: int, argv: tuple[str, ...], env: dict[str, str], workdir: str
-    ) -> subprocess.Popen[bytes]:
+    ) -> subprocess.Popen[bytes] | ForkedRank:
         """Start and return a rank's process. Raises NoProgram where exec can never succeed, OSError otherwise."""
         user = run_as(env.pop(RUN_AS, None))
         with open_to_append(self._folder.log(number)) as log:
+            rank = "it runs as another user" if user else self._fork(argv, env, workdir, log)
+            with contextlib.suppress(OSError), open_to_append(self._folder.starts) as starts:
+                starts.write(f"rank {number}: {rank}\n".encode())
+            if isinstance(rank, ForkedRank):
+                return rank
             try:
                 return subprocess.Popen(
                     argv,
@@ -302,6 +311,12 @@ class Launcher:
                     why_not_started(argv[0], workdir, env) or f"{error.strerror}: {error.filename}"
                 )
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
+
+    def _fork(
+        self, argv: tuple[str, ...], env: dict[str, str], workdir: str, log: BinaryIO
+    ) -> ForkedRank | str:
+        """Return a rank's process that a server forked, or why it is to be started plainly."""
+        return fork_rank(argv, _with_guard(env), workdir, log, self._fork_until_s)
 
     def _inherited_env(self) -> dict[str, str]:
         """Return the variables that ranks have beside their own."""
@@ -396,8 +411,7 @@ def begins_afresh() -> Callable[[], None]:
     tie_to_parent = dies_with_parent()
 
     def hook() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        restore_signals()
         tie_to_parent()
 
     return hook

@@ -154,6 +154,9 @@ class Foreground(Launcher):
         """Pass a signal on to every rank's process group."""
         self._signal(signal.Signals(number))
 
+    def _fork(self, *_: Any) -> str:
+        return "it shares the caller's streams"
+
     def _inherited_env(self) -> dict[str, str]:
         return dict(os.environ)
 

@@ -1,19 +1,24 @@
-"""Launchers in Ray: a placement group per attempt, with a detached actor per node."""
+"""Launchers in Ray: a placement group per attempt, and a detached actor per node that hosts its launcher.
+
+Starting an actor takes half a second of processor time, most of it the import of Ray. So a host whose attempt has ended
+takes another of the same agent. It never has two: where it ends, one attempt is lost.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
+from ray.experimental import internal_kv
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import (
-    NodeAffinitySchedulingStrategy,
-    PlacementGroupSchedulingStrategy,
-)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import (
@@ -37,13 +42,73 @@ CALLS_AT_ONCE = 8  # long polls, log readers and a stop, at the same time
 LONG_POLL_S = 2.0
 UNAVAILABLE_MAX = 60  # unanswered calls in a row before a launcher counts as lost
 UNAVAILABLE_WAIT_S = 0.5  # after each
+HOST_TIMEOUT_S = 5.0  # an idle host answers within some ms
+HOST_IDLE_S = 120.0  # then it ends
+HOST_LOOK_S = 5.0
+
+
+class LauncherHost:
+    """A process that hosts the launcher of one attempt, and that of another once all its processes have ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attempt = ""
+        self._launcher: Launcher | None = None
+        self._idle_since_s = time.monotonic()
+        threading.Thread(target=self._end_when_idle, daemon=True).start()
+
+    def host(self, attempt: str, *arguments: Any) -> bool:
+        """Create the attempt's launcher from its arguments. False while another attempt is hosted."""
+        with self._lock:
+            if self._launcher is None:
+                self._attempt, self._launcher = attempt, Launcher(*arguments)
+            return self._attempt == attempt
+
+    def release(self, attempt: str) -> bool:
+        """Forget the attempt, and return True; False where a process of it may live."""
+        with self._lock:
+            if self._launcher is None or self._attempt != attempt:
+                return False
+            if self._launcher.status()["state"] != "ended":
+                return False
+            self._attempt, self._launcher = "", None
+            self._idle_since_s = time.monotonic()
+            return True
+
+    def call(self, attempt: str, method: str, *arguments: Any) -> Any:
+        """Return what the attempt's launcher answers. Raises LookupError for an attempt that is not hosted."""
+        with self._lock:
+            launcher = self._launcher
+            if launcher is None or self._attempt != attempt:
+                raise LookupError(f"the launcher of {attempt} is not hosted here")
+        return getattr(launcher, method)(*arguments)
+
+    def _end_when_idle(self) -> None:
+        while True:
+            time.sleep(HOST_LOOK_S)
+            with self._lock:
+                idle_s = time.monotonic() - self._idle_since_s
+                if self._launcher is None and idle_s > HOST_IDLE_S:
+                    os._exit(0)
+
+
+class Hosted(NamedTuple):
+    """A launcher in its host, to call from the agent."""
+
+    attempt: str
+    host: str  # the actor's name
+    actor: Any
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Return the reference of the answer."""
+        return self.actor.call.remote(self.attempt, method, *arguments)
 
 
 class ActorGroup:
-    """The launchers of one attempt as Ray actors, inside the agent; see `LauncherGroup`."""
+    """The launchers of one attempt in their hosts, inside the agent; see `LauncherGroup`."""
 
-    def __init__(self, actors: Mapping[str, Any]) -> None:
-        """`actors` are the handles by node."""
+    def __init__(self, actors: Mapping[str, Hosted]) -> None:
+        """`actors` are the launchers by node."""
         self._actors = dict(actors)
         self._pending: dict[Any, str] = {}  # reference of a long poll -> node
         self._versions: dict[str, int] = {}
@@ -59,11 +124,11 @@ class ActorGroup:
 
     def free_port(self, node: str) -> int:
         """Return a TCP port that is free on `node`."""
-        return int(ray.get(self._actors[node].free_port.remote(), timeout=CALL_TIMEOUT_S))
+        return int(ray.get(self._actors[node].call("free_port"), timeout=CALL_TIMEOUT_S))
 
     def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
         """Run a command on `node` to its end, and return its exit code."""
-        answer = self._actors[node].run_before.remote(argv, env, workdir)
+        answer = self._actors[node].call("run_before", argv, env, workdir)
         return int(ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S))
 
     def start(
@@ -75,7 +140,7 @@ class ActorGroup:
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, unless already started. `counts` are ranks per process, by node."""
         answers = [
-            self._actors[node].start.remote(list(ranks[node]), workdir, counts[node], fence)
+            self._actors[node].call("start", list(ranks[node]), workdir, counts[node], fence)
             for node in ranks
         ]
         statuses: list[LauncherStatus] = ray.get(answers, timeout=CALL_TIMEOUT_S)
@@ -90,7 +155,7 @@ class ActorGroup:
         for node in wanted:
             if node not in polled and node in self._actors:
                 self._pending[
-                    self._actors[node].wait.remote(self._versions.get(node, 0), LONG_POLL_S)
+                    self._actors[node].call("wait", self._versions.get(node, 0), LONG_POLL_S)
                 ] = node
         if news or not self._pending:
             return news
@@ -118,27 +183,33 @@ class ActorGroup:
         """Send SIGTERM to the ranks of these nodes, and SIGKILL after `grace_s`. Does not wait."""
         for node in nodes:
             if node in self._actors:
-                self._actors[node].stop.remote(grace_s)
+                self._actors[node].call("stop", grace_s)
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
         """Send SIGKILL to the ranks of these nodes after `grace_s`. Does not wait."""
         for node in nodes:
             if node in self._actors:
-                self._actors[node].abort.remote(grace_s)
+                self._actors[node].call("abort", grace_s)
 
-    def _is_idle(self, actor: Any) -> bool:
+    def _is_idle(self, actor: Hosted) -> bool:
         try:
-            return bool(ray.get(actor.status.remote(), timeout=CALL_TIMEOUT_S)["state"] == "idle")
+            return bool(ray.get(actor.call("status"), timeout=CALL_TIMEOUT_S)["state"] == "idle")
         except RayError:
             return False
 
 
 class RayLaunchers:
-    """Launchers of all attempts as Ray actors, inside the agent; see `Launchers`. Its nodes are `RayNode`s."""
+    """Launchers of all attempts in Ray, inside the agent; see `Launchers`. Its nodes are `RayNode`s."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Hosts of this agent, which has their code: a host's name -> the id of its node.
+        self._nodes: dict[str, str] = {}
+        self._idle: dict[str, list[Hosted]] = {}  # by the node's id
 
     def find(self, attempt: Attempt) -> ActorGroup:
         """Return the existing launchers of `attempt`."""
-        return ActorGroup(_actors(attempt))
+        return ActorGroup(_hosted(attempt))
 
     def place(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
@@ -159,50 +230,95 @@ class RayLaunchers:
         ):  # it would wait for ever, and take the devices one day
             self.end(attempt)
             return f"its devices were not free within {PLACE_TIMEOUT_S:.0f} s"
-        actor: Any = ray.remote(Launcher)
         folder = folders.attempt(attempt.number)
-        actors = {
-            part.node: actor.options(
-                name=launcher_name(attempt, part.node),
-                lifetime="detached",
-                num_cpus=0,
-                max_concurrency=CALLS_AT_ONCE,
-                resources={name: count for name, count in bundle.items() if name != "GPU"},
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-            ).remote(
-                str(folder.path),
-                str(folders.epoch),
-                attempt.number,
-                mark_of(folder, part.node),
-                Watched(
-                    node=part.node,
-                    devices=part.devices,
-                    is_alone=len(bundles) == 1,
-                    driver=live[part.node].launch.device.kind.traits.driver,
-                    device_ids=live[part.node].launch.device_ids,
-                ),
-            )
-            for index, (part, bundle) in enumerate(zip(attempt.placement, bundles, strict=True))
-        }
+        hosted, created = dict[str, Hosted](), list[Any]()
         try:
-            ray.get(
-                [launcher.status.remote() for launcher in actors.values()], timeout=READY_TIMEOUT_S
-            )
+            for part in attempt.placement:
+                node = live[part.node]
+                arguments = (
+                    str(folder.path),
+                    str(folders.epoch),
+                    attempt.number,
+                    mark_of(folder, part.node),
+                    Watched(
+                        node=part.node,
+                        devices=part.devices,
+                        is_alone=len(bundles) == 1,
+                        driver=node.launch.device.kind.traits.driver,
+                        device_ids=node.launch.device_ids,
+                    ),
+                )
+                launcher = self._take_idle(attempt, part.node, node.id, arguments)
+                if launcher is None:
+                    launcher = self._create_host(attempt, part.node, node.id)
+                    created.append(launcher.actor.host.remote(attempt.name, *arguments))
+                hosted[part.node] = launcher
+            ray.get(created, timeout=READY_TIMEOUT_S)
         except RayError as error:
             self.end(attempt)
             return f"its launchers did not come up: {type(error).__name__}: {error}"
-        return ActorGroup(actors)
+        return ActorGroup(hosted)
+
+    def _take_idle(
+        self, attempt: Attempt, node: str, node_id: str, arguments: Sequence[Any]
+    ) -> Hosted | None:
+        """Let an idle host of the node host the attempt's launcher; None where none can."""
+        while True:
+            with self._lock:
+                idle = self._idle.get(node_id)
+                if not idle:
+                    return None
+                launcher = idle.pop()._replace(attempt=attempt.name)
+            _record_host(attempt, node, launcher.host)
+            with contextlib.suppress(RayError):  # it ended meanwhile
+                answer = launcher.actor.host.remote(attempt.name, *arguments)
+                if ray.get(answer, timeout=HOST_TIMEOUT_S):
+                    return launcher
+            self._kill(launcher)
+
+    def _create_host(self, attempt: Attempt, node: str, node_id: str) -> Hosted:
+        name = f"host/{uuid.uuid4().hex}"
+        actor: Any = ray.remote(LauncherHost)
+        _record_host(attempt, node, name)
+        self._nodes[name] = node_id
+        handle = actor.options(
+            name=name,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=CALLS_AT_ONCE,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        ).remote()
+        return Hosted(attempt.name, name, handle)
 
     def end(self, attempt: Attempt) -> None:
         """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
         try:
-            for actor in _actors(attempt).values():
-                ray.kill(actor)
+            for node, launcher in _hosted(attempt).items():
+                is_free = self._release(launcher)
+                if not is_free:
+                    self._kill(launcher)
+                internal_kv._internal_kv_del(launcher_name(attempt, node), namespace=_namespace())
+                if is_free:  # nobody takes it for this attempt's any more
+                    with self._lock:
+                        self._idle.setdefault(self._nodes[launcher.host], []).append(launcher)
             with contextlib.suppress(ValueError):  # no group has that name
                 remove_placement_group(ray.util.get_placement_group(attempt.name))
         except RayError as error:
             raise ClusterAway(f"Ray does not answer: {error}") from error
+
+    def _kill(self, launcher: Hosted) -> None:
+        """End a host, and with it the processes of its attempt."""
+        self._nodes.pop(launcher.host, None)
+        ray.kill(launcher.actor)
+
+    def _release(self, launcher: Hosted) -> bool:
+        """Return whether the host has forgotten its attempt, and may host another."""
+        if launcher.host not in self._nodes:  # of an earlier agent, perhaps with other code
+            return False
+        with contextlib.suppress(RayError):
+            answer = launcher.actor.release.remote(launcher.attempt)
+            return bool(ray.get(answer, timeout=HOST_TIMEOUT_S))
+        return False
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
         """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
@@ -214,21 +330,34 @@ class RayLaunchers:
             ray.get(orphans, timeout=READY_TIMEOUT_S)
 
 
-def _actors(attempt: Attempt) -> dict[str, Any]:
-    """Handles of the launchers that exist, by node."""
-    actors = {}
+def _hosted(attempt: Attempt) -> dict[str, Hosted]:
+    """Return the launchers that exist, by node."""
+    hosted = {}
     for part in attempt.placement:
+        key = launcher_name(attempt, part.node)
+        name = internal_kv._internal_kv_get(key, namespace=_namespace())
+        if name is None:
+            continue
         # No actor has that name; or it has just died, and Ray has dropped its class before its name
-        # (an assertion of
-        # `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray 2.60.0, seen on a
-        # busy machine).
+        # (an assertion of `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray
+        # 2.60.0, seen on a busy machine).
         with contextlib.suppress(ValueError, AssertionError):
-            actors[part.node] = ray.get_actor(launcher_name(attempt, part.node))
-    return actors
+            actor = ray.get_actor(name.decode())
+            hosted[part.node] = Hosted(attempt.name, name.decode(), actor)
+    return hosted
+
+
+def _record_host(attempt: Attempt, node: str, host: str) -> None:
+    """Store which actor hosts the launcher, for an agent that comes later."""
+    internal_kv._internal_kv_put(launcher_name(attempt, node), host, namespace=_namespace())
+
+
+def _namespace() -> str:
+    return str(ray.get_runtime_context().namespace)
 
 
 def launcher_name(attempt: Attempt, node: str) -> str:
-    """Return the actor's name in the home's Ray namespace."""
+    """Return the launcher's name in the home's Ray namespace."""
     return f"{attempt.name}/{node}"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
@@ -35,6 +36,8 @@ SHM_MIN_BYTES = 64 * 2**20  # gloo and data loader workers; Docker's default is 
 SHM_GOOD_BYTES = 1 * 2**30  # NCCL: 33 MiB per pair of ranks, and Ray's object store
 HOST_MIN_BYTES = 3 * 2**30  # an embedded Ray node, MLflow and two virtual devices
 HOST_GOOD_BYTES = 8 * 2**30
+STARTS_SHOWN = 20  # newest ranks
+STARTS_BYTES_MAX = 4096  # of an attempt
 SHM_HINT = "in a container: --shm-size=8g, or an emptyDir of medium Memory"
 DISK_HINT = "free some, or use another home: --home, ORC_HOME"
 
@@ -73,6 +76,7 @@ def findings(home: Path) -> list[Finding]:
         ("journal", lambda: _journal(home)),
         ("service", lambda: _service(home)),
         ("records", lambda: _records(home)),
+        ("starts", lambda: _starts(home)),
     ]
     return [finding for subject, check in checks if (finding := _run_check(subject, check))]
 
@@ -276,6 +280,21 @@ def _records(home: Path) -> Result | None:
         to_do = "`orc up` and jobs go on; records wait in the journal until it answers"
         return BAD, str(error), to_do
     return OK, f"MLflow serves {server.folder} on a socket file", ""
+
+
+def _starts(home: Path) -> Result | None:
+    """Return how the newest ranks of this home were started; None where none was."""
+    paths = sorted(home.glob("jobs/*/attempts/*/starts"), key=os.path.getmtime)
+    if not paths:
+        return None
+    lines: list[str] = []
+    for path in paths[-STARTS_SHOWN:]:
+        with open_left(path) as file:
+            lines += file.read(STARTS_BYTES_MAX).decode(errors="replace").splitlines()
+    newest = [line.partition(": ")[2] for line in lines[-STARTS_SHOWN:]]
+    others = [how for how in newest if how != "forked"]
+    observation = f"{len(newest) - len(others)} of the last {len(newest)} ranks were forked warm"
+    return OK, observation, f"the last that started afresh: {others[-1]}" if others else ""
 
 
 def _service(home: Path) -> Result:

@@ -1,0 +1,298 @@
+"""A process that has imported torch and the guard, and forks ranks: `fork_server.py NAME FILLER`
+
+The launcher starts it in a rank's own interpreter, and asks it over an abstract socket (backends/attempts/forks.py).
+No program of a job runs in it. Any doubt is an answer {"why": text}; the launcher then starts the rank plainly.
+
+server   one thread: it imports, then forks a holder for each request
+holder   the parent of one rank: it tells the rank's exit code; where the launcher ends, it ends, and the rank with it
+rank     becomes what a fresh process would be, waits for the launcher's word, and runs guard.py's `main`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GUARD = Path(__file__).resolve().with_name("guard.py")
+MODULES = (
+    "orchestrator.training.guard.failure_reporter",
+    "torch",
+    "torch.distributed",
+    "torch.optim.optimizer",
+    "torch.utils.data._utils.worker",
+    "orchestrator.training.guard.virtual_device",
+)
+MARK = "ORC_LAUNCHER"  # the last variable here: a rank's own take its room in /proc/PID/environ
+IDLE_S = 300.0  # since the last request
+LOOK_S = 10.0
+REQUEST_S = 5.0
+REQUEST_BYTES_MAX = 2**20
+AVAILABLE_MIN = 0.05  # of the machine's memory: with less, the server ends
+PR_SET_PDEATHSIG = 1
+ARGUMENTS_FIELD, ENVIRONMENT_FIELD = 45, 47  # arg_start and env_start behind the name, proc(5)
+
+
+class Request(NamedTuple):
+    """A rank to fork: its connection to the launcher, command, folder, own variables and log."""
+
+    connection: socket.socket
+    log: int
+    argv: list[str]
+    workdir: str
+    env: dict[str, str]
+
+
+class Doubt(Exception):
+    """A reason to start the rank plainly."""
+
+
+def main() -> None:
+    """Serve as NAME until idle. Returns where another process does; in a forked rank, after its program."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind("\0" + sys.argv[1])
+        except OSError:  # another process has the name
+            return
+        listener.listen(64)
+        if os.fork():
+            os._exit(0)  # the launcher waits for this one only
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for holders
+        request = _serve(listener)
+    if request is None:
+        os._exit(0)
+    _run(request)
+
+
+class Imports:
+    """The imported modules, and the doubt that they leave."""
+
+    def __init__(self) -> None:
+        before, printed = _open_files(), os.memfd_create("printed")
+        for stream in (1, 2):
+            os.dup2(printed, stream)
+        self._doubt = ""
+        try:
+            self._import_all()
+        except Exception as error:  # no torch, or one that is too old
+            self._doubt = f"{type(error).__name__}: {error}"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.fstat(printed).st_size:
+            self._doubt = self._doubt or "importing torch prints"
+        for stream in (1, 2):
+            os.dup2(0, stream)
+        os.close(printed)
+        if _open_files() != before:
+            self._doubt = self._doubt or "importing torch opens files"
+        self.names = {name.partition(".")[0] for name in sys.modules}
+        self._files = {path: _stamp(path) for path in self._paths()}
+        gc.collect()
+        gc.freeze()  # the collector of a rank does not copy these pages
+
+    def _import_all(self) -> None:
+        name = "_orchestrator_guard"  # as in a fresh rank
+        spec = importlib.util.spec_from_file_location(name, GUARD)
+        assert spec is not None, GUARD
+        assert spec.loader is not None, GUARD
+        self.guard = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.guard)
+        sys.path.pop(0)  # the folder of this file
+        self.guard._bring_package()
+        for module in MODULES:
+            importlib.import_module(module)
+        if sys.modules["torch"].cuda.is_initialized():
+            self._doubt = "importing torch initialises CUDA"
+        child = os.fork()  # OpenBLAS ends its threads before a fork, and starts them when needed
+        if not child:
+            os._exit(0)
+
+    def _paths(self) -> list[str]:
+        """Files of the modules, and the folders in which others are searched."""
+        files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+        return [*filter(None, files), *sys.path]
+
+    def is_stale(self) -> bool:
+        """Return whether a file was changed since it was imported."""
+        return any(_stamp(path) != stamp for path, stamp in self._files.items())
+
+    def find_doubt(self) -> str:
+        """Return why nothing can be forked now; "" where it can."""
+        if self._doubt:
+            return self._doubt
+        threads = len(os.listdir("/proc/self/task"))
+        return f"the server has {threads} threads" if threads > 1 else ""
+
+
+def _serve(listener: socket.socket) -> Request | None:
+    """Answer until idle, stale or short of memory: None. In a forked rank, its request is returned."""
+    imports, last_s = Imports(), time.monotonic()
+    while time.monotonic() - last_s < IDLE_S and not _is_short_of_memory():
+        if not select.select([listener], [], [], LOOK_S)[0]:
+            continue
+        last_s = time.monotonic()
+        connection, _ = listener.accept()
+        connection.settimeout(REQUEST_S)
+        if _user_of(connection) != os.geteuid():  # an abstract name is open to every local user
+            connection.close()
+            continue
+        try:
+            message, logs, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, 1)
+            request = Request(connection, logs[0], **json.loads(message))
+        except (OSError, ValueError, IndexError, TypeError):  # a launcher that went away
+            connection.close()
+            continue
+        is_stale = imports.is_stale()
+        doubt = "installed files changed" if is_stale else imports.find_doubt()
+        if doubt:
+            _answer(connection, {"why": doubt})
+        elif not os.fork():
+            listener.close()
+            _hold(request, imports)
+            return request
+        connection.close()
+        os.close(request.log)
+        if is_stale:
+            return None
+    return None
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Return the user id of the process that connected."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", peer)[1])
+
+
+def _hold(request: Request, imports: Imports) -> None:
+    """Fork the rank, and return in it. The holder ends here, with the exit code told."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection, holder = request.connection, os.getpid()
+    connection.settimeout(None)
+    rank = os.fork()
+    if not rank:
+        _enter(request, imports, holder)
+        return
+    os.close(request.log)
+    watched = select.poll()
+    watched.register(connection, select.POLLRDHUP)  # the launcher ended
+    watched.register(os.pidfd_open(rank), select.POLLIN)
+    watched.poll()
+    # It stays a zombie until the launcher knows: nobody else gets its number.
+    ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    if ended is not None:
+        code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        _answer(connection, {"code": code})
+        connection.recv(1)  # the launcher hangs up
+    os._exit(0)  # a rank that lives ends by its PR_SET_PDEATHSIG
+
+
+def _enter(request: Request, imports: Imports, holder: int) -> None:
+    """Become a rank, and return at the launcher's word. Otherwise the process ends."""
+    try:
+        _become(request, imports, holder)
+    except Exception as error:  # nothing of the program has run
+        _answer(request.connection, {"why": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    _answer(request.connection, {"pid": os.getpid()})
+    if not request.connection.recv(16):
+        os._exit(1)
+    request.connection.close()
+
+
+def _become(request: Request, imports: Imports, holder: int) -> None:
+    """Take over what a fresh process of the launcher would have. Raises Doubt or OSError."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != holder:
+        raise Doubt("its holder ended")
+    os.setsid()
+    os.chdir(request.workdir)
+    folder = request.workdir
+    if request.argv[4] != "-m":
+        folder = os.path.dirname(os.path.realpath(request.argv[4]))
+    hidden = imports.names & {name.partition(".")[0] for name in os.listdir(folder)}
+    if hidden:
+        raise Doubt(f"{folder} has a module {min(hidden)!r}, which was imported from elsewhere")
+    imports.guard._show(request.argv[2])  # before it can be counted as a process of the attempt
+    for stream in (1, 2):
+        os.dup2(request.log, stream)
+    os.close(request.log)
+    del os.environ[MARK]
+    os.environ.update(request.env)
+    variables = [f"{name}={value}" for name, value in request.env.items()]
+    shown = Path("/proc/self/environ").read_bytes()
+    _rewrite("environ", ENVIRONMENT_FIELD, shown.rindex(f"{MARK}=".encode()), variables)
+    _rewrite("cmdline", ARGUMENTS_FIELD, 0, request.argv)
+    _reseed()
+
+
+def _rewrite(name: str, field: int, offset: int, words: list[str]) -> None:
+    """Make /proc/PID/NAME show `words` from `offset` on, as of a fresh process. Raises Doubt."""
+    path = Path("/proc/self") / name
+    shown = path.read_bytes()
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)
+    room = len(shown) - offset
+    if len(text) > room:
+        raise Doubt(f"its {name} is too long")
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    text = text.ljust(room, b"\0")
+    ctypes.memmove(int(fields[field]) + offset, text, room)
+    if path.read_bytes() != shown[:offset] + text:
+        raise Doubt(f"its {name} cannot be rewritten")
+
+
+def _reseed() -> None:
+    """Draw new seeds, as a fresh process does; `random` draws its own after a fork."""
+    modules: dict[str, Any] = sys.modules
+    modules["torch"].default_generator.seed()
+    if "numpy.random" in modules:
+        modules["numpy.random"].seed()
+    modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
+
+
+def _run(request: Request) -> None:
+    """Run the guard with the rank's program, as `python guard.py GUARD_JSON -- ...` does."""
+    sys.orig_argv, sys.argv = list(request.argv), request.argv[1:]
+    sys.path.insert(0, str(GUARD.parent))
+    importlib.invalidate_caches()
+    sys.modules["_orchestrator_guard"].main(request.argv[2:])
+
+
+def _answer(connection: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the launcher went away
+        connection.send(json.dumps(message).encode())
+
+
+def _open_files() -> set[str]:
+    """Return this process's open descriptors, without that of the listing."""
+    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Return what changes with a file's content or a folder's entries; () where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _is_short_of_memory() -> bool:
+    sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    total, available = (int(sizes[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
+    return available < AVAILABLE_MIN * total
+
+
+if __name__ == "__main__":
+    main()
