@@ -435,5 +435,5 @@ def test_a_proposal_and_its_plan_agree_on_whether_short_attempts_measure_it(
     source = "\n".join(row for row in SAVING.splitlines() if f'"--{line}"' not in row)
     text, spec = propose(tmp_path, source)
     plans = plan_job(spec, idle_nodes(read_cluster(CLUSTER)), ())
-    assert ("two short attempts measure it first" in text) == (plans["probe"] is not None)
+    assert ("short attempts measure it first" in text) == (plans["probe"] is not None)
     assert ("assumed to fill a device" in text) == (plans["probe"] is None)

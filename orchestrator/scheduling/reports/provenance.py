@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.job.spec import JobSpec
@@ -38,11 +38,6 @@ def shared_provenance(specs: Iterable[JobSpec]) -> dict[str, str]:
         for name, text in provenance_of(spec).items():
             values.setdefault(name, {})[text] = None
     return {name: ", ".join(texts) for name, texts in values.items()}
-
-
-def provenance_words(provenance: Mapping[str, str]) -> list[str]:
-    """Return the provenance as phrases such as `learning rate 0.001`."""
-    return [f"{name.replace('_', ' ')} {text}" for name, text in provenance.items()]
 
 
 def name_model(spec: JobSpec) -> str:

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.scheduling.reports.provenance import provenance_words
-from orchestrator.service.terminal.tables import coloured_picture
+from orchestrator.service.terminal.tables import coloured_picture, provenance_words
 from orchestrator.service.views.comparison import reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
 

@@ -133,7 +133,7 @@ def _probe_panel(probe: CandidateView) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_row(
         "memory",
-        "not known: two short attempts measure what a sample needs, before the training is planned",
+        "not known: two to four short attempts measure what a sample needs, before the training is planned",
     )
     head.add_row(
         "first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold")

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
-from orchestrator.scheduling.reports.provenance import provenance_words
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
 from orchestrator.service.views.columns import Column, columns_of, local_second
 from orchestrator.specs.profile import Source
@@ -151,6 +150,11 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
             parts += [Text(), title, bars(last["estimate"])]
         parts += _failure(last)
     return Group(*parts)
+
+
+def provenance_words(provenance: Mapping[str, str]) -> list[str]:
+    """Return the provenance as phrases such as `learning rate 0.001`."""
+    return [f"{name.replace('_', ' ')} {text}" for name, text in provenance.items()]
 
 
 def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
