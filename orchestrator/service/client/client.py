@@ -18,6 +18,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -71,7 +72,7 @@ class Client:
         self._home = None if isinstance(service, Login) else service
 
     def submit(
-        self, spec: dict[str, Any], fault: dict[str, Any] | None = None, key: str | None = None
+        self, spec: JsonObject, fault: JsonObject | None = None, key: str | None = None
     ) -> str:
         """Submit a job; return its id once it is in the queue.
 
@@ -83,7 +84,7 @@ class Client:
             self._submit("/jobs", body) if key is None else self._json("POST", "/jobs", body, key)
         )["id"]
 
-    def submit_all(self, specs: Sequence[dict[str, Any]]) -> BatchAnswer:
+    def submit_all(self, specs: Sequence[JsonObject]) -> BatchAnswer:
         """Submit jobs atomically; return their ids once they are in the journal.
 
         The result also has, by id: expected lateness, promises of guarantees, and refusals. If one job is invalid, none
@@ -104,7 +105,7 @@ class Client:
         next_page = f"?next={quote(f'/ui/jobs/{job_id}', safe='')}" if job_id else ""
         return f"{str(self._http.base_url).rstrip('/')}{path}{next_page}"
 
-    def users(self) -> list[dict[str, Any]]:
+    def users(self) -> list[JsonObject]:
         """Return every user with its role."""
         return self._json("GET", "/users")["users"]
 
@@ -116,11 +117,11 @@ class Client:
         """Remove a user with all tokens."""
         self._json("DELETE", f"/users/{quote(name, safe='')}")
 
-    def tokens(self) -> list[dict[str, Any]]:
+    def tokens(self) -> list[JsonObject]:
         """Return every token's record: user, creation, expiry and last use."""
         return self._json("GET", "/tokens")["tokens"]
 
-    def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, dict[str, Any]]:
+    def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, JsonObject]:
         """Return (new token, its record in the service)."""
         answer = self._json("POST", "/tokens", {"user": user, "lifetime_s": lifetime_s})
         return answer["secret"], answer["token"]
@@ -129,11 +130,11 @@ class Client:
         """Revoke a token."""
         self._json("DELETE", f"/tokens/{number}")
 
-    def audit(self, limit: int) -> list[dict[str, Any]]:
+    def audit(self, limit: int) -> list[JsonObject]:
         """Return the newest rows of the audit log, newest first."""
         return self._json("GET", f"/audit?limit={limit}")["rows"]
 
-    def unreadable_rows(self) -> list[dict[str, Any]]:
+    def unreadable_rows(self) -> list[JsonObject]:
         """Return the unreadable rows of the journal."""
         return self._json("GET", "/journal/unreadable")["rows"]
 
@@ -267,7 +268,7 @@ class Client:
         allow: str | None = None,
         global_batch_size: int | None = None,
         learning_rate: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Answer a job's question, or resubmit an ended job; return the id of the job that continues, and how."""
         body = {
             "allow": allow,
@@ -275,7 +276,7 @@ class Client:
             "learning_rate": learning_rate,
             "settings": dict(settings),
         }
-        answer: dict[str, Any] = self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
+        answer: JsonObject = self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
         return answer
 
     def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
@@ -288,7 +289,7 @@ class Client:
         body = {"settings": dict(settings)}
         return bool(self._json("POST", f"/jobs/{quote(job_id, safe='')}/update", body)["changed"])
 
-    def purge(self, *, dry_run: bool) -> dict[str, Any]:
+    def purge(self, *, dry_run: bool) -> JsonObject:
         """Remove files of ended jobs by the cluster file's `keep`; with `dry_run`, only list them."""
         return self._json("POST", "/purge", {"dry_run": dry_run}, timeout_s=PURGE_TIMEOUT_S)
 
@@ -296,11 +297,11 @@ class Client:
         """Drain a node, or undo it; returns once the request is durable."""
         self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
 
-    def join(self) -> dict[str, Any]:
+    def join(self) -> JsonObject:
         """Return what a joining machine needs: the address of Ray, and properties that it must share."""
         return self._json("GET", "/join")
 
-    def add_node(self, node: dict[str, Any], address: str) -> None:
+    def add_node(self, node: JsonObject, address: str) -> None:
         """Register a machine that joins, or joined before."""
         self._json("POST", "/nodes", {"node": node, "address": address})
 
@@ -341,7 +342,7 @@ class Client:
         """Return the expected start and end of each live job, the earliest start first."""
         return self._json("GET", "/forecast")["jobs"]
 
-    def cluster(self) -> dict[str, Any]:
+    def cluster(self) -> JsonObject:
         """Return the cluster: name, live nodes (`views.NodeView`), drained nodes, and addresses of its services."""
         return self._json("GET", "/cluster")
 
@@ -353,11 +354,11 @@ class Client:
         """Close the connection."""
         self._http.close()
 
-    def _with_user(self, spec: dict[str, Any]) -> dict[str, Any]:
+    def _with_user(self, spec: JsonObject) -> JsonObject:
         """Return the job with its user: the submitter, where it names none."""
         return spec if spec.get("user") or self._home is None else {**spec, "user": user_name()}
 
-    def _submit(self, path: str, body: dict[str, Any]) -> Any:
+    def _submit(self, path: str, body: JsonObject) -> Any:
         """Return the answer to a submission. Without an answer it is sent again under the same key."""
         key, why = secrets.token_hex(16), ""
         for pause_s in (0.0, *AGAIN_S):
@@ -451,7 +452,7 @@ def _local_url(home: Path) -> str:
     return f"http://127.0.0.1:{service_file(home)['port']}"
 
 
-def service_file(home: Path) -> dict[str, Any]:
+def service_file(home: Path) -> JsonObject:
     """Return `{pid, port}` of the service. Raises ServiceError if none was started in this home."""
     try:
         return dict(json.loads((home / "service.json").read_text()))

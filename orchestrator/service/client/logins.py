@@ -7,11 +7,11 @@ import os
 import ssl
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.service.client.endpoint import fingerprint_of
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import ServiceError, SpecError
 
 CONNECT_S = 10.0
@@ -97,7 +97,7 @@ def pinned_certificate(url: str, fingerprint: str) -> str:
     return shown
 
 
-def _read() -> dict[str, dict[str, Any]]:
+def _read() -> dict[str, JsonObject]:
     try:
         return dict(json.loads(logins_file().read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def _read() -> dict[str, dict[str, Any]]:
         ) from None
 
 
-def _write(logins: dict[str, dict[str, Any]]) -> None:
+def _write(logins: dict[str, JsonObject]) -> None:
     path = logins_file()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_durably(path, json.dumps(logins, indent=1), PRIVATE)

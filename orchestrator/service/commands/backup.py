@@ -15,19 +15,19 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from orchestrator.backends.journal.copy import copy_journal, schema_of
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.client.lifecycle import journal_url
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job_record import JobStatus
@@ -62,7 +62,7 @@ class Restored:
     ]  # of their jobs, those without the output of the backed-up home: they begin anew
 
 
-def back_up(home: Path, archive: Path) -> dict[str, Any]:
+def back_up(home: Path, archive: Path) -> JsonObject:
     """Write the archive (mode 0600), even while the service runs; return its manifest.
 
     Raises SpecError where the file exists, or where the journal is no SQLite file.
@@ -142,7 +142,7 @@ def restore(archive: Path, home: Path) -> Restored:
     return restored
 
 
-def _settle(home: Path, earlier_home: Path, manifest: Mapping[str, Any]) -> Restored:
+def _settle(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
     """Take the output of each job that ran, and write its log, by which the service knows the attempt."""
     with closing(Journal(f"{SQLITE}{home / JOURNAL}")) as journal:
         snapshot, tail = journal.load()
@@ -220,7 +220,7 @@ def _chunks(
         raise _damage_error(archive, f"{name}: {error}") from None
 
 
-def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
+def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
     text = b"".join(_chunks(archive_file, MANIFEST, MANIFEST_BYTES_MAX, archive))
     try:
         manifest = json.loads(text)
@@ -248,7 +248,7 @@ def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
 
 
 def _unpack(
-    archive_file: zipfile.ZipFile, name: str, entry: dict[str, Any], path: Path, archive: Path
+    archive_file: zipfile.ZipFile, name: str, entry: JsonObject, path: Path, archive: Path
 ) -> None:
     digest, size_bytes = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,6 +21,7 @@ from orchestrator.scheduling.failures.unexplained import in_one_line
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.service.client.client import Client
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
@@ -154,7 +154,7 @@ def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
         redact("\n".join(shorten(_lines_of_job(client, job_id, attempt["number"], rank))), names)
         for rank in range(len(codes))
     ]
-    case: dict[str, Any] = {
+    case: JsonObject = {
         "id": redact(f"{job['name']}, attempt {attempt['number']}", names),
         "expect": kind.value,
     }
@@ -392,6 +392,6 @@ def _next_action(failure: Failure) -> str:
     return f"start it again{wait}{elsewhere}, {times}"
 
 
-def diagnosis_view(diagnosis: Diagnosis) -> Mapping[str, Any]:
+def diagnosis_view(diagnosis: Diagnosis) -> JsonObject:
     """Return the diagnosis as JSON."""
     return {name: getattr(diagnosis, name) for name in diagnosis.__slots__}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.profiles import is_known
@@ -16,6 +16,7 @@ from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
@@ -31,7 +32,7 @@ from orchestrator.specs.settings import in_short
 COUNTS = (1, 2, 4, 8)  # of one machine's cards
 ADAPTER_RANK = 16
 # Assumed settings of a fine-tuning of which only the model is given; `--set` changes each key.
-ASSUMED: Mapping[str, Any] = {
+ASSUMED: JsonObject = {
     "global_batch_size": 8,
     "precision": "bf16",
     "data": {"text": ["text.txt"], "sequence_length": 1024},  # a file that nothing reads here
@@ -53,12 +54,12 @@ class FitRow(TypedDict):
     why: str | None  # why there is no plan
 
 
-def job_of_model(name: str) -> dict[str, Any]:
+def job_of_model(name: str) -> JsonObject:
     """Return job-file data that trains all weights of a transformers model (a folder or hub name)."""
     return {"name": "fit", "gpus": 1, "model": {"hf": name}, **ASSUMED}
 
 
-def script_of_model(name: str) -> dict[str, Any]:
+def script_of_model(name: str) -> JsonObject:
     """Return job-file data of a script that trains all weights of a model on its own samples.
 
     For model heads that take no text, since a job of our engines would need their data.

@@ -6,7 +6,6 @@ import os
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import Client
@@ -16,6 +15,7 @@ from orchestrator.service.client.join_token import FORM, parts_of
 from orchestrator.service.client.logins import Login, login_of, pinned_certificate
 from orchestrator.service.intake.cluster_file import joined_nodes
 from orchestrator.service.intake.detection import detect_machine
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.members import Machine, check_alike, machine
 from orchestrator.specs.errors import ServiceError, SpecError
 
@@ -27,7 +27,7 @@ POLL_S = 0.5
 TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
 
 
-def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[str, Any]:
+def join(home: Path, service: str, name: str, token_file: Path | None) -> JsonObject:
     """Add this machine to the service at HOST:PORT as node `name`; return its devices, and notes as sentences.
 
     A machine that already joined stays. Raises SpecError where it is incompatible with the service or its devices make

@@ -40,6 +40,7 @@ from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
     AXES,
@@ -111,9 +112,7 @@ class WayOutView(TypedDict):
     needed_bytes: int  # of each device
     degradation: str  # what changes of the training
     settings: dict[str, str]  # of `--set` options that make the change; {}: none do
-    job: (
-        dict[str, Any] | None
-    )  # content of the changed job file; None: no job file makes the change
+    job: JsonObject | None  # content of the changed job file; None: no job file makes the change
 
 
 class JobPlans(TypedDict):

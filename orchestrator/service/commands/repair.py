@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -14,12 +13,13 @@ from rich.text import Text
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.client.client import Client, is_up
 from orchestrator.service.client.lifecycle import journal_url
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import SpecError
 
 BODY_SHOWN = 200  # characters
 
 
-def repair(home: Path, remove: Sequence[str]) -> list[dict[str, Any]]:
+def repair(home: Path, remove: Sequence[str]) -> list[JsonObject]:
     """Delete these rows (`TABLE/ROW`) for good; return the remaining unreadable rows. Raises SpecError.
 
     Without a service the whole journal is read once, so that each unreadable row is found.
@@ -46,7 +46,7 @@ def repair(home: Path, remove: Sequence[str]) -> list[dict[str, Any]]:
         return [asdict(row) for row in journal.set_aside.rows()]
 
 
-def rows_table(rows: Sequence[dict[str, Any]]) -> Table | str:
+def rows_table(rows: Sequence[JsonObject]) -> Table | str:
     """Return a table of the rows with reason, first bytes and advice; a text without rows."""
     if not rows:
         return "every row of the journal can be read"

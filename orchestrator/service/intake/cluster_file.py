@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.service.intake.intake import read_cluster
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs import units
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
 from orchestrator.specs.devices import load_devices
@@ -83,7 +84,7 @@ def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> C
 
 def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:
     """Return `cluster` as the text of a cluster file, with `notes` as comments above it."""
-    content: dict[str, Any] = cluster.model_dump(mode="json", exclude_defaults=True)
+    content: JsonObject = cluster.model_dump(mode="json", exclude_defaults=True)
     content["nodes"] = [
         {**node.model_dump(mode="json", exclude_defaults=True), "device": _device(node.device)}
         for node in cluster.nodes

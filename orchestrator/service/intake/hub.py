@@ -6,8 +6,8 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.published import (
     WRITTEN,
     load_published,
@@ -20,7 +20,7 @@ TRY_S = 10.0  # the one try to reach the hub
 CONFIG = "config.json"
 
 
-def hub_config(name: str) -> dict[str, Any]:
+def hub_config(name: str) -> JsonObject:
     """Return the configuration from the local cache, one request to the hub, or our table; {} where none has it.
 
     The use of the table is printed on stderr: a fine-tuned model under the same name may have other sizes.
@@ -54,9 +54,9 @@ def hint_for(name: str) -> str:
     )
 
 
-def _download(name: str) -> dict[str, Any]:
+def _download(name: str) -> JsonObject:
     """Return the configuration from the hub's library, which retries: it runs in a thread for TRY_S at most."""
-    answer: list[dict[str, Any]] = []
+    answer: list[JsonObject] = []
 
     def download() -> None:
         try:

@@ -22,6 +22,7 @@ from orchestrator.memory.profiles import is_known
 from orchestrator.service.intake.git import code_source
 from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
 from orchestrator.service.intake.profiling import TraceScope, trace_model
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
@@ -411,7 +412,7 @@ def _folder_or_name(folder: Path, name: str | None) -> str | None:
     return str(_absolute_path(folder, name))
 
 
-def _folder_config(folder: str) -> dict[str, Any]:
+def _folder_config(folder: str) -> JsonObject:
     """Return the content of config.json; empty if it cannot be read, which _missing_files reports."""
     try:
         config = json.loads((Path(folder) / CONFIG).read_text())

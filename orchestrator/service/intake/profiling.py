@@ -20,12 +20,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.environment import inherited, matching
 from orchestrator.memory.profiles import autocasts, has_fused_loss
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -92,7 +92,7 @@ def trace_model(
 
 def _cached_profiles(
     spec: JobSpec,
-    request: dict[str, Any],
+    request: JsonObject,
     arithmetics: Sequence[Arithmetic],
     folder: Path,
     source: str,
@@ -155,7 +155,7 @@ def _lengths(spec: JobSpec) -> list[int]:
     return list(dict.fromkeys((spec.data.sequence_length, *shorter)))
 
 
-def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
+def _digest(spec: JobSpec, request: JsonObject) -> str:
     """Return the digest of all inputs of the trace; a factory file's folder and the training's length are none."""
     assert spec.known_model is not None, "nothing is traced of a script alone"
     file, _, function = (spec.known_model.factory or "").rpartition(":")
@@ -179,7 +179,7 @@ def _read(file: Path) -> Profiles | None:
 
 
 def _trace(
-    request: dict[str, Any], source: str, project: str | None, secrets: Mapping[str, str]
+    request: JsonObject, source: str, project: str | None, secrets: Mapping[str, str]
 ) -> Profiles:
     """Run the trace. `project`: a folder from which the model's file may import, as its script does."""
     key = "trains" if project is not None else "model"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from orchestrator.backends.attempts.left_files import log_tail
 from orchestrator.backends.attempts.system_metrics import PREFIX
 from orchestrator.service.pages.svg import Line, spark
+from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.specs.attempt import Attempt, Device
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.metric_row import parse_row
@@ -29,7 +29,7 @@ MEASURES = {  # name of a sample, its word, its unit, and the colour of its curv
 }
 
 
-def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, Mapping[str, Any]]:
+def uses(jobs: Iterable[Job], home: Path, now_s: float) -> Mapping[Device, TemplateData]:
     """Return, per device used in the last hour, a chart and the newest numbers."""
     from_s = now_s - LOOK_BACK_S
     attempts = [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from orchestrator.service.pages.frame import web_address
 from orchestrator.service.pages.job import CURVE_TONES, Curves, last_curves
 from orchestrator.service.pages.svg import Line, frontier, lines
+from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.views.comparison import ComparisonView, reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
 from orchestrator.specs.job_record import Job
@@ -27,7 +27,7 @@ MAIN = (
 )
 
 
-def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
+def comparisons(jobs: Iterable[Job]) -> Sequence[TemplateData]:
     """Return a row per comparison among these jobs, newest first."""
     members: dict[str, dict[str, Job]] = {}
     for job in jobs:
@@ -47,7 +47,7 @@ def comparisons(jobs: Iterable[Job]) -> Sequence[Mapping[str, Any]]:
     return sorted(groups, key=lambda row: -float(str(row["submitted_at_s"])))
 
 
-def comparison_data(comparison: ComparisonView, home: Path) -> Mapping[str, Any]:
+def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
     """Return the data of a comparison's page."""
     rows, picture = comparison["rows"], comparison["picture"]
     columns = {name: cells for table in tables_of(rows) for name, cells in table.items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.init.shell_text import first_command
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import job_json_schema
 from orchestrator.specs.written import as_yaml, as_yaml_line
@@ -85,7 +86,7 @@ def _sections(path: Path, place: Schema, nouns: Mapping[str, Schema]) -> Iterato
         yield from _sections(below, section, nouns)
 
 
-def _section(schema: Schema, nouns: Mapping[str, Schema]) -> dict[str, Any] | None:
+def _section(schema: Schema, nouns: Mapping[str, Schema]) -> JsonObject | None:
     """Return the schema of the mapping that a key holds; None where it may hold more, or a mapping of the same kind."""
     (kind, *others) = _kinds(schema)
     noun = kind.get("$ref", "").removeprefix("#/$defs/")
@@ -183,7 +184,7 @@ def _value_at(data: Any, path: Path) -> Any:
     return data
 
 
-def _with(data: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+def _with(data: JsonObject, path: Path, value: Any) -> JsonObject:
     """Return the mapping with a value at the path; None removes the key, and each mapping that becomes empty."""
     (name, *rest) = path
     if rest:

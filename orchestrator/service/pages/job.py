@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any
 
 from markupsafe import Markup
 
 from orchestrator.backends.attempts.left_files import log_tail
 from orchestrator.scheduling.reports.provenance import provenance_of
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
+from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.views.records import (
     AttemptView,
     ExplanationView,
@@ -49,7 +49,7 @@ class Curves:
     peak_bytes: Sequence[Metric]  # of each step
 
 
-def attempt_rows(job: JobView) -> Sequence[Mapping[str, Any]]:
+def attempt_rows(job: JobView) -> Sequence[TemplateData]:
     """Return the settings in which any two attempts differ, with each attempt's value."""
     attempts = job["attempts"]
     names = dict.fromkeys(name for attempt in attempts for name in attempt["settings"])
@@ -187,7 +187,7 @@ def _binary_unit(most_bytes: float) -> tuple[str, int]:
     )
 
 
-def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping[str, Any]]:
+def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[TemplateData]:
     """Return predicted and measured peak of each attempt, against the memory of its kind of device."""
     progress = job["progress"]
     rows = []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
@@ -13,6 +12,7 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, gantt
+from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import attempt_view
 from orchestrator.specs.attempt import Attempt, devices_in
@@ -33,7 +33,7 @@ def night_data(
     hours: float,
     since_s: float,
     now_s: float,
-) -> Mapping[str, Any]:
+) -> TemplateData:
     """Return the data of the night page for the last `hours`; its report begins at `since_s`."""
     from_s = now_s - hours * 3600
     all_jobs = {job.id: job for job in (*archived, *state.jobs.values())}
@@ -65,7 +65,7 @@ def night_data(
     }
 
 
-def _ending(job: Job) -> Mapping[str, Any]:
+def _ending(job: Job) -> TemplateData:
     last = job.last
     return {
         "job": job,

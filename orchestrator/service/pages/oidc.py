@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.pages.frame import page
 from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, Gate
 from orchestrator.service.server.access.sessions import keep
@@ -94,11 +95,11 @@ class SignIn:
         keep(request, answer, cookie)
         return answer
 
-    def _begun(self, request: Request) -> dict[str, Any]:
+    def _begun(self, request: Request) -> JsonObject:
         text = self._gate.sessions.unsealed(request.cookies.get(_cookie(request), ""))
         if text is None:
             raise SignInError("the browser has begun no sign in")
-        begun: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+        begun: JsonObject = json.loads(base64.urlsafe_b64decode(text))
         if not hmac.compare_digest(
             begun["state"].encode(), request.query_params.get("state", "").encode()
         ):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from orchestrator.scheduling.reports.morning import ended_at_s
 from orchestrator.service.pages.night import past_chart
 from orchestrator.service.pages.queue import Rows, Views, fold, is_running
+from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import in_order
 from orchestrator.specs.job_record import Job, JobStatus
@@ -22,7 +22,7 @@ BAD = (JobStatus.FAILED, JobStatus.REFUSED)
 
 def overview_data(
     state: State, archived: Iterable[Job], view: Views, expected: Expectations, now_s: float
-) -> Mapping[str, Any]:
+) -> TemplateData:
     """Return the page's data. Members of an array, sweep or comparison that failed alike share a row.
 
     A failure that was retried has no row.
@@ -85,7 +85,7 @@ def telling_line(excerpt: str) -> str:
     return lines[-1][:TELLING_MAX] if lines else ""
 
 
-def _failure(group: Sequence[Job], view: Views) -> Mapping[str, Any]:
+def _failure(group: Sequence[Job], view: Views) -> TemplateData:
     job = group[0]
     failure = job.last.failure if job.last else None
     reason = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.pending import pending
+from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import JobView, in_order
 from orchestrator.specs.job_record import Job, JobStatus
@@ -60,7 +60,7 @@ def queue_data(
     expected: Expectations,
     criteria: Filter,
     number: int,
-) -> Mapping[str, Any]:
+) -> TemplateData:
     """Return the data of page `number`: ROWS live rows, and on the last page the most recently ended jobs."""
     live = in_order(state.live_jobs)
     waiting = [job for job in live if job.status is JobStatus.QUEUED]
@@ -127,11 +127,11 @@ class Rows:
         for (node, index), job_id in sorted(holders(state).items()):
             self._devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
 
-    def of(self, groups: Iterable[Sequence[Job]]) -> list[Mapping[str, Any]]:
+    def of(self, groups: Iterable[Sequence[Job]]) -> list[TemplateData]:
         """Return one row per group: its single job, or its array with at most MEMBERS_MAX member rows."""
         return [self._row(group[0]) if len(group) == 1 else self._array(group) for group in groups]
 
-    def _row(self, job: Job) -> Mapping[str, Any]:
+    def _row(self, job: Job) -> TemplateData:
         state = self._state
         devices = self._devices.get(job.id, {}).items()
         return {
@@ -143,7 +143,7 @@ class Rows:
             "expected": self._expected.get(job.id),
         }
 
-    def _array(self, group: Sequence[Job]) -> Mapping[str, Any]:
+    def _array(self, group: Sequence[Job]) -> TemplateData:
         first = group[0]
         member, trial = first.spec.member, first.spec.trial
         kind = "sweep" if trial else "comparison" if member and member.compared else "array"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from orchestrator.scheduling.reports.morning import MorningReport, ended_at_s, morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.job_record import Job
 
@@ -23,11 +23,11 @@ REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 class Reports:
     """Cache of the newest reports of a state; a report serves all requests of REPORT_S seconds."""
 
-    def __init__(self, report: Callable[[float], dict[str, Any]]) -> None:
+    def __init__(self, report: Callable[[float], JsonObject]) -> None:
         self._report, self._lock = report, threading.Lock()
-        self._version, self._reports = -1, dict[tuple[int, int], dict[str, Any]]()
+        self._version, self._reports = -1, dict[tuple[int, int], JsonObject]()
 
-    def of(self, version: int, since_s: float) -> dict[str, Any]:
+    def of(self, version: int, since_s: float) -> JsonObject:
         """Return the report from `since_s` to now for one version of the state. Only one is made at a time."""
         key = (int(since_s / REPORT_S), int(time.monotonic() / REPORT_S))
         with self._lock:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from typing import IO, Any
+from typing import IO
 
 from orchestrator.backends.environment import inherited
 from orchestrator.backends.journal.history import Codec
@@ -24,6 +24,7 @@ from orchestrator.planning.search import frontier, planned_part
 from orchestrator.planning.work import TooManyPlans
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
@@ -74,7 +75,7 @@ class FirstDecisions:
         with self._lock:
             self._end()
 
-    def _reply_to(self, state: State, spec: JobSpec) -> dict[str, Any] | None:
+    def _reply_to(self, state: State, spec: JobSpec) -> JsonObject | None:
         """Return what the child says of the job; None where it ended instead.
 
         The child knows no other jobs: the decision is the one that comes once all dependencies are over.
@@ -127,7 +128,7 @@ class FirstDecisions:
             child.kill()
             child.communicate()
 
-    def _raise_for(self, reply: dict[str, Any] | None, spec: JobSpec) -> None:
+    def _raise_for(self, reply: JsonObject | None, spec: JobSpec) -> None:
         if reply is None:
             log.error("the first decision on job %s did not end within its limits", spec.name)
             raise SpecError(
@@ -174,7 +175,7 @@ def main() -> None:
         print(json.dumps(reply), flush=True)
 
 
-def decide(state: State, event: Submitted) -> dict[str, Any]:
+def decide(state: State, event: Submitted) -> JsonObject:
     """Return the fields of the SpecError for a job with too many plans; {} for any other job."""
     for group in groups_of(state.nodes):
         try:

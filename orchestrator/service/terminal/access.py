@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.access import Role
@@ -194,7 +195,7 @@ def _read(path: Path) -> str:
         raise SpecError(f"cannot be read as a PEM file: {error}", source=str(path)) from None
 
 
-def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _table(name: str, rows: Sequence[JsonObject]) -> Table:
     from orchestrator.service.terminal.tables import draw_table
     from orchestrator.service.views.columns import columns_of
 

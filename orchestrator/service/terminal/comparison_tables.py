@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.tables import coloured_picture, provenance_words
 from orchestrator.service.views.comparison import reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
@@ -36,7 +37,7 @@ def comparison_panel(view: ComparisonView) -> RenderableType:
     return Group(*parts)
 
 
-def _split(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]]) -> Iterator[Table]:
+def _split(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Iterator[Table]:
     """Yield tables of the columns, each with the strategies, none wider than WIDTH."""
     number_width = len(str(len(rows)))
     room = WIDTH - number_width - GAP - STRATEGY_LEAST
@@ -52,7 +53,7 @@ def _split(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]])
         yield _table(rows, {name: columns[name] for name in names})
 
 
-def _table(rows: Sequence[dict[str, Any]], columns: Mapping[str, Sequence[str]]) -> Table:
+def _table(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("#", justify="right", no_wrap=True)
     longest = max((len(row["strategy"]) for row in rows), default=STRATEGY_LEAST)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.visible import visible, visible_but_colours, visible_log
 
 if TYPE_CHECKING:  # not loaded for JSON output
@@ -24,7 +25,7 @@ PLAIN_WIDTH = 160  # columns if the output is not a terminal
 SPINNER_AFTER_S = 0.5
 
 
-def tell(answer: dict[str, Any], as_json: bool, text: RenderableType) -> None:
+def tell(answer: JsonObject, as_json: bool, text: RenderableType) -> None:
     """Print `answer` as JSON, or `text`."""
     if as_json:
         print(json.dumps(answer, indent=2))

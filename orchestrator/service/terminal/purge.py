@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.run import DEFAULT_HOME
@@ -31,7 +32,7 @@ def purge(
     raise typer.Exit(bool(answer["failed"] or answer["beyond_bytes"]))
 
 
-def _tables(answer: dict[str, Any]) -> Group:
+def _tables(answer: JsonObject) -> Group:
     """Return what goes with its age and reason, what stays and why, and the sums."""
     from rich.console import Group
     from rich.table import Table

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
-from orchestrator.service.views.columns import Column, columns_of, local_second
+from orchestrator.service.views.columns import Column, Row, columns_of, local_second
 from orchestrator.specs.profile import Source
 from orchestrator.specs.units import format_bytes, format_seconds
 
@@ -45,7 +46,7 @@ Cells = Mapping[str, Callable[[Any], str | Text]]  # what draws a cell of the ro
 
 def draw_table(
     columns: Sequence[Column],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     cells: Cells,
     *,
     is_narrow: bool = False,
@@ -73,7 +74,7 @@ def draw_table(
     return table
 
 
-def plain_lines(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], cells: Cells) -> str:
+def plain_lines(columns: Sequence[Column], rows: Sequence[Row], cells: Cells) -> str:
     """Return the table of many rows as lines without styles. Rich takes a third of a millisecond for a row."""
     lines = [[column.heading.upper() for column in columns]]
     draws: list[Callable[[Any], str | Text]] = []
@@ -163,7 +164,7 @@ def attempts_table(jobs: Sequence[JobView], width: int = WIDE) -> Table:
     Below WIDE columns there is no change, and a plan is without its devices.
     """
     is_narrow = width < WIDE
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for job in jobs:
         for attempt in job["attempts"]:
             rows.append({**attempt, "attempt": f"{job['id']}-{attempt['number']}"})
@@ -337,7 +338,7 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
 
 def teams_table(teams: Sequence[TeamView]) -> Table:
     """Return a table with a row per team and user, in fair-share order; usage above the share is red."""
-    rows: list[Mapping[str, Any]] = []
+    rows: list[Row] = []
     for team in teams:
         over = team["used_share"] > team["share"] > 0
         rows.append({**team, "style": "red" if over else ""})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.options import Home, check_finite, client_of
 from orchestrator.service.terminal.output import console_on
 from orchestrator.specs.run import DEFAULT_HOME
@@ -53,9 +54,7 @@ def watch(
         return
 
 
-def _screen(
-    cluster: Mapping[str, Any], jobs: Sequence[JobView], rows: int | None
-) -> RenderableType:
+def _screen(cluster: JsonObject, jobs: Sequence[JobView], rows: int | None) -> RenderableType:
     """Return the whole screen; `rows` is the number of jobs that fit, None: all."""
     from rich.console import Group
     from rich.text import Text

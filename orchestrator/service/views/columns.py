@@ -12,11 +12,14 @@ from itertools import chain
 from math import isfinite
 from typing import Any
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes, format_seconds
+
+Row = Mapping[str, Any]  # of a table, as JSON has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Column:
     is_extra: bool = False  # a narrow terminal leaves it out
     is_rare: bool = False  # a terminal leaves it out where no row has a value
 
-    def show(self, row: Mapping[str, Any], unknown: str = "-") -> str:
+    def show(self, row: Row, unknown: str = "-") -> str:
         """Return the text of the row's cell; `unknown` where it has no value."""
         value = row.get(self.key)  # an older service has no value of a newer column
         return unknown if value in (None, "") else self.text_of(value)
@@ -210,9 +213,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
 }
 
 
-def columns_of(
-    table: str, rows: Sequence[Mapping[str, Any]] = (), *, is_narrow: bool = False
-) -> list[Column]:
+def columns_of(table: str, rows: Sequence[Row] = (), *, is_narrow: bool = False) -> list[Column]:
     """Return the columns of the table; of `rows`, if there are any, without rare ones that no row has."""
     columns = []
     for column in chain.from_iterable(COLUMNS.values()):
@@ -226,12 +227,12 @@ def columns_of(
     return columns
 
 
-def column_values(noun: Job | Attempt | Node) -> dict[str, Any]:
+def column_values(noun: Job | Attempt | Node) -> JsonObject:
     """Return the values that columns add to the JSON of a job, an attempt or a node, by key.
 
     A number that JSON cannot write is None.
     """
-    values = dict[str, Any]()
+    values = JsonObject()
     for column in COLUMNS[type(noun)]:
         if column.value_of is not None:
             value = column.value_of(noun)

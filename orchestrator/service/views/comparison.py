@@ -11,19 +11,21 @@ from typing_extensions import TypedDict
 
 from orchestrator.scheduling.reports.comparison import Comparison, Setup
 from orchestrator.scheduling.reports.comparison_rows import Outcome
+from orchestrator.service.json_object import JsonObject
+from orchestrator.service.views.columns import Row
 from orchestrator.service.views.records import PictureView, picture_view
 from orchestrator.specs.units import format_bytes, format_seconds
 
 EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)
 USUAL = {"OOMs": "0", "Restarts": "0", "Repeats": "1"}  # shown where any strategy has another count
-Cell = Callable[[Mapping[str, Any]], str | None]  # text of a row; None where it is unknown
+Cell = Callable[[Row], str | None]  # text of a row; None where it is unknown
 
 
 def _cell(key: str, text_of: Callable[[Any], str]) -> Cell:
     return lambda row: None if row[key] is None else text_of(row[key])
 
 
-def _batch(row: Mapping[str, Any]) -> str | None:
+def _batch(row: Row) -> str | None:
     return None if row["micro_batch"] is None else f"{row['micro_batch']}x{row['accumulation']}"
 
 
@@ -60,9 +62,9 @@ class ComparisonView(TypedDict):
     """The strategies (ways to run a training) of one comparison, side by side."""
 
     name: str  # id of the first of its jobs
-    setup: dict[str, Any]  # `comparison.Setup`, with the version of orc
+    setup: JsonObject  # `comparison.Setup`, with the version of orc
     complete: bool  # every job has ended
-    rows: list[dict[str, Any]]  # `comparison.Row` of each strategy
+    rows: list[JsonObject]  # `comparison.Row` of each strategy
     verdict: str
     notes: list[str]  # what else differs, and what is not known
     picture: PictureView | None
@@ -87,12 +89,12 @@ def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonVie
     )
 
 
-def setup_view(setup: Setup) -> dict[str, Any]:
+def setup_view(setup: Setup) -> JsonObject:
     """Return what all strategies have in common as JSON, with the version of orc."""
     return {**asdict(setup), "orc_version": importlib.metadata.version("orchestrator")}
 
 
-def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[str]]]:
+def tables_of(rows: Sequence[Row]) -> list[dict[str, list[str]]]:
     """Return the cells of each column of TABLES that any strategy has, `-` where a row has none.
 
     Samples stand only without tokens, counts only where any is unusual.
@@ -112,14 +114,14 @@ def tables_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[str]]]:
     return tables
 
 
-def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:
+def reasons(rows: Sequence[Row]) -> list[tuple[int, list[str]]]:
     """Return (number, lines of the reason) of each unfinished strategy."""
     return [
         (number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED
     ]
 
 
-def _reason(row: Mapping[str, Any]) -> list[str]:
+def _reason(row: Row) -> list[str]:
     """Return why a strategy did not finish, without what is true of all; for one that does not fit, its bytes."""
     lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
     if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device

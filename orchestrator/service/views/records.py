@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from math import isfinite
-from typing import Any, cast
+from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -19,6 +19,7 @@ from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.columns import column_values
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
@@ -190,7 +191,7 @@ class NodeView(TypedDict):
     """A live node."""
 
     name: str
-    device: dict[str, Any]  # DeviceSpec, as in a cluster file
+    device: JsonObject  # DeviceSpec, as in a cluster file
     free_bytes: list[int]
     driver_errors: list[
         str
@@ -365,7 +366,7 @@ def picture_from_view(view: PictureView) -> Picture:
     return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
 
 
-def observations_view(observations: Sequence[Observation]) -> list[dict[str, Any]]:
+def observations_view(observations: Sequence[Observation]) -> list[JsonObject]:
     """Return the observations as JSON."""
     return _observations().dump_python(tuple(observations), mode="json")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orchestrator.scheduling.reports.morning import MorningReport
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.timeline import BusySpan, add_ruler, busy_lines
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import format_seconds, parse_seconds
@@ -124,7 +125,7 @@ def markdown(report: MorningReport) -> str:
     return f"{template.render(_shown(report)).rstrip()}\n"
 
 
-def _shown(report: MorningReport) -> dict[str, Any]:
+def _shown(report: MorningReport) -> JsonObject:
     """Return what a template shows of the report."""
     return {
         "title": title(report),

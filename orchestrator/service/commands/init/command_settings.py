@@ -21,6 +21,7 @@ from orchestrator.service.commands.init.named_files import (
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import TypedCommand
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.job.frameworks import Framework, knobs_of
 from orchestrator.specs.replace import replace
 
@@ -31,6 +32,7 @@ SAMPLES_MAX = 2**15  # of a rank's micro-batch: larger numbers count frames, tok
 # of a flag, or a key of yacs: the next word is its value
 NAME = re.compile(r"-.*|[A-Z][A-Z0-9_]*(?:\.[A-Z][A-Z0-9_]*)+", re.DOTALL)
 LITGPT_FILES = {"pretrain": "pretrain.py", "finetune": "finetune/lora.py"}
+Knobs = Mapping[str, Any]  # by setting, as a job file has them
 TYPED, IN_FILE, OF_PARSER, OF_FRAMEWORK = range(4)  # Setting.rank: a lower one wins
 
 
@@ -40,7 +42,7 @@ class NamedFile:
 
     word: str  # as typed
     flag: str | None  # whose value it is; None: positional, or of a launcher
-    content: Mapping[str, Any] | None  # None: it could not be read
+    content: JsonObject | None  # None: it could not be read
     is_launchers: bool = False
 
     @property
@@ -85,7 +87,7 @@ def winner(places: Sequence[Setting]) -> Setting | None:
     return training[0] if len({place.value for place in training}) == 1 else None
 
 
-def preset_of(typed: TypedCommand, framework: Framework | None) -> dict[str, Any]:
+def preset_of(typed: TypedCommand, framework: Framework | None) -> JsonObject:
     """Return the framework's knobs in the form that this command accepts.
 
     LLaMA-Factory's are flags where no file is named. Those of transformers and TRL are keys where a file is the first
@@ -100,7 +102,7 @@ def preset_of(typed: TypedCommand, framework: Framework | None) -> dict[str, Any
     return preset
 
 
-def _other_way(knob: Mapping[str, Any], way: str, new: str) -> dict[str, Any]:
+def _other_way(knob: JsonObject, way: str, new: str) -> JsonObject:
     if way not in knob:
         return dict(knob)
     also = {"also": [_other_way(part, way, new) for part in knob["also"]]} if "also" in knob else {}
@@ -187,7 +189,7 @@ def _with_counts(places: Sequence[Setting]) -> Iterator[Setting]:
         )
 
 
-def _parser_spelling(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
+def _parser_spelling(word: str, script: Script, knobs: Knobs) -> str:
     """Return a flag in its parser's spelling: -b as --batch-size, --output-dir as --output_dir."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
@@ -231,7 +233,7 @@ def pairs_of(
 
 
 def _argv_settings(
-    argv: Sequence[str], flags: Mapping[str, Flag], script: Script, preset: Mapping[str, Any]
+    argv: Sequence[str], flags: Mapping[str, Flag], script: Script, preset: Knobs
 ) -> Iterator[Setting]:
     names = {knob.get("flag") for knob in preset.values() if isinstance(knob, Mapping)}
     for name, value, joined, _ in pairs_of(argv, flags):
@@ -248,7 +250,7 @@ def _argv_settings(
         yield Setting(meaning[0], name, way, "true" if value is None else value, counts=counts)  # type: ignore[arg-type]
 
 
-def _meaning(name: str, preset: Mapping[str, Any]) -> tuple[str, Count] | None:
+def _meaning(name: str, preset: Knobs) -> tuple[str, Count] | None:
     """Return the meaning of a name, with or without dashes, in the framework, else by the name itself."""
     for setting, knob in preset.items():
         ways = (
@@ -291,7 +293,7 @@ def _named_files(
 
 
 def _file_settings(
-    file: NamedFile, script: Script, framework: Framework | None, preset: Mapping[str, Any]
+    file: NamedFile, script: Script, framework: Framework | None, preset: Knobs
 ) -> Iterator[Setting]:
     content = file.content or {}
     is_deepspeed = any(
@@ -346,7 +348,7 @@ def _hydra_settings(argv: Sequence[str], script: Script) -> Iterator[Setting]:
             yield Setting(meaning[0], key, "override", str(value), where, IN_FILE, meaning[1])
 
 
-def _parser_settings(script: Script, preset: Mapping[str, Any]) -> Iterator[Setting]:
+def _parser_settings(script: Script, preset: Knobs) -> Iterator[Setting]:
     for flag in script.flags:
         meaning = _meaning(flag.name, preset)
         if meaning is None or flag.kind == "positional":
@@ -361,7 +363,7 @@ def _framework_settings(
     typed: TypedCommand,
     script: Script,
     framework: Framework | None,
-    preset: Mapping[str, Any],
+    preset: Knobs,
     files: Sequence[NamedFile],
 ) -> Iterator[Setting]:
     flags = {flag.name for flag in script.flags}

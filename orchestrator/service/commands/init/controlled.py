@@ -14,6 +14,7 @@ from orchestrator.service.commands.init.command_settings import (
     IN_FILE,
     IN_TOKENS,
     TYPED,
+    Knobs,
     Settings,
     pairs_of,
     preset_of,
@@ -28,6 +29,7 @@ from orchestrator.service.commands.init.meanings import (
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 from orchestrator.specs.replace import replace
 
@@ -71,7 +73,7 @@ MENDS = {
 class Batch:
     """Samples per optimizer step, with its factors as knobs."""
 
-    knobs: Mapping[str, Any]
+    knobs: Knobs
     controlled: tuple[Setting, ...]  # whose arguments leave the command
     samples: int | None  # of all ranks; None: not known
     origin: str  # of this number, in words
@@ -85,7 +87,7 @@ class BareCommand:
 
     command: tuple[str, ...]
     names: frozenset[str]  # of its flags as typed
-    knobs: Mapping[str, Any]  # with the typed values as defaults
+    knobs: Knobs  # with the typed values as defaults
     notes: tuple[str, ...]
     env: Mapping[str, str]
     ranks: int | None
@@ -210,9 +212,9 @@ def _steps(settings: Settings) -> tuple[Setting | None, list[Setting]]:
     return next(iter(best.values()), None), []
 
 
-def _path_knobs(settings: Settings, preset: Mapping[str, Any], script: Script) -> dict[str, Any]:
+def _path_knobs(settings: Settings, preset: Knobs, script: Script) -> JsonObject:
     """Return the knobs of the output folder and the checkpoint, where the framework's preset is not the same."""
-    knobs = dict[str, Any]()
+    knobs = JsonObject()
     for setting in ("output_dir", "resume_from"):
         place = _path_place(settings, setting, script)
         if place is not None and (
@@ -266,7 +268,7 @@ def _ranks(
     return (typed.devices if uses_several else None), None
 
 
-def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[str, Any]) -> Batch:
+def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) -> Batch:
     """Return the global batch on which all settings agree, and the knobs that split it into micro-batches."""
     total = settings.first("micro_batch_size", "global")
     choices = [
@@ -300,7 +302,7 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Mapping[s
     derives = derives or (
         total is not None and total.rank < 3 and micro is not None and steps is None
     )
-    knobs, controlled = dict[str, Any](), list[Setting]()
+    knobs, controlled = JsonObject(), list[Setting]()
     number, accumulation = (
         (micro.number if micro is not None else None),
         (steps.number if steps is not None else None),
@@ -415,10 +417,10 @@ def _is_presets(place: Setting, knob: Any) -> bool:
     return isinstance(knob, Mapping) and knob.get(place.way) == place.name
 
 
-def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") -> dict[str, Any]:
+def _knob(place: Setting, settings: Settings, preset: Any, per: str = "rank") -> JsonObject:
     """Return the knob of a place: only its default, where a framework's preset says the rest."""
     is_presets = _is_presets(place, preset)
-    knob: dict[str, Any] = {} if is_presets else {place.way: place.name}
+    knob: JsonObject = {} if is_presets else {place.way: place.name}
     if per != "rank":
         knob["per"] = per
     if place.number is not None:
@@ -471,9 +473,7 @@ def _path_place(settings: Settings, setting: str, script: Script) -> Setting | N
     return None
 
 
-def _checkpointing(
-    settings: Settings, script: Script, framework: Framework | None
-) -> dict[str, Any]:
+def _checkpointing(settings: Settings, script: Script, framework: Framework | None) -> JsonObject:
     """Return the knob of recomputation; what was typed stays, and is then no knob."""
     if any(place.rank <= IN_FILE for place in settings.of("activation_checkpointing")):
         return {"activation_checkpointing": None}
@@ -501,8 +501,8 @@ def _precision(
     settings: Settings,
     script: Script,
     framework: Framework | None,
-    preset: Mapping[str, Any],
-) -> tuple[str | None, dict[str, Any], Setting | None]:
+    preset: Knobs,
+) -> tuple[str | None, JsonObject, Setting | None]:
     """Return the job's precision, its knob, and the place whose words leave the command.
 
     A framework's flags are read where the job is (specs/job/frameworks.py).
@@ -564,7 +564,7 @@ def _precision(
     return precision, {}, None
 
 
-def _word_knob(flag: Flag | None) -> dict[str, Any] | None:
+def _word_knob(flag: Flag | None) -> JsonObject | None:
     if flag is None or not flag.choices:
         return None
     labels = {
@@ -578,7 +578,7 @@ def _word_knob(flag: Flag | None) -> dict[str, Any] | None:
 
 
 def _config(
-    knobs: Mapping[str, Any],
+    knobs: Knobs,
     batch: Batch,
     settings: Settings,
     framework: Framework | None,

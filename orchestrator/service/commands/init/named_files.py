@@ -11,12 +11,14 @@ from typing import Any
 
 import yaml
 
+from orchestrator.service.json_object import JsonObject
+
 FILE_BYTES_MAX = 2**20
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")
 REWRITABLE = (".yaml", ".yml", ".json")  # of which an attempt gets a copy: specs/job/trainer.py
 
 
-def read_settings(path: Path) -> dict[str, Any] | None:
+def read_settings(path: Path) -> JsonObject | None:
     """Return {dotted key: scalar} of a file; None where it cannot be read, or holds no mapping."""
     try:
         with path.open("rb") as stream:
@@ -36,7 +38,7 @@ def read_settings(path: Path) -> dict[str, Any] | None:
     return dict(_flat(content, "")) if isinstance(content, Mapping) else None
 
 
-def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> dict[str, Any]:
+def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> JsonObject:
     """Return {dotted key: scalar} of Hydra's primary file and its groups; `choices` maps groups to files."""
     primary = folder / f"{name.removesuffix('.yaml')}.yaml"
     try:
@@ -53,7 +55,7 @@ def read_hydra(folder: Path, name: str, choices: Mapping[str, str]) -> dict[str,
                 str(group).split()[-1].partition("@")[0]: str(file) for group, file in entry.items()
             }
     groups |= {group: file for group, file in choices.items() if (folder / group).is_dir()}
-    settings = dict[str, Any]()
+    settings = JsonObject()
     for group, file in groups.items():
         path = folder / group / f"{file.removesuffix('.yaml')}.yaml"
         is_global = (

@@ -32,6 +32,7 @@ from orchestrator.service.commands.init.typed_command import (
     package_roots,
     read_command,
 )
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
 from orchestrator.specs.parse import parse_jobs
 
@@ -217,7 +218,7 @@ def _starts_ranks(script: Script, bare: BareCommand) -> bool:
     return "DataParallel" in script.calls and bare.ranks is not None
 
 
-def _comment(name: str, knob: dict[str, Any] | None, framework: Framework | None) -> str:
+def _comment(name: str, knob: JsonObject | None, framework: Framework | None) -> str:
     if knob is None:
         return " # as its command and files say, in every plan"
     if framework is not None:
@@ -229,13 +230,13 @@ def _comment(name: str, knob: dict[str, Any] | None, framework: Framework | None
     return ""
 
 
-def _is_plain(knob: Mapping[str, Any]) -> bool:
+def _is_plain(knob: JsonObject) -> bool:
     """Return whether the name of a batch size does not say what it counts."""
     name = next((knob[way] for way in ("flag", "override", "key", "env") if way in knob), "")
     return (meaning_of(str(name)) or ("", "plain"))[1] == "plain"
 
 
-def _missing_knobs(framework: Framework, script: Script) -> dict[str, Any]:
+def _missing_knobs(framework: Framework, script: Script) -> JsonObject:
     """Return None for each knob of the framework whose flag the script lacks."""
     names = {flag.name for flag in script.flags}
     flags = {
@@ -244,7 +245,7 @@ def _missing_knobs(framework: Framework, script: Script) -> dict[str, Any]:
     return {name: None for name, flag in flags.items() if flag and flag not in names}
 
 
-def _preset(framework: Framework | None) -> dict[str, Any]:
+def _preset(framework: Framework | None) -> JsonObject:
     return knobs_of(framework) if framework is not None else {}
 
 

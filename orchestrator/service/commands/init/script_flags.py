@@ -59,6 +59,7 @@ EACH_RANK = re.compile(
 )
 LIBRARIES = {*sys.stdlib_module_names, *VOCABULARY["libraries"]}
 _NOT_LITERAL = object()
+Constants = dict[str, Any]  # values of names in the code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +252,7 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
                 yield node.targets[0].id, value
 
 
-def _literal(node: ast.expr | None, constants: dict[str, Any]) -> Any:
+def _literal(node: ast.expr | None, constants: Constants) -> Any:
     if isinstance(node, ast.Name):
         return constants.get(node.id, _NOT_LITERAL)
     if isinstance(node, ast.Constant):
@@ -260,7 +261,7 @@ def _literal(node: ast.expr | None, constants: dict[str, Any]) -> Any:
     return _NOT_LITERAL if value is None else value
 
 
-def _scalar(node: ast.expr | None, constants: dict[str, Any]) -> Any:
+def _scalar(node: ast.expr | None, constants: Constants) -> Any:
     value = _literal(node, constants)
     return value if isinstance(value, bool | int | float | str) else None
 
@@ -277,7 +278,7 @@ def _names(call: ast.Call) -> list[str]:
     ]
 
 
-def _choices(node: ast.expr | None, constants: dict[str, Any]) -> tuple[str, ...]:
+def _choices(node: ast.expr | None, constants: Constants) -> tuple[str, ...]:
     if isinstance(node, ast.Call):  # click.Choice([...])
         node = node.args[0] if node.args else None
     if isinstance(node, ast.Subscript) and last_name(node.value) == "Literal":
@@ -289,7 +290,7 @@ def _choices(node: ast.expr | None, constants: dict[str, Any]) -> tuple[str, ...
 # ---------------------------------------------------------------------------------------------- argparse and its kin
 
 
-def _argparse_flags(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
+def _argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Flag]:
     if last_name(call.func) == "add_config_arguments":  # deepspeed/__init__.py
         yield Flag(name="--deepspeed", kind="switch", default=False)
         yield Flag(name="--deepspeed_config", kind="value")
@@ -451,7 +452,7 @@ def _bases(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> Iterator[
 def _class_flags(
     name: str,
     classes: dict[str, ast.ClassDef],
-    constants: dict[str, Any],
+    constants: Constants,
     flat: bool = True,
     joint: str = "_",
     prefix: str = "--",
@@ -486,7 +487,7 @@ def _class_flags(
 # --------------------------------------------------------------------------------------------------- click and typer
 
 
-def _click_flags(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterator[Flag]:
+def _click_flags(function: ast.FunctionDef, constants: Constants) -> Iterator[Flag]:
     for call in function.decorator_list:
         if (
             not isinstance(call, ast.Call)
@@ -545,7 +546,7 @@ def _is_typer_run(call: ast.Call) -> bool:
 
 
 def _parameter_flags(
-    function: ast.FunctionDef, constants: dict[str, Any], joint: str = "-"
+    function: ast.FunctionDef, constants: Constants, joint: str = "-"
 ) -> Iterator[Flag]:
     """Flags of a function's parameters, in whose names `joint` stands for `_`."""
     for argument, value in parameters_of(function.args):

@@ -12,10 +12,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect, read_ending
@@ -42,6 +41,7 @@ from orchestrator.service.commands.launch.typed_job import (
     read_typed,
     unread_spec,
 )
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.visible import visible
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
@@ -93,8 +93,6 @@ TOLD_TO_END = Heartbeat(
     signal=signal.SIGTERM,
 )
 
-Answer = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class OwnAccess(FileAccess):
@@ -111,7 +109,7 @@ class OwnAccess(FileAccess):
         return replace(result, matches=tuple(fresh))
 
 
-def answer_to(question: Mapping[str, Any]) -> Answer:
+def answer_to(question: JsonObject) -> JsonObject:
     """Return what the watcher does next."""
     if "request" in question:
         return _begin(question["request"], Path(question["cwd"]))
@@ -120,7 +118,7 @@ def answer_to(question: Mapping[str, Any]) -> Answer:
     return _follow(records, number, question)
 
 
-def _begin(request: Mapping[str, Any], folder: Path) -> Answer:
+def _begin(request: JsonObject, folder: Path) -> JsonObject:
     """Return the first attempt of a line, or the next of one that was left. Raises SpecError."""
     command, is_dry = request["command"], request["dry_run"]
     machine = find_machine(request["devices"])
@@ -152,7 +150,7 @@ def _begin(request: Mapping[str, Any], folder: Path) -> Answer:
     return {**answer, "lines": lines}
 
 
-def _open_run(records: Records, spec: JobSpec, run: Answer) -> str | None:
+def _open_run(records: Records, spec: JobSpec, run: JsonObject) -> str | None:
     """Begin a run, or let the last one go on; return a note on that, None where it has finished and runs once."""
     before = records.drive.job
     is_same = records.run.get("content") == run["content"]
@@ -171,7 +169,9 @@ def _open_run(records: Records, spec: JobSpec, run: Answer) -> str | None:
     return "its script or configuration has changed: it begins anew"
 
 
-def _submit(records: Records, spec: JobSpec, run: Answer, *, afresh: bool, after: str = "") -> None:
+def _submit(
+    records: Records, spec: JobSpec, run: JsonObject, *, afresh: bool, after: str = ""
+) -> None:
     """Begin a run of a job, which goes on with the job `after`."""
     order = 1 if afresh else records.drive.scheduler.state.submitted + 1
     now_s, name = time.time(), f"{spec.name}-{order}"
@@ -187,7 +187,7 @@ def _take_up(records: Records, spec: JobSpec, before: Job) -> None:
         _submit(records, spec, records.run, afresh=False, after=before.id)
 
 
-def _next(records: Records, machine: Machine) -> Answer | None:
+def _next(records: Records, machine: Machine) -> JsonObject | None:
     """Return the next attempt as the watcher starts it; None where the scheduler starts none."""
     drive, now_s = records.drive, time.time()
     nodes = idle_nodes(machine.cluster)
@@ -209,7 +209,7 @@ def _next(records: Records, machine: Machine) -> Answer | None:
     return _prepare(records, machine, launch) | {"wait_s": at_s - now_s}
 
 
-def _prepare(records: Records, machine: Machine, launch: Launch) -> Answer:
+def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
     """Return an attempt as the watcher starts it, with its files written."""
     attempt = launch.attempt
     folder = records.folder.attempt(attempt.number)
@@ -278,11 +278,11 @@ def _access(records: Records) -> OwnAccess:
     return OwnAccess(sys.executable, None, records.run["at_s"])
 
 
-def _locks(records: Records, machine: Machine, attempt: Attempt) -> list[Answer]:
+def _locks(records: Records, machine: Machine, attempt: Attempt) -> list[JsonObject]:
     """Return the locks that the watcher holds: its folder's, and each device's with the promised bytes."""
     line = shlex.join(records.run["argv"] or ())[:200]
-    content: Answer = {"line": line, "host": machine.node.name}
-    locks: list[Answer] = [
+    content: JsonObject = {"line": line, "host": machine.node.name}
+    locks: list[JsonObject] = [
         {"path": str(records.lock), "content": content, "refuses": "another process took this line"}
     ]
     if attempt.estimate.source is not Source.ASSUMED:
@@ -318,7 +318,7 @@ def settle(records: Records) -> int:
     return number
 
 
-def _follow(records: Records, number: int, question: Mapping[str, Any]) -> Answer:
+def _follow(records: Records, number: int, question: JsonObject) -> JsonObject:
     """Return the next attempt after the one with this number, or the exit code."""
     job, code = records.job, question["code"]
     if job.status is JobStatus.SUCCEEDED:

@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.local.watch import lock_folder
 from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
@@ -134,7 +134,7 @@ def _beside_others(uuid: str, free_bytes: int, total_bytes: int) -> tuple[int, s
     return left, f", beside the {format_bytes(promised)} of process {holder.get('pid')}"
 
 
-def read_holder(path: Path) -> dict[str, Any] | None:
+def read_holder(path: Path) -> JsonObject | None:
     """Return what the holder of a lock wrote into it; None where nobody holds it."""
     try:
         with path.open("rb") as file:

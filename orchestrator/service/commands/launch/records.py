@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.attempts.durable import open_to_append
 from orchestrator.backends.journal.history import EVENTS, Codec, Unreadable, codec_of
 from orchestrator.backends.local.drive import Drive
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
@@ -26,7 +27,7 @@ class Records:
         self.home = home
         self.path = home / "records.jsonl"
         self.lock = home / "lock"
-        self.run: dict[str, Any] = {}  # the last one begun
+        self.run: JsonObject = {}  # the last one begun
         self.typed = ""  # the plan that the command has as typed
         self.drive = Drive()
         self.writes = True
@@ -44,7 +45,7 @@ class Records:
         assert self.drive.job is not None, "a submitted job is recorded"
         return self.drive.job
 
-    def begin(self, run: Mapping[str, Any], *, afresh: bool) -> None:
+    def begin(self, run: JsonObject, *, afresh: bool) -> None:
         """Begin a run; `afresh` forgets the earlier ones, whose file is kept beside it once."""
         if self.writes:
             self.home.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ class Records:
         self._write({"typed": True})
         self._apply({"typed": True})
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: JsonObject) -> None:
         if self.writes:
             with open_to_append(self.path) as file:
                 file.write(json.dumps(line).encode() + b"\n")

@@ -20,6 +20,7 @@ from typing_extensions import (  # pydantic reads the standard library's from Py
 from orchestrator.backends.journal.accounts import AuditRow, Token, User
 from orchestrator.backends.journal.set_aside import UnreadableRow
 from orchestrator.scheduling.reports.sweep import SweepReport
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.members import Machine
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.service.views.records import JobView, NodeView
@@ -129,7 +130,7 @@ class ClusterAnswer(TypedDict):
     problems: list[str]  # what is wrong around the service now, in one sentence each
     nodes: list[NodeView]
     drained: Sequence[str]
-    observations: list[dict[str, Any]]
+    observations: list[JsonObject]
 
 
 class GoingAnswer(TypedDict):

@@ -19,6 +19,7 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.client.client import user_name
 from orchestrator.service.client.join_token import secret_of
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.access.gate import (
     BODY_BYTES_MAX,
     JSON_BYTES_MAX,
@@ -350,7 +351,7 @@ def _add_report_routes(app: FastAPI, service: Service) -> None:
     def report(
         since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Return the morning report since a time in seconds since 1970; by default, until some seconds ago."""
         if until_s is not None:
             return asdict(make_report(controller, since_s, until_s, service.sweeper.reports()))

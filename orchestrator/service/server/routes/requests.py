@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.access import Role
 from orchestrator.specs.fault import FaultKind
 from orchestrator.specs.fields import DEVICES_MAX, UserName
@@ -63,7 +64,7 @@ class PlainRequest(Request):
 class SubmitRequest(Request):
     """A job, as the output of `JobSpec.model_dump(mode="json")`."""
 
-    spec: dict[str, Any]
+    spec: JsonObject
     fault: FaultRequest | None = None
 
 
@@ -110,7 +111,7 @@ class DigestsRequest(PlainRequest):
 class ObserveRequest(PlainRequest):
     """Observations, as the output of `views.observations_view`."""
 
-    observations: list[dict[str, Any]] = Field(max_length=JOBS_MAX)
+    observations: list[JsonObject] = Field(max_length=JOBS_MAX)
 
 
 class DrainRequest(PlainRequest):
@@ -122,7 +123,7 @@ class DrainRequest(PlainRequest):
 class NodeRequest(PlainRequest):
     """A joining machine: its node as `NodeSpec.model_dump(mode="json")` writes it, and its address."""
 
-    node: dict[str, Any]
+    node: JsonObject
     address: str = Field(max_length=255)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import FastAPI
 
 from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.service.intake.intake import check_files
+from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
 from orchestrator.service.server.routes.answers import ChangedAnswer, RetriedAnswer, answers
 from orchestrator.service.server.routes.dependencies import NameObjects, Sender, Service, job_of
@@ -85,10 +85,10 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
 def _verb_route(
     service: Service, verb: str, change_of: Callable[[str], Change]
-) -> Callable[..., dict[str, Any]]:
+) -> Callable[..., JsonObject]:
     """Return the endpoint of one verb: all of the jobs are changed, or none."""
 
-    def change(request: JobsRequest, sender: Sender, name_objects: NameObjects) -> dict[str, Any]:
+    def change(request: JobsRequest, sender: Sender, name_objects: NameObjects) -> JsonObject:
         name_objects(request.jobs)
         for job_id in request.jobs:
             job = job_of(service.controller, job_id)
