@@ -390,8 +390,3 @@ def _next_action(failure: Failure) -> str:
     )
     wait = f" after {verdict.wait_s:.0f} s" if verdict is not None and verdict.wait_s else ""
     return f"start it again{wait}{elsewhere}, {times}"
-
-
-def diagnosis_view(diagnosis: Diagnosis) -> JsonObject:
-    """Return the diagnosis as JSON."""
-    return {name: getattr(diagnosis, name) for name in diagnosis.__slots__}

@@ -67,18 +67,13 @@ def attempt_rows(job: JobView) -> Sequence[TemplateData]:
 def curves_of(home: Path, job: JobView) -> list[Curves]:
     """Return the curves of the newest attempts that have any."""
     numbers = [attempt["number"] for attempt in job["attempts"]][-ATTEMPTS_DRAWN:]
-    read = [
-        _curves(JobFolder(home, job["id"]).attempt(number).metrics, number) for number in numbers
-    ]
+    read = [last_curves(home, job["id"], number) for number in numbers]
     return [curves for curves in read if curves.loss or curves.step_s]
 
 
 def last_curves(home: Path, job_id: str, number: int) -> Curves:
     """Return the curves of this attempt; empty where it has none."""
-    return _curves(JobFolder(home, job_id).attempt(number).metrics, number)
-
-
-def _curves(path: Path, number: int) -> Curves:
+    path = JobFolder(home, job_id).attempt(number).metrics
     # the first row may be cut off, the last one half written; a script keeps none
     rows = list(map(parse_row, log_tail(path, CURVE_BYTES_MAX).splitlines()))
 

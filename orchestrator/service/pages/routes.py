@@ -111,10 +111,8 @@ class _Pages:
         self._playing = threading.Lock()
         self._archive = Archive(controller.ended)
         self._waits = Waits(controller.wait_for_change)
-        self._mlflow, self._links = (
-            service.trackers.get("mlflow"),
-            Links(partial(job_url, service.home)),
-        )
+        self._mlflow = service.trackers.get("mlflow")
+        self._links = Links(partial(job_url, service.home))
 
     def _get(self, path: str, **parameters: Any) -> Any:
         """Return the answer of the API's GET route."""
@@ -142,14 +140,15 @@ class _Pages:
             is_own = may_change(job["user"], principal, self._controller.state.policy)
             return may("POST", "/jobs/cancel") and is_own
 
-        problems = self._controller.health.problems()
-        shared: dict[str, Any] = {
-            "may": may,
-            "may_change_job": may_change_job,
-            "problems": problems,
-        }
+        shared = {"problems": self._controller.health.problems()}
         return page(
-            request, template, version=self._controller.version, now_s=time.time(), **shared | data
+            request,
+            template,
+            version=self._controller.version,
+            now_s=time.time(),
+            may=may,
+            may_change_job=may_change_job,
+            **shared | data,
         )
 
     # ------------------------------------------------------------------------------------------------------- sessions

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+Source = Callable[[], str | None]  # one sentence at once, or None while all is well
+
 
 class Health:
     """Present problems from all registered sources. Every method is thread-safe."""
 
     def __init__(self) -> None:
-        self._sources: list[Callable[[], str | None]] = []
-        self._fatal: list[Callable[[], str | None]] = []
-        self._delaying: list[Callable[[], str | None]] = []
+        self._sources: list[Source] = []
+        self._fatal: list[Source] = []
+        self._delaying: list[Source] = []
 
     def watch(
         self,
-        source: Callable[[], str | None],
+        source: Source,
         *,
         is_fatal: bool = False,
         delays_jobs: bool = True,
     ) -> None:
-        """Register a source: a function that returns one sentence at once, or None while all is well.
+        """Register a source.
 
         No job is accepted while a fatal source has a problem. A problem that delays jobs stands in the reason of those
         that wait; a notice that reaches nobody delays none.
@@ -44,5 +46,5 @@ class Health:
         return _sentences_of(self._fatal)
 
 
-def _sentences_of(sources: Sequence[Callable[[], str | None]]) -> list[str]:
+def _sentences_of(sources: Sequence[Source]) -> list[str]:
     return [problem for source in sources if (problem := source()) is not None]

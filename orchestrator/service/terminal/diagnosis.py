@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +60,7 @@ def diagnose(
 
     if should_be is None:
         diagnosis = work.diagnose([Path(log) for log in logs], exit_codes or (), oom_kills)
-        tell(dict(work.diagnosis_view(diagnosis)), as_json, _table(diagnosis))
+        tell(asdict(diagnosis), as_json, _table(diagnosis))
         return
     if len(logs) != 1 or os.path.isfile(logs[0]):
         raise SpecError(

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
-from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
@@ -317,14 +317,7 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
         source=estimate.source.value,
         moment=at_worst.moment,
         by_cause=dict(sorted(at_worst.by_cause, key=lambda cause: -cause[1])),
-        by_moment=[
-            MomentView(
-                name=moment.name,
-                counted_bytes=moment.counted_bytes,
-                activation_bytes=moment.activation_bytes,
-            )
-            for moment in by_moment(estimate)
-        ],
+        by_moment=[cast(MomentView, asdict(moment)) for moment in by_moment(estimate)],
         allocated_bytes=at_worst.allocated_bytes,
         reserved_bytes=at_worst.reserved_bytes,
         device_bytes=at_worst.device_bytes,
@@ -350,20 +343,7 @@ def picture_view(picture: Picture) -> PictureView:
 
 def picture_from_view(view: PictureView) -> Picture:
     """Return the chart from its JSON."""
-    points = tuple(
-        Point(
-            step_s=point["step_s"],
-            needed_bytes=point["needed_bytes"],
-            mark=Mark(point["mark"]),
-            label=point["label"],
-            name=point["name"],
-            within_s=None
-            if point["within_s"] is None
-            else (point["within_s"][0], point["within_s"][1]),
-        )
-        for point in view["points"]
-    )
-    return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
+    return TypeAdapter(Picture).validate_python(view)
 
 
 def observations_view(observations: Sequence[Observation]) -> list[JsonObject]:

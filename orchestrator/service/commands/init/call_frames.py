@@ -19,6 +19,7 @@ OF_EVERY_RUN = re.compile(
     re.IGNORECASE,
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.Module | Function
 Order = tuple[tuple[int, int], ...]  # (line, column) of each call on the way, the outermost first
 
 
@@ -26,7 +27,7 @@ Order = tuple[tuple[int, int], ...]  # (line, column) of each call on the way, t
 class Place:
     """Where a node stands in the code."""
 
-    scope: ast.Module | Function
+    scope: Scope
     owner: str = ""  # class of which the scope is a method
     in_loop: bool = False
     is_certain: bool = True  # under no condition
@@ -36,12 +37,16 @@ class Place:
 class Frame:
     """A way to reach a scope: the calls that lead there, with their arguments."""
 
-    scope: ast.Module | Function
+    scope: Scope
     order: Order = ()
     in_loop: bool = False
     is_certain: bool = True  # each run gets there, as far as the code says
-    arguments: Mapping[str, tuple[ast.expr, Frame | None]] = field(default_factory=dict)
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
     caller: Frame | None = None
+
+
+Argument = tuple[ast.expr, Frame | None]  # value, and the frame in which its names stand
+Value = tuple[ast.expr, Frame, bool]  # with whether every run gives it
 
 
 class CallReader:
@@ -56,7 +61,7 @@ class CallReader:
         self.returns: dict[int, list[ast.expr]] = {}
         self.imports: dict[str, str] = {}
         self._functions: dict[str, list[tuple[Function, Place]]] = {}
-        self._enclosing: dict[int, ast.Module | Function] = {}
+        self._enclosing: dict[int, Scope] = {}
         self._sites: dict[int, list[tuple[ast.Call, Place, bool]]] = {}
         self._frames: dict[int, tuple[Frame, ...]] = {}
         self._script = trees[0]
@@ -148,7 +153,7 @@ class CallReader:
         calls = [ast.unparse(value.func) for value in values if isinstance(value, ast.Call)]
         return next((name for name in calls if name in owners), "")
 
-    def frames_of(self, scope: ast.Module | Function, depth: int = DEPTH_MAX) -> tuple[Frame, ...]:
+    def frames_of(self, scope: Scope, depth: int = DEPTH_MAX) -> tuple[Frame, ...]:
         """Return the ways to reach a scope. A function that nothing calls has one, which is not certain."""
         if isinstance(scope, ast.Module):
             return (Frame(scope, is_certain=scope is self._script),)
@@ -178,10 +183,10 @@ class CallReader:
 
     def bind(
         self, function: Function, call: ast.Call | None, caller: Frame | None
-    ) -> dict[str, tuple[ast.expr, Frame | None]]:
+    ) -> dict[str, Argument]:
         """Return each parameter with what a call gives it, or with its default."""
         pairs = list(parameters_of(function.args))
-        bound: dict[str, tuple[ast.expr, Frame | None]] = {
+        bound: dict[str, Argument] = {
             argument.arg: (default, None) for argument, default in pairs if default is not None
         }
         if call is None:
@@ -196,7 +201,7 @@ class CallReader:
             keyword.arg: (keyword.value, caller) for keyword in call.keywords if keyword.arg
         }
 
-    def value_of(self, name: ast.expr, frame: Frame) -> tuple[ast.expr, Frame, bool] | None:
+    def value_of(self, name: ast.expr, frame: Frame) -> Value | None:
         """Return what a name or an attribute stands for, in which frame, and whether every run gives it that value.
 
         In its own scope the assignment before it counts. None where the code does not say it.
@@ -214,7 +219,7 @@ class CallReader:
                 return value, caller or Frame(self._module_of(scope)), True
         return self._attribute(text) if isinstance(name, ast.Attribute) else None
 
-    def _scopes(self, frame: Frame) -> Iterator[tuple[ast.Module | Function, Frame]]:
+    def _scopes(self, frame: Frame) -> Iterator[tuple[Scope, Frame]]:
         """Yield the scope of a frame and those around it, each with its own frame."""
         scope, callers = frame.scope, list[Frame]()
         yield scope, frame
@@ -225,7 +230,7 @@ class CallReader:
             scope = self._enclosing[id(scope)]
             yield scope, next((caller for caller in callers if caller.scope is scope), Frame(scope))
 
-    def _attribute(self, text: str) -> tuple[ast.expr, Frame, bool] | None:
+    def _attribute(self, text: str) -> Value | None:
         """Return the value of an attribute such as `self.folder`, if the code sets it once."""
         places = list[tuple[ast.expr, Function]]()
         for functions in self._functions.values():
@@ -237,7 +242,7 @@ class CallReader:
         value, function = places[0]
         return value, next(iter(self.frames_of(function)), Frame(function)), True
 
-    def _module_of(self, scope: ast.Module | Function) -> ast.Module | Function:
+    def _module_of(self, scope: Scope) -> Scope:
         while id(scope) in self._enclosing:
             scope = self._enclosing[id(scope)]
         return scope

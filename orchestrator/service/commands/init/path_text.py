@@ -7,7 +7,14 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from orchestrator.service.commands.init.call_frames import DEPTH_MAX, CallReader, Frame, Place
+from orchestrator.service.commands.init.call_frames import (
+    DEPTH_MAX,
+    CallReader,
+    Frame,
+    Function,
+    Place,
+    Value,
+)
 
 FIRST, LAST = 0xE000, 0xF8FF  # Unicode's private use area
 UNKNOWN = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]+")
@@ -155,7 +162,7 @@ class PathReader:
                 return self._read(item, value[1], depth)
         return None
 
-    def _value_of(self, node: ast.expr, frame: Frame) -> tuple[ast.expr, Frame, bool] | None:
+    def _value_of(self, node: ast.expr, frame: Frame) -> Value | None:
         is_name = isinstance(node, ast.Name | ast.Attribute)
         return self.calls.value_of(node, frame) if is_name else None
 
@@ -234,9 +241,7 @@ class PathReader:
                 return None
         return None
 
-    def _functions_of(
-        self, call: ast.Call, frame: Frame
-    ) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    def _functions_of(self, call: ast.Call, frame: Frame) -> list[Function]:
         return self.calls.functions_of(call, Place(frame.scope))
 
     def _returns(self, function: ast.AST) -> list[ast.expr]:

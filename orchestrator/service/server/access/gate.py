@@ -98,13 +98,11 @@ class Gate:
     owner: str  # name of the user who holds it
     accounts: Accounts
     hosts: frozenset[str]
-    roles: Mapping[tuple[str, str], Role]
-    reading: frozenset[tuple[str, str]]  # routes that change nothing, beside those of GET
-    joining: frozenset[tuple[str, str]]  # routes for which the token of joining machines is enough
+    roles: Mapping[Route, Role]
+    reading: frozenset[Route]  # routes that change nothing, beside those of GET
+    joining: frozenset[Route]  # routes for which the token of joining machines is enough
     join_secret: Callable[[], str]  # of that token; empty: there is none
-    body_bytes_max: Mapping[
-        tuple[str, str], int
-    ]  # of routes that take less or more than BODY_BYTES_MAX
+    body_bytes_max: Mapping[Route, int]  # of routes that take less or more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
     sessions: Sessions
     links: SignInLinks
@@ -167,7 +165,7 @@ class Gate:
             return refusal(429, "too many wrong tokens from this address: wait a minute")
         return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
 
-    def _refuse_size(self, request: Request, route: tuple[str, str] | None) -> Response | None:
+    def _refuse_size(self, request: Request, route: Route | None) -> Response | None:
         """Return the refusal of a body without a length, or above the route's limit; else None."""
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not length.isdecimal():
@@ -219,7 +217,7 @@ class Gate:
             else None
         )
 
-    def _route_of(self, request: Request) -> tuple[str, str] | None:
+    def _route_of(self, request: Request) -> Route | None:
         """Method and path of the route; None where there is none."""
         application: FastAPI = request.app
         for route in application.routes:
