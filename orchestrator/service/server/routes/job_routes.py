@@ -28,6 +28,7 @@ from orchestrator.scheduling.reports.provenance import provenance_of
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.intake.intake import check_files, check_packages
 from orchestrator.service.server.access.ownership import may_change
+from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.routes.answers import (
     CancelledAnswer,
     EmptyAnswer,
@@ -78,7 +79,6 @@ from orchestrator.specs.job.paths import with_paths
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import job_from_data
-from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
@@ -194,11 +194,8 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         return await run_in_threadpool(answer_now, job_id)
 
     def answer_now(job_id: str) -> Response:
-        version, job = (
-            controller.version,
-            job_of(controller, job_id),
-        )  # in this order: nothing is missed
-        job = service.reasons.explained(job)
+        version = controller.version  # first: nothing is missed
+        job = service.reasons.explained(job_of(controller, job_id))
         view = view_of(service.home, job, controller.state.policy, controller.health.delays())
         view["provenance"] = provenance_of(job.spec)
         return JSONResponse({"job": view, "version": version})
@@ -238,9 +235,7 @@ def _add_cancel_route(app: FastAPI, service: Service) -> None:
             trial.job for sweep_id in sweeps for trial in _sweep_report(service, sweep_id).trials
         ]
         for job_id in (*jobs, *trials):
-            refuse_other_teams(
-                job_of(controller, job_id), sender, controller.state.policy, "cancel"
-            )
+            team_job(controller, job_id, sender, "cancel")
         if request.whole_arrays:
             sweeps += dict.fromkeys(
                 sweep_id for job_id in jobs if (sweep_id := sweeper.sweep_of(job_id))
@@ -270,8 +265,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         job_id: str, number: int, rank: int, sender: Principal
     ) -> tuple[Path, tuple[bytes, ...]]:
         """Return (path of the log, secrets to hide in it). Raises Forbidden for a job of another team."""
-        job = job_of(controller, job_id)
-        refuse_other_teams(job, sender, controller.state.policy, "read the logs of")
+        job = team_job(controller, job_id, sender, "read the logs of")
         attempts = job.attempts
         if not 1 <= number <= len(attempts):
             raise UnknownError(
@@ -343,8 +337,7 @@ def add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
     def output(job_id: str, sender: Sender) -> Response:
         """Return the job's output folder as an archive, without uploaded files that did not change."""
-        job = job_of(service.controller, job_id)
-        refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
+        job = team_job(service.controller, job_id, sender, "fetch the output of")
         listing = list_output(service.home, job)
         headers = {
             "Content-Length": str(
@@ -395,9 +388,11 @@ def _first_trial(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
     return spec if spec.trial is None else sweeper.first(spec)
 
 
-def refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
-    if may_change(job.user, sender, policy):
-        return
+def team_job(controller: Controller, job_id: str, sender: Principal, act: str) -> Job:
+    """Return the job with this id. Raises Forbidden for one of another team, ServiceError as `job_of`."""
+    job = job_of(controller, job_id)
+    if may_change(job.user, sender, controller.state.policy):
+        return job
     raise Forbidden(
         f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only"
     )

@@ -11,12 +11,12 @@ from orchestrator.service.intake.intake import check_files
 from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
 from orchestrator.service.server.routes.answers import ChangedAnswer, RetriedAnswer, answers
-from orchestrator.service.server.routes.dependencies import NameObjects, Sender, Service, job_of
+from orchestrator.service.server.routes.dependencies import NameObjects, Sender, Service
 from orchestrator.service.server.routes.job_routes import (
     IdempotencyKey,
-    refuse_other_teams,
     request_key,
     requested_job,
+    team_job,
 )
 from orchestrator.service.server.routes.requests import (
     JobsRequest,
@@ -41,7 +41,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         job_id: str, request: UpdateRequest, sender: Sender, name_objects: NameObjects
     ) -> ChangedAnswer:
         """Change the priority, deadline or time limit of a job that has not ended."""
-        refuse_other_teams(job_of(controller, job_id), sender, controller.state.policy, "update")
+        team_job(controller, job_id, sender, "update")
         settings = tuple(request.settings.items())
         name_objects(f"{key}={value}" for key, value in settings)
         return {"changed": controller.change([job_id], update(settings, controller.state.policy))}
@@ -55,8 +55,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         idempotency_key: IdempotencyKey = "",
     ) -> RetriedAnswer:
         """Answer a job's question, or submit an ended job again."""
-        job = job_of(controller, job_id)
-        refuse_other_teams(job, sender, controller.state.policy, "retry")
+        job = team_job(controller, job_id, sender, "retry")
         settings = tuple(request.settings.items())
         if job.asks and not job.status.ended and not settings:
             allowed = with_allowed(
@@ -91,8 +90,7 @@ def _verb_route(
     def change(request: JobsRequest, sender: Sender, name_objects: NameObjects) -> JsonObject:
         name_objects(request.jobs)
         for job_id in request.jobs:
-            job = job_of(service.controller, job_id)
-            refuse_other_teams(job, sender, service.controller.state.policy, verb)
+            team_job(service.controller, job_id, sender, verb)
         return {"changed": service.controller.change(request.jobs, change_of(sender.name))}
 
     change.__doc__ = f"{verb.capitalize()} jobs, all or none."
