@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.json_object import JsonObject
+from orchestrator.service.terminal.plain_tables import plain_table
 from orchestrator.service.terminal.tables import coloured_picture, provenance_words
 from orchestrator.service.views.comparison import reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
@@ -54,7 +55,7 @@ def _split(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> 
 
 
 def _table(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     table.add_column("#", justify="right", no_wrap=True)
     longest = max((len(row["strategy"]) for row in rows), default=STRATEGY_LEAST)
     table.add_column("STRATEGY", overflow="fold", min_width=min(STRATEGY_LEAST, longest))

@@ -73,10 +73,11 @@ def diagnose(
 
 
 def _table(diagnosis: Diagnosis) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
+    from orchestrator.service.terminal.plain_tables import plain_grid
+
+    table = plain_grid()
     place = f"{diagnosis.file}:{diagnosis.line_number}: {diagnosis.line}" if diagnosis.file else ""
     rows = {"kind": diagnosis.kind or "none", "why": diagnosis.reason, "where": place}
     rows |= {"orc would": diagnosis.orc_would, "you can": diagnosis.you_can}

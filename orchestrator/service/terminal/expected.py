@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.service.terminal.plain_tables import plain_table
+
 if TYPE_CHECKING:
     from orchestrator.service.views.expected import ExpectedJob
 
@@ -56,7 +58,7 @@ def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str
 
 def expected_table(expected: Sequence[ExpectedJob]) -> Table:
     """Return a table of each job's expected start and end, and why it ends then and not before."""
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    table = plain_table(is_wide=True)
     add_whole_column(table, "JOB", (job["id"] for job in expected))
     for column in ("GPUS", "STARTS", "ENDS"):
         table.add_column(column, max_width=MINUTE_WIDTH)

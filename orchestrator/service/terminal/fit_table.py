@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.commands.fit import FitRow
+from orchestrator.service.terminal.plain_tables import plain_table
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.units import format_bytes, format_seconds
 
@@ -16,7 +16,7 @@ from orchestrator.specs.units import format_bytes, format_seconds
 def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> RenderableType:
     """Return a table with a row per GPU model: its memory, and per way the fewest GPUs with a plan and their bytes."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     table.add_column("CARD", no_wrap=True)
     table.add_column("HAS", justify="right", no_wrap=True)
     for way in ways:

@@ -12,6 +12,7 @@ from rich.text import Text
 from orchestrator.memory.calibration.calibrate import EVEN
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.service.terminal.expected import coloured
+from orchestrator.service.terminal.plain_tables import plain_grid, plain_table
 from orchestrator.service.terminal.tables import (
     bars,
     coloured_picture,
@@ -85,7 +86,7 @@ def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
         devices = int(candidate["settings"]["gpus"])
         if index == chosen or (candidate["rejected"] is None and devices not in widths):
             widths[devices] = index
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     table.add_column("")
     for column in ("GPUS", "STEP", f"{steps:,} STEPS", "DEVICE-HOURS", "NEEDS"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -107,7 +108,7 @@ def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
 
 def candidate_panel(candidate: CandidateView) -> RenderableType:
     """Return a plan with its predicted step time, bytes by cause, and needed bytes against the capacity."""
-    head = Table.grid(padding=(0, 2))
+    head = plain_grid()
     head.add_row("plan", Text(candidate["plan"], style="bold"))
     if not is_known(candidate["estimate"]):
         head.add_row(
@@ -130,7 +131,7 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
 
 def _probe_panel(probe: CandidateView) -> RenderableType:
     """Return the probe attempts before the training, and their reason."""
-    head = Table.grid(padding=(0, 2))
+    head = plain_grid()
     head.add_row(
         "memory",
         "not known: two to four short attempts measure what a sample needs, before the training is planned",
@@ -176,7 +177,7 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
 
 def _sentences(sentences: Sequence[str]) -> Table:
     """Return a table with a row per sentence, whose first word has its own column."""
-    table = Table.grid(padding=(0, 2))
+    table = plain_grid()
     table.add_column(no_wrap=True)
     table.add_column()
     for sentence in sentences:
@@ -188,7 +189,7 @@ def _sentences(sentences: Sequence[str]) -> Table:
 def _frontier(plans: JobPlans, centre: int) -> Table:
     low = max(0, centre - ROWS_AROUND)
     shown = plans["frontier"][low : centre + ROWS_AROUND + 1]
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     table.add_column("")
     table.add_column("PLAN")
     for column in ("GPUS", "STEP", "NEEDS", "FITS"):

@@ -35,10 +35,11 @@ def purge(
 def _tables(answer: JsonObject) -> Group:
     """Return what goes with its age and reason, what stays and why, and the sums."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    goes, stays = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    from orchestrator.service.terminal.plain_tables import plain_grid
+
+    goes, stays = plain_grid(), plain_grid()
     for part in answer["goes"]:
         age = f"ended {(time.time() - part['ended_at_s']) / DAY_S:.1f} d ago"
         goes.add_row(

@@ -70,9 +70,9 @@ def report(
 def _panel(report: MorningReport) -> RenderableType:
     from rich.console import Group
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
+    from orchestrator.service.terminal.plain_tables import plain_grid
     from orchestrator.service.views.report import cost_words, gantt, limit_rows, sections, title
 
     parts: list[RenderableType] = [
@@ -89,7 +89,7 @@ def _panel(report: MorningReport) -> RenderableType:
             *(Padding(sentence, (0, 0, 0, 2)) for sentence in report.to_do),
         ]
     for heading, rows in sections(report):
-        table = Table.grid(padding=(0, 2))
+        table = plain_grid()
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for job, sentence in limit_rows(rows):

@@ -13,6 +13,7 @@ from rich.text import Text
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.service.commands.replay import Decision
 from orchestrator.service.commands.simulate import Simulated, quantile
+from orchestrator.service.terminal.plain_tables import plain_table
 
 
 def simulated_table(run: Simulated) -> Table:
@@ -33,7 +34,7 @@ def simulated_table(run: Simulated) -> Table:
 
 def replay_table(decisions: Sequence[Decision]) -> RenderableType:
     """Return past decisions with their reasons; both decisions if this version decides otherwise."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = plain_table()
     for column in ("AT", "AFTER", "DECIDED", "WHY"):
         table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
     for row in decisions:

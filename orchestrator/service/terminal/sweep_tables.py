@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.terminal.expected import coloured
+from orchestrator.service.terminal.plain_tables import plain_grid
 from orchestrator.service.terminal.tables import Cells, draw_table
 from orchestrator.service.views.columns import columns_of
 from orchestrator.specs.replace import replace
@@ -26,7 +27,7 @@ def sweeps_table(sweeps: Sequence[SweepReport]) -> Table:
 
 def sweep_panel(sweep: SweepReport) -> RenderableType:
     """Return a sweep with its trials, and the best of them."""
-    head = Table.grid(padding=(0, 2))
+    head = plain_grid()
     head.add_row("sweep", Text(sweep.id, style="bold"))
     head.add_row("state", sweep.state)
     head.add_row("method", f"{sweep.method}, {sweep.goal} {sweep.metric}")

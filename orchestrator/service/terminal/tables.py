@@ -13,6 +13,7 @@ from rich.text import Text
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
 from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
+from orchestrator.service.terminal.plain_tables import plain_grid, plain_table
 from orchestrator.service.views.columns import Column, Row, columns_of, local_second
 from orchestrator.specs.profile import Source
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -55,7 +56,7 @@ def draw_table(
 
     A narrow one has one line for each row: the last column takes the width that is left, and is cut.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold", expand=is_narrow)
+    table = plain_table(is_wide=is_narrow)
     texts = []
     for column in columns:
         draw: Callable[[Any], str | Text] = cells.get(column.key, column.show)
@@ -113,7 +114,7 @@ def job_panel(job: JobView, width: int = WIDE) -> RenderableType:
 
     Below WIDE columns the changes of an attempt stand with its reasons.
     """
-    head = Table.grid(padding=(0, 2))
+    head = plain_grid()
     head.add_row("job", Text(job["id"], style="bold"))
     head.add_row("status", coloured(job["status"]))
     head.add_row("why", Text(job["reason"]))
@@ -188,7 +189,7 @@ def coloured_picture(picture: Picture) -> Text:
 
 def moments(estimate: EstimateView, correction: float) -> Table:
     """Return the bytes at each peak point of a step as bars, with corrected activations."""
-    table = Table.grid(padding=(0, 2))
+    table = plain_grid()
     table.add_column()
     table.add_column(justify="right")
     rows = [
@@ -210,7 +211,7 @@ def moments(estimate: EstimateView, correction: float) -> Table:
 
 def bars(estimate: EstimateView) -> Table:
     """Return the bytes by cause as bars, then the three totals."""
-    table = Table.grid(padding=(0, 2))
+    table = plain_grid()
     table.add_column()
     table.add_column(justify="right")
     largest = max(estimate["by_cause"].values(), default=1) or 1

@@ -1,0 +1,15 @@
+"""The two looks of tables in the terminal: without lines, with or without headings."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+
+def plain_table(*, is_wide: bool = False) -> Table:
+    """Return a table with bold headings; a wide one takes the width of the terminal."""
+    return Table(box=None, pad_edge=False, header_style="bold", expand=is_wide)
+
+
+def plain_grid() -> Table:
+    """Return a table without headings."""
+    return Table.grid(padding=(0, 2))
