@@ -90,10 +90,8 @@ class Client:
         The result also has, by id: expected lateness, promises of guarantees, and refusals. If one job is invalid, none
         is submitted.
         """
-        answer: BatchAnswer = self._submit(
-            "/jobs/batch", {"jobs": [{"spec": self._with_user(spec)} for spec in specs]}
-        )
-        return answer
+        jobs = [{"spec": self._with_user(spec)} for spec in specs]
+        return self._submit("/jobs/batch", {"jobs": jobs})
 
     def whoami(self) -> dict[str, str]:
         """Return the user and role that this token has in the service."""
@@ -276,13 +274,11 @@ class Client:
             "learning_rate": learning_rate,
             "settings": dict(settings),
         }
-        answer: JsonObject = self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
-        return answer
+        return self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
 
     def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
         """Hold, release, suspend or resume jobs; return the ids of the jobs that changed."""
-        changed: list[str] = self._json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
-        return changed
+        return self._json("POST", f"/jobs/{verb}", {"jobs": job_ids})["changed"]
 
     def update(self, job_id: str, settings: Sequence[Override]) -> bool:
         """Change priority, deadline or time limit of a job; return whether any value changed."""

@@ -213,7 +213,7 @@ def _with_micro(pins: Pins, size: int | None) -> Pins:
 
 
 def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
-    """Yield each combination of engine, layout, stage and offload that a plan of the job has."""
+    """Yield the combination of engine, layout, stage and offload of each plan of the job."""
     names = (
         "engine",
         *AXES,
@@ -223,10 +223,8 @@ def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
         "offload",
         "offload_target",
     )
-    distinct: dict[Pins, None] = {}
     for plan in plans(spec, group.hardware):
-        distinct.setdefault(tuple(pin for pin in pins_of(plan) if pin[0] in names))
-    yield from distinct
+        yield tuple(pin for pin in pins_of(plan) if pin[0] in names)
 
 
 def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:

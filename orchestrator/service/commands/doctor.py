@@ -147,16 +147,10 @@ def _cuda() -> Result:
         return OK, devices, ""
     built = torch.version.cuda
     if built is None:
-        devices, to_do = (
-            "torch is built for CPU",
-            "fine for virtual devices; on GPUs install a CUDA build of torch",
-        )
-    else:
-        devices, to_do = (
-            f"torch for CUDA {built} sees no device",
-            "check the driver and CUDA_VISIBLE_DEVICES",
-        )
-    return WARN, devices, to_do
+        to_do = "fine for virtual devices; on GPUs install a CUDA build of torch"
+        return WARN, "torch is built for CPU", to_do
+    to_do = "check the driver and CUDA_VISIBLE_DEVICES"
+    return WARN, f"torch for CUDA {built} sees no device", to_do
 
 
 def _compiler() -> Result:

@@ -295,7 +295,9 @@ def _serve_requests(
         with suppress(OSError):  # a full disk: the next start takes another port
             (service.home / PORT_FILE).write_text(str(port))
         is_serving.set()
-        _start_followers(stop, service.notifier, service.sweeper, service.purger)
+        for follower in (service.notifier, service.sweeper, service.purger):
+            if follower is not None:
+                _start_thread(follower.run, stop)
         gc.collect()
         # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
         gc.freeze()
@@ -304,13 +306,6 @@ def _serve_requests(
         if _is_ours(service.home, service.token):
             with suppress(OSError):  # a read-only disk: the note names a process that has ended
                 (service.home / "service.json").unlink(missing_ok=True)
-
-
-def _start_followers(stop: threading.Event, *followers: Notifier | Sweeper | Purger | None) -> None:
-    """Start a thread for each follower of the controller that there is."""
-    for follower in followers:
-        if follower is not None:
-            _start_thread(follower.run, stop)
 
 
 def _start_thread(run: Callable[..., None], *arguments: Any) -> None:
@@ -375,8 +370,8 @@ def _separate_users(
 
 def _named_ray(home: Path) -> str:
     """Return the address of the Ray that `orc up --ray` named; empty where the service has its own."""
-    path = _existing(home / "ray_address")
-    return path.read_text() if path else ""
+    path = home / "ray_address"
+    return path.read_text() if path.exists() else ""
 
 
 def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
@@ -406,10 +401,6 @@ def _members(
         backend.set_cluster(recall_cluster(cluster))
 
     return Members(home, declared, own_ray.known_address, backend.addresses, changed)
-
-
-def _existing(path: Path) -> Path | None:
-    return path if path.exists() else None
 
 
 def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:

@@ -247,14 +247,15 @@ def _metrics_since_start(figures: Figures, live: Sequence[Running]) -> Iterator[
 
 
 def _gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    family = GaugeMetricFamily(name, help_text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, value)
-    return family
+    return _filled(GaugeMetricFamily(name, help_text, labels=labels), values)
 
 
 def _counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
-    family = CounterMetricFamily(name, help_text, labels=labels)
+    return _filled(CounterMetricFamily(name, help_text, labels=labels), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
+    """Return the family with these values."""
     for key, value in values.items():
         family.add_metric(key, value)
     return family

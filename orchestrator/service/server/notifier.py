@@ -83,14 +83,12 @@ class Notifier:
         trial = notice(
             "test", secrets.token_hex(8), now_s, "A test", "`orc notify test` sent this.", {}
         )
-        problems: dict[str, str | None] = {}
-        for name in names or self.targets:
+        problems: dict[str, str | None] = dict.fromkeys(names or self.targets)
+        for name in problems:
             try:
                 self.targets[name].deliver([trial])
             except OSError as error:
                 problems[name] = str(error)
-            else:
-                problems[name] = None
         return problems
 
     def _late(self, now_s: float) -> list[Notice]:

@@ -11,7 +11,6 @@ from orchestrator.service.commands.init.call_frames import (
     DEPTH_MAX,
     CallReader,
     Frame,
-    Function,
     Place,
     Value,
 )
@@ -208,7 +207,7 @@ class PathReader:
             return _part(self._read(arguments[0], frame, depth), OF_PATH[last])
         functions = [
             function
-            for function in self._functions_of(call, frame)
+            for function in self.calls.functions_of(call, Place(frame.scope))
             if len(self._returns(function)) == 1
         ]
         if len(functions) == 1:
@@ -240,9 +239,6 @@ class PathReader:
             except ValueError:
                 return None
         return None
-
-    def _functions_of(self, call: ast.Call, frame: Frame) -> list[Function]:
-        return self.calls.functions_of(call, Place(frame.scope))
 
     def _returns(self, function: ast.AST) -> list[ast.expr]:
         return self.calls.returns.get(id(function), [])

@@ -19,6 +19,7 @@ READ_BYTES = 4 * 2**20  # of a file at a time
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
 LINE_CHARACTERS_MAX = 16 * 1024  # of a line that are searched for a value
 NUMBER_CHARACTERS_MAX = 64
+Point = tuple[int, float]  # step, value
 
 
 class MetricCurve:
@@ -31,7 +32,7 @@ class MetricCurve:
         self._rest: dict[Path, bytes] = {}
         self._counted: dict[Path, int] = {}  # steps that a log has told
 
-    def new_points(self, job: Job) -> Iterator[tuple[int, float]]:
+    def new_points(self, job: Job) -> Iterator[Point]:
         """Yield (step, value) of each point since the last call."""
         for attempt in job.attempts:
             if not attempt.probe:
@@ -43,12 +44,10 @@ class MetricCurve:
                     if self.last is not None:
                         yield step, value
 
-    def _attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
+    def _attempt_points(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[Point]:
         assert spec.trial is not None, spec.name
-        name, path = (
-            spec.trial.sweep.metric.name,
-            folder.log(0) if spec.is_script else folder.metrics,
-        )
+        name = spec.trial.sweep.metric.name
+        path = folder.log(0) if spec.is_script else folder.metrics
         patterns = LogPatterns.of(spec)
         for line in self._lines(path):
             if patterns is None:
@@ -74,7 +73,7 @@ class MetricCurve:
             yield from (line.decode(errors="replace") for line in lines)
 
 
-def _point_in_curve(text: str, name: str) -> tuple[int, float] | None:
+def _point_in_curve(text: str, name: str) -> Point | None:
     row = parse_row(text)
     step, value = row.get("step"), row.get(name)
     return (step, float(value)) if isinstance(step, int) and value is not None else None
@@ -101,7 +100,7 @@ class LogPatterns:
 
 def _point_in_log(
     patterns: LogPatterns, line: str, counts: dict[Path, int], path: Path
-) -> tuple[int, float] | None:
+) -> Point | None:
     """Return the point of a log's line. The step is the job's `progress` if it has one, else a count of the values."""
     if patterns.step is not None:
         steps = [
