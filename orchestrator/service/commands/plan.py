@@ -78,6 +78,7 @@ from orchestrator.specs.written import as_yaml
 # bench-cost`,
 # 2026-11-26).
 STEP_ERROR = 0.13
+Trace = Callable[[JobSpec], JobSpec]  # returns the job with the profile of its model
 TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
@@ -141,7 +142,7 @@ def plan_job(
     spec: JobSpec,
     nodes: Sequence[Node],
     observations: Sequence[Observation] = (),
-    trace: Callable[[JobSpec], JobSpec] | None = None,
+    trace: Trace | None = None,
 ) -> JobPlans:
     """Return the job's plans on the first kind of device that it fits, or may fit; else on the fastest kind.
 
@@ -172,7 +173,7 @@ def _choose_kind(
     spec: JobSpec,
     nodes: Sequence[Node],
     observations: Sequence[Observation],
-    trace: Callable[[JobSpec], JobSpec] | None,
+    trace: Trace | None,
 ) -> _KindPlans:
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
@@ -254,7 +255,7 @@ def _plan_on_kind(
     spec: JobSpec,
     group: Group,
     observations: Sequence[Observation],
-    trace: Callable[[JobSpec], JobSpec] | None,
+    trace: Trace | None,
 ) -> _KindPlans:
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)

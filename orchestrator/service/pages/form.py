@@ -23,6 +23,7 @@ WRITTEN = "written"  # the form's field with the job file that its other fields 
 BRACKETS = ("[", "{")
 
 Schema = Mapping[str, Any]
+Form = Mapping[str, str]  # what was typed, by the name of its field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ def field_values(text: str) -> dict[str, str]:
     return shown
 
 
-def write_job_file(form: Mapping[str, str]) -> str:
+def write_job_file(form: Form) -> str:
     """Return the job file of a form: its text, with changed fields applied. Raises SpecError.
 
     The text is unchanged where no field changed; otherwise it is rewritten, without comments.

@@ -28,7 +28,14 @@ from orchestrator.service.intake.intake import read_jobs
 from orchestrator.service.pages.archive import Archive
 from orchestrator.service.pages.cluster import uses
 from orchestrator.service.pages.compare import comparison_data, comparisons
-from orchestrator.service.pages.form import SOURCE, field_values, propose, sections, write_job_file
+from orchestrator.service.pages.form import (
+    SOURCE,
+    Form,
+    field_values,
+    propose,
+    sections,
+    write_job_file,
+)
 from orchestrator.service.pages.frame import HEADERS, compile_all, page, refused, web_address
 from orchestrator.service.pages.job import (
     artifacts,
@@ -388,9 +395,7 @@ class _Pages:
     def submit(self, request: Request) -> Response:
         return self._submit_page(request, EXAMPLE, field_values(EXAMPLE))
 
-    def _submit_page(
-        self, request: Request, text: str, fields: Mapping[str, str], **results: Any
-    ) -> Response:
+    def _submit_page(self, request: Request, text: str, fields: Form, **results: Any) -> Response:
         nothing = {"error": "", "specs": [], "forecasts": [], "trials": 0}
         return self._page(
             request, "submit", text=text, fields=fields, sections=sections(), **nothing | results
@@ -399,7 +404,7 @@ class _Pages:
     async def dry_run(self, request: Request) -> Response:
         return await run_in_threadpool(self._dry_run, request, await _form(request))
 
-    def _dry_run(self, request: Request, form: Mapping[str, str]) -> Response:
+    def _dry_run(self, request: Request, form: Form) -> Response:
         """The plans that the jobs of a form would get; nothing is submitted."""
         cluster = self._get("/cluster", request=request)
         try:
@@ -432,7 +437,7 @@ class _Pages:
         form = await _form(request)
         return await run_in_threadpool(self._play, request, {**EMPTY_FORM, **form})
 
-    def _play(self, request: Request, form: Mapping[str, str]) -> Response:
+    def _play(self, request: Request, form: Form) -> Response:
         """The live queue as it is, and as it is asked for. One at a time: a play takes a core for seconds."""
         error, result = "", None
         if not self._playing.acquire(blocking=False):
@@ -448,7 +453,7 @@ class _Pages:
             request, "what_if", form=form, error=error, result=result, orders=list(Order)
         )
 
-    def _what_if(self, form: Mapping[str, str]) -> WhatIf:
+    def _what_if(self, form: Form) -> WhatIf:
         state = self._controller.state
         present = kept_cluster(self._home).model_copy(update={"policy": state.policy})
         other = present

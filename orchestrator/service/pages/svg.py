@@ -40,7 +40,7 @@ class Line(NamedTuple):
 
     name: str
     tone: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
 
 
 class Cause(NamedTuple):
@@ -48,6 +48,9 @@ class Cause(NamedTuple):
 
     name: str
     count_bytes: int
+
+
+Point = tuple[float, float]  # x, y
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +231,7 @@ def _ticks(low: float, high: float, *, is_whole: bool = False) -> list[tuple[flo
     ]
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     """Return at most DOTS_MAX points: means of equal runs, and the last point as it is."""
     run = -(-len(points) // DOTS_MAX)
     if run <= 1:

@@ -22,7 +22,7 @@ from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.columns import column_values
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
-from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.cluster import DeviceSpec, Node, Window
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.recorded import recorded_settings
 from orchestrator.specs.job.spec import JobSpec
@@ -200,7 +200,7 @@ class NodeView(TypedDict):
     jobs: list[str]  # the jobs of these attempts
     drained: bool  # it accepts no new attempts
     suspended: list[SuspensionView]  # what of it accepts none for a while
-    maintenance: list[tuple[float, float]]  # windows without jobs, in seconds since 1970
+    maintenance: list[Window]  # windows without jobs, in seconds since 1970
     host_free_bytes: int
     network_bandwidth: int  # bytes per second
 

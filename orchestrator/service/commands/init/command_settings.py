@@ -21,6 +21,7 @@ from orchestrator.service.commands.init.named_files import (
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import TypedCommand
+from orchestrator.service.commands.init.vocabulary import Argv
 from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.job.frameworks import Framework, knobs_of
 from orchestrator.specs.replace import replace
@@ -56,7 +57,7 @@ class NamedFile:
 class Settings:
     """All settings found, in the order of precedence, and the files that contain some."""
 
-    argv: tuple[str, ...]  # the program's arguments, in the parser's spelling
+    argv: Argv  # the program's arguments, in the parser's spelling
     places: tuple[Setting, ...]
     files: tuple[NamedFile, ...]
     notes: tuple[str, ...]

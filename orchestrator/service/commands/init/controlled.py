@@ -29,6 +29,7 @@ from orchestrator.service.commands.init.meanings import (
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
+from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 from orchestrator.specs.replace import replace
@@ -85,11 +86,11 @@ class Batch:
 class BareCommand:
     """A command stripped of the settings that plans control, with these settings as knobs."""
 
-    command: tuple[str, ...]
+    command: Argv
     names: frozenset[str]  # of its flags as typed
     knobs: Knobs  # with the typed values as defaults
     notes: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Env
     ranks: int | None
     is_fixed: bool  # whether no plan has another number of ranks
     batch: Batch
@@ -613,9 +614,7 @@ def _config(
     return {"file": file.word, "flag": str(file.flag)} if by_flag else {"file": file.word}
 
 
-def _drop_controlled(
-    argv: Sequence[str], controlled: Sequence[Setting], script: Script
-) -> tuple[str, ...]:
+def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script: Script) -> Argv:
     """Return the arguments without those that a job sets."""
     names = {place.name for place in controlled if place.way in ("flag", "override")}
     flags = {flag.name: flag for flag in script.flags}

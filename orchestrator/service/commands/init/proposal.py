@@ -32,6 +32,7 @@ from orchestrator.service.commands.init.typed_command import (
     package_roots,
     read_command,
 )
+from orchestrator.service.commands.init.vocabulary import Env
 from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
 from orchestrator.specs.parse import parse_jobs
@@ -63,9 +64,7 @@ class Proposal:
     text: str  # without `global_batch_size` where nothing says it
 
 
-def proposal(
-    argv: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False
-) -> str:
+def proposal(argv: Sequence[str], folder: Path, environment: Env, run_help: bool = False) -> str:
     """Return the text of a job file for a command typed in `folder`, for the user to check.
 
     It is a valid job file but for `global_batch_size`, which is absent where unknown. Of the shell's `environment` it
@@ -77,7 +76,7 @@ def proposal(
 
 
 def read_proposal(
-    argv: Sequence[str], folder: Path, environment: Mapping[str, str], run_help: bool = False
+    argv: Sequence[str], folder: Path, environment: Env, run_help: bool = False
 ) -> Proposal:
     """Return the command's parts beside the text of `proposal`. Raises SpecError if it starts no training."""
     typed = read_command(argv, folder)
@@ -126,7 +125,7 @@ def _job_file(
     script: Script,
     bare: BareCommand,
     has_run: bool,
-    environment: Mapping[str, str],
+    environment: Env,
 ) -> str:
     """Return the text of a job file, without what follows from reading it."""
     framework, folder = _framework(typed, script), typed.folder

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import yaml
 
 from orchestrator.service.commands.init.slurm import TASK, TASK_VARIABLE, array_tasks, slurm_options
+from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.trainer import is_python, program_name
 
@@ -78,16 +79,16 @@ class ShellText(NamedTuple):
 
     text: str
     label: str
-    arguments: tuple[str, ...] = ()
+    arguments: Argv = ()
     beside: str = "."  # the script's folder, relative to that of the command
 
 
 class InnerCommand(NamedTuple):
     """A command inside a shell text."""
 
-    argv: tuple[str, ...]
+    argv: Argv
     folder: Path
-    env: Mapping[str, str]
+    env: Env
     notes: tuple[str, ...]
 
 
@@ -108,7 +109,7 @@ def split_line(line: str) -> list[str]:
         return line.split()
 
 
-def first_command(line: str) -> tuple[str, ...]:
+def first_command(line: str) -> Argv:
     """Return the words of a shell line before a redirection, a pipe or a second command; quoted operators are words."""
     ends = (match.start() for match in SHELL_PART.finditer(line) if match["end"])
     command = line[: next(ends, len(line))]
@@ -118,7 +119,7 @@ def first_command(line: str) -> tuple[str, ...]:
         return tuple(command.split())
 
 
-def find_shell_text(argv: tuple[str, ...], folder: Path, slurm: dict[str, str]) -> ShellText | None:
+def find_shell_text(argv: Argv, folder: Path, slurm: dict[str, str]) -> ShellText | None:
     """Return the shell text that a command runs: a script, `bash -c`, a SkyPilot task, or a quoted text; else None.
 
     Slurm options on the command line, and SkyPilot's devices, are added to `slurm`. Raises SpecError for a missing
@@ -195,22 +196,20 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
     return "\n".join([*lines, task["run"]])
 
 
-def read_shell(
-    script: ShellText, folder: Path, env: Mapping[str, str], slurm: dict[str, str]
-) -> InnerCommand:
+def read_shell(script: ShellText, folder: Path, env: Env, slurm: dict[str, str]) -> InnerCommand:
     """Return the training command inside a shell text, with the text's variables filled in.
 
     The first with a launcher is chosen, else the last with Python. Raises SpecError if there is none.
     """
     arguments, values = script.arguments, {**env, "SLURM_SUBMIT_DIR": "."}
-    exported, notes, commands = dict[str, str](), list[str](), list[tuple[tuple[str, ...], Path]]()
+    exported, notes, commands = dict[str, str](), list[str](), list[tuple[Argv, Path]]()
     slurm |= _sbatch_options(script.text)
     if "--nodes" in slurm:
         values |= {"SLURM_NNODES": slurm["--nodes"], "SLURM_JOB_NUM_NODES": slurm["--nodes"]}
     if array_tasks(slurm):
         values[TASK_VARIABLE] = f"{{{TASK}}}"
     folder_of_script = r"\$\(dirname +\"?\$(?:0|\{BASH_SOURCE\[0\]\}|BASH_SOURCE)\"?\)"
-    arrays = dict[str, tuple[str, ...]]()
+    arrays = dict[str, Argv]()
     for line in _commands(re.sub(folder_of_script, script.beside, script.text)):
         filled = _fill_variables(line, values, {**arrays, "@": arguments})
         array = ARRAY.fullmatch(filled)
@@ -287,9 +286,7 @@ def _has_launcher(argv: Sequence[str]) -> bool:
     return any(program_name(word) in STARTERS or word in modules for word in argv)
 
 
-def _value_of(
-    match: re.Match[str], values: Mapping[str, str], arrays: Mapping[str, Sequence[str]]
-) -> str:
+def _value_of(match: re.Match[str], values: Env, arrays: Mapping[str, Sequence[str]]) -> str:
     """Return what stands for a variable; the text itself where its value is not known."""
     name, arguments = match["braced"] or match["bare"], arrays["@"]
     if name is None:
@@ -306,9 +303,7 @@ def _value_of(
     return text or (match[0] if default is None else default.strip("\"'"))
 
 
-def _fill_variables(
-    line: str, values: Mapping[str, str], arrays: Mapping[str, Sequence[str]]
-) -> str:
+def _fill_variables(line: str, values: Env, arrays: Mapping[str, Sequence[str]]) -> str:
     """Return a line of shell with `$NAME`, `${NAME:-default}`, `$1`, `$@` and `${NAME[@]}` replaced where known.
 
     `arrays` has the arguments as "@". Text in single quotes, and what is escaped, stays.

@@ -22,6 +22,7 @@ IN_JOB = (
 )
 TASK = "task"  # the placeholder of the index of an array
 TASK_VARIABLE = "SLURM_ARRAY_TASK_ID"
+SlurmOptions = Mapping[str, str]  # of sbatch and srun, by their long names
 
 
 def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -39,7 +40,7 @@ def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield VOCABULARY["slurm"].get(name, name), value
 
 
-def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
+def slurm_counts(options: SlurmOptions) -> tuple[int, int | None]:
     """Return (srun processes, all devices) requested by Slurm options; devices are None if not requested."""
 
     def last_number(name: str) -> int:
@@ -57,14 +58,14 @@ def slurm_counts(options: Mapping[str, str]) -> tuple[int, int | None]:
     return tasks, total if total else None
 
 
-def task_variable(options: Mapping[str, str], texts: Iterable[str]) -> dict[str, str]:
+def task_variable(options: SlurmOptions, texts: Iterable[str]) -> dict[str, str]:
     """Return {variable: index} of an array for a script that reads it; {} where `texts` hold {task}."""
     placeholder = f"{{{TASK}}}"
     is_unused = array_tasks(options) and not any(placeholder in text for text in texts)
     return {TASK_VARIABLE: placeholder} if is_unused else {}
 
 
-def slurm_lines(options: Mapping[str, str], *, as_texts: bool) -> Iterator[str]:
+def slurm_lines(options: SlurmOptions, *, as_texts: bool) -> Iterator[str]:
     """Yield job-file lines for the time limit and the array, whose placeholder is {task}.
 
     `as_texts` quotes the array's values, as an environment variable needs.
@@ -81,7 +82,7 @@ def slurm_lines(options: Mapping[str, str], *, as_texts: bool) -> Iterator[str]:
             yield f"max_concurrent: {at_once}"
 
 
-def slurm_notes(options: Mapping[str, str]) -> Iterator[str]:
+def slurm_notes(options: SlurmOptions) -> Iterator[str]:
     """Yield a note on each option without an equivalent: what to write instead, or that nothing is needed."""
     for name, value in options.items():
         text = f"{name} {value}".strip()
@@ -109,7 +110,7 @@ def slurm_notes(options: Mapping[str, str]) -> Iterator[str]:
             yield f"CHECK: not in the job: {text}: write {instead}"
 
 
-def array_tasks(options: Mapping[str, str]) -> tuple[int, ...]:
+def array_tasks(options: SlurmOptions) -> tuple[int, ...]:
     """Return the indices of `--array 0-15:4%2` or `1,3,5-7`; () without an array or for an unknown form."""
     tasks = list[int]()
     for part in options.get("--array", "").partition("%")[0].split(","):

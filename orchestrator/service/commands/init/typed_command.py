@@ -13,7 +13,8 @@ from pathlib import Path
 from orchestrator.backends.attempts.launch_request import FLAGS_WITH_A_WORD
 from orchestrator.backends.attempts.program import interpreter_of
 from orchestrator.service.commands.init.named_files import read_settings
-from orchestrator.service.commands.init.vocabulary import VOCABULARY
+from orchestrator.service.commands.init.slurm import SlurmOptions
+from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, take_flag
@@ -63,7 +64,7 @@ MODULES = {
 class TypedCommand:
     """A parsed command, split into the parts that a job file needs."""
 
-    command: tuple[str, ...]  # interpreter or console script, then its arguments
+    command: Argv  # interpreter or console script, then its arguments
     arguments: int  # index in `command` of the program's own arguments
     folder: Path  # in which it was typed, or the folder of a script given alone
     script: Path | None = None  # its Python file, if there is one to read
@@ -72,12 +73,12 @@ class TypedCommand:
     ranks: int | None = None  # in all, from the options of a launcher or of srun
     devices: int | None = None  # that Slurm gives or CUDA_VISIBLE_DEVICES shows
     is_fixed: bool = False  # the number of ranks stands in the command, where no plan changes it
-    launcher_words: tuple[str, ...] = ()  # of a launcher that stays in the command
+    launcher_words: Argv = ()  # of a launcher that stays in the command
     precision: str | None = None  # from accelerate's options
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Env = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     name: str | None = None
-    slurm: Mapping[str, str] = field(default_factory=dict)  # options of sbatch and srun
+    slurm: SlurmOptions = field(default_factory=dict)  # options of sbatch and srun
     notes: tuple[str, ...] = ()  # for the user to read
 
 
@@ -126,7 +127,7 @@ def _refused(what: str, argv: Sequence[str], allowed: str = "") -> SpecError:
     return SpecError(what, source="orc init", got=" ".join(argv), allowed=allowed)
 
 
-def _parse_unwrapped(argv: tuple[str, ...], folder: Path, python: str | None) -> TypedCommand:
+def _parse_unwrapped(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
     name, alone = program_name(argv[0]), len(argv) == 1
     if alone and argv[0].endswith(".py"):
         script = folder / argv[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +22,12 @@ from orchestrator.service.commands.init.shell_text import (
     starts_training,
 )
 from orchestrator.service.commands.init.slurm import (
+    SlurmOptions,
     slurm_counts,
     slurm_notes,
     slurm_options,
 )
-from orchestrator.service.commands.init.vocabulary import VOCABULARY
+from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
 from orchestrator.specs.job.trainer import program_name
 
 DEPTH_MAX = 16  # wrappers in each other
@@ -52,16 +53,16 @@ ENVIRONMENTS = (
 class Unwrapped:
     """A command without its wrappers, and the wrappers' settings."""
 
-    argv: tuple[str, ...]
+    argv: Argv
     folder: Path
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Env = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
-    prefix: tuple[str, ...] = ()  # an unknown wrapper, which stays
-    environment: tuple[str, ...] = ()  # words of the tool that chooses an interpreter
+    prefix: Argv = ()  # an unknown wrapper, which stays
+    environment: Argv = ()  # words of the tool that chooses an interpreter
     ranks: int | None = None  # processes that srun or an unknown wrapper starts
     devices: int | None = None  # that Slurm gives, or CUDA_VISIBLE_DEVICES shows
     name: str | None = None
-    slurm: Mapping[str, str] = field(default_factory=dict)  # options of sbatch and srun
+    slurm: SlurmOptions = field(default_factory=dict)  # options of sbatch and srun
     notes: tuple[str, ...] = ()
 
 
@@ -71,7 +72,7 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
     Raises SpecError for a shell script without one.
     """
     env, notes = dict[str, str](), list[str]()
-    slurm, prefix, environment = dict[str, str](), tuple[str, ...](), tuple[str, ...]()
+    slurm, prefix, environment = dict[str, str](), Argv(), Argv()
     rest, has_srun = tuple(argv), False
     for _ in range(DEPTH_MAX):
         if not rest:
@@ -153,7 +154,7 @@ def _ranks_of_prefix(prefix: Sequence[str]) -> int | None:
     return None
 
 
-def _split(key: str, argv: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _split(key: str, argv: Argv) -> tuple[Argv, Argv]:
     """Return a wrapper with its options, and the command after it."""
     index = len(key.split())
     while index < len(argv) and argv[index].startswith("-"):

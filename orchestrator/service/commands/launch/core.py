@@ -31,6 +31,7 @@ from orchestrator.planning.render import script_command
 from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.commands.init.vocabulary import Argv
 from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
 from orchestrator.service.commands.launch.typed_job import (
@@ -400,7 +401,7 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
     ]
 
 
-def _knob_words(launch: Launch) -> tuple[str, ...]:
+def _knob_words(launch: Launch) -> Argv:
     """Return the words by which a restart differs from the command as typed."""
     spec = launch.job.spec
     rendered = script_command(

@@ -6,13 +6,13 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.local.watch import lock_folder
+from orchestrator.service.commands.init.vocabulary import Env
 from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
 from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -31,7 +31,7 @@ class Machine:
     node: NodeSpec
     caps: bool = False  # virtual devices, which the guard caps
     uuids: tuple[str, ...] = ()  # by device
-    env: Mapping[str, str]  # that selects them, where the caller's own does not
+    env: Env  # that selects them, where the caller's own does not
     notes: tuple[str, ...]
 
     @property
@@ -62,7 +62,7 @@ def find_machine(words: str | None) -> Machine:
     )
 
 
-def _seen_machine(env: Mapping[str, str]) -> Machine:
+def _seen_machine(env: Env) -> Machine:
     notes, free = list[str](), list[int]()
     try:
         node = detect_machine(node_name()).node

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import GUARD, RankRequest
 from orchestrator.service.commands.init.proposal import UNKNOWN_BATCH, Proposal, read_proposal
+from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.errors import SpecError
@@ -33,8 +34,8 @@ class TypedJob:
     """A command as a job. `argv` is what runs as typed; None of a job file."""
 
     spec: JobSpec
-    argv: tuple[str, ...] | None
-    lead: tuple[str, ...] = ()  # wrappers before the program, which stay
+    argv: Argv | None
+    lead: Argv = ()  # wrappers before the program, which stay
     python: str | None = None  # the typed word of its interpreter
     output: str | None = None  # its output folder, where that is known
     hints: str = ""  # flags of a command that no plan changes, by which it may need less memory
@@ -81,7 +82,7 @@ def _hints(proposal: Proposal) -> str:
     return " ".join(hints)
 
 
-def unread_spec(argv: tuple[str, ...], folder: Path) -> JobSpec:
+def unread_spec(argv: Argv, folder: Path) -> JobSpec:
     """Return a job without knobs: all of its plans run the command as typed."""
     name = re.sub(r"[^a-z0-9._-]+", "-", Path(argv[0]).name.lower()).strip("-._")[:63] or "job"
     return JobSpec(
@@ -95,7 +96,7 @@ def unread_spec(argv: tuple[str, ...], folder: Path) -> JobSpec:
     )
 
 
-def _read_known(argv: tuple[str, ...], folder: Path, devices: int, proposal: Proposal) -> TypedJob:
+def _read_known(argv: Argv, folder: Path, devices: int, proposal: Proposal) -> TypedJob:
     """Return the job that `orc init` proposes, with the typed output folder. Raises SpecError."""
     has_batch = "\nglobal_batch_size:" in proposal.text
     text = proposal.text if has_batch else f"{proposal.text}{UNKNOWN_BATCH}\n"
@@ -141,7 +142,7 @@ def _logs_itself(proposal: Proposal, argv: Sequence[str]) -> bool:
     return named or (script.training_arguments is not None and "--report_to" not in argv)
 
 
-def _output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, tuple[str, ...]]:
+def _output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, Argv]:
     """Return the output folder, None where it is not known, and its words as typed."""
     if knob is None:
         return None, ()
@@ -161,7 +162,7 @@ def _output(proposal: Proposal, knob: Knob | None) -> tuple[str | None, tuple[st
 
 def plain_argv(
     request: RankRequest, spec: JobSpec, lead: Sequence[str], python: str | None
-) -> tuple[str, ...]:
+) -> Argv:
     """Return the argv of a restart: wrappers and interpreter as typed, guarded by its environment alone.
 
     An interpreter that ignores its environment (-I, -E, -S) runs the guard by its path.
@@ -177,7 +178,7 @@ def plain_argv(
     return (*lead, *argv)
 
 
-def identity_of(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
+def identity_of(command: Sequence[str], folder: Path, environment: Env) -> str:
     """Return the digest that names a line's state: its folder, words and place in an array of Slurm."""
     parts = (str(folder), environment.get("SLURM_ARRAY_TASK_ID", ""), *command)
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
