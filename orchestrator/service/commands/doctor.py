@@ -11,6 +11,7 @@ import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -38,6 +39,13 @@ HOST_MIN_BYTES = 3 * 2**30  # an embedded Ray node, MLflow and two virtual devic
 HOST_GOOD_BYTES = 8 * 2**30
 STARTS_SHOWN = 20  # newest ranks
 STARTS_BYTES_MAX = 4096  # of an attempt
+PACKAGES = {
+    "torch": "the ranks of our engines train with it",
+    "torchao": "it keeps AdamW's moments in 8 bits",
+    "deepspeed": "it runs ZeRO stages 1 and 2, and offload",
+    "ray": "it starts the processes",
+    "mlflow": "it keeps the records",
+}
 SHM_HINT = "in a container: --shm-size=8g, or an emptyDir of medium Memory"
 DISK_HINT = "free some, or use another home: --home, ORC_HOME"
 
@@ -59,11 +67,7 @@ def findings(home: Path) -> list[Finding]:
     """Return the result of every check, in order. A check that raises gives a bad result."""
     checks: list[tuple[str, Callable[[], Result | None]]] = [
         ("python", _python),
-        ("torch", lambda: _package("torch", "the ranks of our engines train with it")),
-        ("torchao", lambda: _package("torchao", "it keeps AdamW's moments in 8 bits")),
-        ("deepspeed", lambda: _package("deepspeed", "it runs ZeRO stages 1 and 2, and offload")),
-        ("ray", lambda: _package("ray", "it starts the processes")),
-        ("mlflow", lambda: _package("mlflow", "it keeps the records")),
+        *((name, partial(_package, name, purpose)) for name, purpose in PACKAGES.items()),
         ("nvml", _nvml),
         ("cuda", _cuda),
         ("compiler", _compiler),

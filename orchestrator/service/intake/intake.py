@@ -279,15 +279,19 @@ def read_cluster(path: Path | None) -> ClusterSpec:
     return cluster
 
 
-def read_pins(pins: str | None) -> tuple[Override, ...]:
-    """Return the overrides of `--plan zero_stage=3,micro_batch=2`. Raises SpecError as `read_overrides`."""
-    pairs = read_overrides(pins.split(",") if pins else (), "--plan")
-    return tuple((f"plan.{SHORT.get(key, key)}", value) for key, value in pairs)
+def read_options(settings: Sequence[str] | None, pins: str | None) -> tuple[Override, ...]:
+    """Return the overrides of `--set`, then those of `--plan zero_stage=3,micro_batch=2`.
+
+    Raises SpecError as `read_overrides`.
+    """
+    pairs = read_overrides(pins.split(",") if pins else None, "--plan")
+    pinned = ((f"plan.{SHORT.get(key, key)}", value) for key, value in pairs)
+    return (*read_overrides(settings), *pinned)
 
 
-def read_overrides(settings: Sequence[str], source: str = "--set") -> tuple[Override, ...]:
+def read_overrides(settings: Sequence[str] | None, source: str = "--set") -> tuple[Override, ...]:
     """Return `key=value` texts as pairs. Raises SpecError if a `=` is missing or a key is repeated."""
-    pairs = [setting.partition("=") for setting in settings]
+    pairs = [setting.partition("=") for setting in settings or ()]
     for key, equals, value in pairs:
         if not equals or not key:
             raise SpecError(

@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 
 from orchestrator.service.server.access.gate import PAGES, SIGN_IN, STATIC
 from orchestrator.service.views.columns import columns_of
+from orchestrator.service.views.expected import Range
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds, parse_bytes
 
@@ -119,7 +120,7 @@ def clock(at_s: float | None) -> Markup:
     )
 
 
-def band(range_s: tuple[float, float] | None) -> str:
+def band(range_s: Range | None) -> str:
     """Return an 80 % time range as text: `22:10–23:40`; "" for None or a range below a minute."""
     if range_s is None or range_s[1] - range_s[0] < 60:
         return ""

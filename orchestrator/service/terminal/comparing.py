@@ -187,10 +187,10 @@ def _submit(
     from orchestrator.service.client.sending import read_jobs_for
     from orchestrator.service.commands.compare import choose_strategies, comparison_jobs
     from orchestrator.service.commands.hardware import hardware_of
-    from orchestrator.service.intake.intake import read_overrides, read_pins
+    from orchestrator.service.intake.intake import read_options
 
     service = service_of(home)
-    overrides = (*read_overrides(settings or []), *read_pins(pins))
+    overrides = read_options(settings, pins)
     (spec,) = read_jobs_for(service, [file], overrides, home, only_one=True)
     choices = choose_strategies(spec, choice, *hardware_of(service, None), micro)
     specs = comparison_jobs(spec, choices, steps, repeats, learning_rates)

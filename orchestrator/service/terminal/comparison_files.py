@@ -17,42 +17,47 @@ if TYPE_CHECKING:
 
 # half of an interval over its middle: a wider one is not symmetric, and stands as a range
 NEAR = 0.2
-CSV: Mapping[
-    str, tuple[str | int, ...]
-] = {  # where a row has the number; units stand last in names
-    **{
-        name: (name,)
-        for name in (
-            "strategy",
-            "plan",
-            "outcome",
-            "device",
-            "devices",
-            "micro_batch",
-            "accumulation",
-        )
-    },
+CSV = (  # columns; units stand last in names
+    "strategy",
+    "plan",
+    "outcome",
+    "device",
+    "devices",
+    "micro_batch",
+    "accumulation",
+    "global_batch",
+    "precision",
+    "learning_rate",
+    "repeats",
+    "first_seed",
+    "last_seed",
+    "step_s",
+    "step_low_s",
+    "step_high_s",
+    "times_fastest",
+    "times_low",
+    "times_high",
+    "predicted_step_s",
+    "peak_bytes",
+    "predicted_peak_bytes",
+    "reserved_bytes",
+    "tokens_per_s",
+    "samples_per_s",
+    "mfu",
+    "loss",
+    "loss_distance",
+    "device_s",
+    "money",
+)
+PARTS: Mapping[str, tuple[str, str | int]] = {  # column -> key of a row, and the part of its value
     "global_batch": ("settings", "global_batch_size"),
     "precision": ("settings", "precision"),
-    "learning_rate": ("learning_rate",),
-    "repeats": ("repeats",),
     "first_seed": ("seeds", 0),
     "last_seed": ("seeds", -1),
-    "step_s": ("step_s",),
     "step_low_s": ("step_within_s", 0),
     "step_high_s": ("step_within_s", 1),
-    "times_fastest": ("times_fastest",),
     "times_low": ("times_within", 0),
     "times_high": ("times_within", 1),
-    "predicted_step_s": ("predicted_step_s",),
-    **{
-        name: (name,)
-        for name in ("peak_bytes", "predicted_peak_bytes", "reserved_bytes", "tokens_per_s")
-    },
-    **{
-        name: (name,)
-        for name in ("samples_per_s", "mfu", "loss", "loss_distance", "device_s", "money")
-    },
 }
 # Of all rows; learning rates and seeds stand in columns of their own.
 PROVENANCE = ("model", "parameters", "data", "optimizer", "commit")
@@ -83,7 +88,7 @@ def as_csv(view: ComparisonView) -> str:
         deviation = stdev(row["losses"]) if len(row["losses"]) > 1 else None
         writer.writerow(
             [
-                *(_value(row, path) for path in CSV.values()),
+                *(_value(row, PARTS.get(name, (name,))) for name in CSV),
                 deviation,
                 *map(_cell_text, setup.values()),
             ]

@@ -12,7 +12,7 @@ from rich.text import Text
 from orchestrator.service.terminal.plain_tables import plain_table
 
 if TYPE_CHECKING:
-    from orchestrator.service.views.expected import ExpectedJob
+    from orchestrator.service.views.expected import ExpectedJob, Range
 
 WHOLE_MAX = 28  # characters of an id that every table shows
 MINUTE_WIDTH = len("(15:38 to 15:53)")
@@ -46,7 +46,7 @@ def add_whole_column(
     )
 
 
-def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
+def local_minute(at_s: float | None, range_s: Range | None) -> str:
     """Return a local time to the minute, with its range; "not known" for None."""
     if at_s is None:
         return "not known"

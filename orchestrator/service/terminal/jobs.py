@@ -41,13 +41,11 @@ def submit(
 ) -> None:
     """Submit jobs to the queue, all or none. Exits with 1 where a job or its guarantee is refused."""
     from orchestrator.service.client.sending import read_jobs_for
-    from orchestrator.service.intake.intake import read_overrides, read_pins
+    from orchestrator.service.intake.intake import read_options
     from orchestrator.service.terminal.tables import promise_words
     from orchestrator.specs.job.sweep import SWEEP
 
-    specs = read_jobs_for(
-        service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home
-    )
+    specs = read_jobs_for(service_of(home), files, read_options(settings, pins), home)
     client = client_of(home)
     batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     ids, promises, refused = batch["ids"], batch["promises"], batch["refused"]
@@ -71,7 +69,7 @@ def _read_job(file: Path, settings: Settings, home: Path) -> JobSpec:
     from orchestrator.service.client.sending import read_jobs_for
     from orchestrator.service.intake.intake import read_overrides
 
-    overrides = read_overrides(settings or [])
+    overrides = read_overrides(settings)
     (spec,) = read_jobs_for(service_of(home), [file], overrides, home, only_one=True)
     return spec
 

@@ -69,10 +69,10 @@ def plan(
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import export_job, job_file_of, plan_job, trace_scope
-    from orchestrator.service.intake.intake import read_job, read_overrides, read_pins
+    from orchestrator.service.intake.intake import read_job, read_options
     from orchestrator.service.terminal.plan_tables import plan_panel
 
-    overrides = (*read_overrides(settings or []), *read_pins(pins))
+    overrides = read_options(settings, pins)
     nodes, observations = hardware_of(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
@@ -111,7 +111,7 @@ def estimate(
     from orchestrator.service.intake.intake import read_job, read_overrides
     from orchestrator.service.terminal.plan_tables import candidate_panel
 
-    overrides = read_overrides(settings or [])
+    overrides = read_overrides(settings)
     nodes, observations = hardware_of(service_of(home), cluster, cards)
     plans = partial(trace_scope, nodes, settings=overrides)
     with show_spinner("reading the model"):
@@ -137,7 +137,7 @@ def fit(
     from orchestrator.service.terminal.fit_table import fit_panel
     from orchestrator.specs.published import load_published
 
-    overrides = read_overrides(settings or [])
+    overrides = read_overrides(settings)
     name = job.removeprefix("hf:") if job.startswith("hf:") else None
     if name is None and not Path(job).suffix and not Path(job).exists():
         hint = f"a model of the hub has `hf:` before its name: `orc fit hf:{job}`"

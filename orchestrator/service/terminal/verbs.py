@@ -221,7 +221,7 @@ def retry(
     """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
     from orchestrator.service.intake.intake import read_overrides, with_zone
 
-    overrides = with_zone(read_overrides(settings or []))
+    overrides = with_zone(read_overrides(settings))
     answer = client_of(home).retry(
         job_id,
         overrides,

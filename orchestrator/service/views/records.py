@@ -21,6 +21,7 @@ from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.columns import column_values
+from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node, Window
 from orchestrator.specs.errors import SpecError
@@ -157,7 +158,7 @@ class PointView(TypedDict):
     mark: str  # a Mark
     label: str
     name: str
-    within_s: tuple[float, float] | None
+    within_s: Range | None
 
 
 class PictureView(TypedDict):

@@ -154,7 +154,7 @@ def collect_settings(typed: TypedCommand, script: Script, framework: Framework |
         if name in variables
     ]
     places = [
-        *_argv_settings(argv, {flag.name: flag for flag in script.flags}, script, preset),
+        *_argv_settings(argv, script.flags_by_name, script, preset),
         *from_env,
         *launcher,
         *(place for file in files for place in _file_settings(file, script, framework, preset)),
@@ -201,7 +201,7 @@ def _parser_spelling(word: str, script: Script, knobs: Knobs) -> str:
         for knob in knobs.values()
         if isinstance(knob, Mapping)
     }
-    names |= {flag.name for flag in script.flags}
+    names |= script.flags_by_name.keys()
     if name in names:
         return word
     alike = {spelling.replace("-", "_"): spelling for spelling in names if spelling}
@@ -367,7 +367,7 @@ def _framework_settings(
     preset: Knobs,
     files: Sequence[NamedFile],
 ) -> Iterator[Setting]:
-    flags = {flag.name for flag in script.flags}
+    flags = script.flags_by_name
     unread = framework == "torchtune" and not any(file.content for file in files)
     for name in ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "ranks"):
         knob = preset.get(name)

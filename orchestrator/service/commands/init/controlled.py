@@ -480,7 +480,7 @@ def _checkpointing(settings: Settings, script: Script, framework: Framework | No
         return {"activation_checkpointing": None}
     if framework is not None and "activation_checkpointing" in knobs_of(framework):
         return {}
-    flags = {flag.name: flag for flag in script.flags}
+    flags = script.flags_by_name
     for place in settings.of("activation_checkpointing"):
         flag = flags.get(place.name)
         if flag is None or flag.default or word_of(place.name).startswith("disable"):
@@ -542,7 +542,7 @@ def _precision(
         ):
             precision = "fp32"
         return (None if in_words else precision), {}, None
-    flags = {flag.name: flag for flag in script.flags}
+    flags = script.flags_by_name
     for place in places[:1] or settings.of("precision"):
         flag, candidate = flags.get(place.name), precision_of(place.name, place.value)
         knob = _word_knob(flag)
@@ -617,7 +617,7 @@ def _config(
 def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script: Script) -> Argv:
     """Return the arguments without those that a job sets."""
     names = {place.name for place in controlled if place.way in ("flag", "override")}
-    flags = {flag.name: flag for flag in script.flags}
+    flags = script.flags_by_name
     rest, index = list[str](), 0
     while index < len(argv):
         pair = next(iter(pairs_of(argv[index:], flags)), None) if _is_pair(argv[index]) else None

@@ -34,7 +34,7 @@ def with_help(script: Script, typed: TypedCommand) -> Script:
 
     It runs for 20 s at most, with an empty HOME and no CUDA device, and without a network where `unshare` allows it.
     """
-    names = {flag.name for flag in script.flags}
+    names = script.flags_by_name
     return replace(
         script,
         flags=(

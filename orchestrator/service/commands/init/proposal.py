@@ -105,7 +105,7 @@ def read_proposal(
 def _framework(typed: TypedCommand, script: Script) -> Framework | None:
     if typed.framework is not None:
         return typed.framework
-    flags = {flag.name for flag in script.flags}
+    flags = script.flags_by_name.keys()
     if script.training_arguments is not None:
         return "trl" if script.training_arguments.endswith(TRL) else "hf"
     if "LightningCLI" in script.calls:
@@ -237,7 +237,7 @@ def _is_plain(knob: JsonObject) -> bool:
 
 def _missing_knobs(framework: Framework, script: Script) -> JsonObject:
     """Return None for each knob of the framework whose flag the script lacks."""
-    names = {flag.name for flag in script.flags}
+    names = script.flags_by_name
     flags = {
         name: knob.get("flag") or knob.get("switch") for name, knob in knobs_of(framework).items()
     }

@@ -101,6 +101,11 @@ class Script:
     # settings are words --name=value, as nanoGPT's configurator.py reads them
     only_equals: bool = False
 
+    @property
+    def flags_by_name(self) -> dict[str, Flag]:
+        """The flags by their names."""
+        return {flag.name: flag for flag in self.flags}
+
 
 NO_SCRIPT = Script(
     flags=(),
