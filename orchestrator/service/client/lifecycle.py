@@ -31,6 +31,7 @@ from orchestrator.service.client.endpoint import Endpoint, format_endpoint
 from orchestrator.service.intake.cluster_file import FILE as CLUSTER_FILE
 from orchestrator.service.intake.cluster_file import cluster_text, kept_cluster
 from orchestrator.service.intake.detection import detect_machine, node_name
+from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import ServiceError
 
@@ -44,7 +45,7 @@ TAIL_LINES = 15
 
 def start(
     home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None
-) -> tuple[str, ...] | None:
+) -> Notes | None:
     """Start the service and wait until it answers; return notes on detected hardware, as sentences.
 
     Returns None where it already ran. Raises ServiceError; SpecError where no cluster is named and this machine's
@@ -88,7 +89,7 @@ def become(
 
 def _store_settings(
     home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None
-) -> tuple[str, ...] | None:
+) -> Notes | None:
     """Store settings of the service in the home; return notes on detected hardware, in sentences.
 
     Return None where the service is up already with the same settings.
@@ -111,7 +112,7 @@ def _store_settings(
         _refuse_other_settings(home, files)
     if up:
         return None
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
     if cluster is None and ray_address is None:
         spec, notes = find_cluster(home)
         if notes and not spec.nodes[0].device.kind.traits.is_virtual:
@@ -235,7 +236,7 @@ def journal_url(home: Path) -> str:
     return path.read_text().strip() if path.exists() else f"sqlite:///{home / 'journal.sqlite'}"
 
 
-def find_cluster(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
+def find_cluster(home: Path) -> tuple[ClusterSpec, Notes]:
     """Return (cluster, notes): the home's own without notes, else the detected one. Raises SpecError."""
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
         return kept_cluster(home), ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.backends.simulated.process import Process
@@ -15,7 +15,7 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
-from orchestrator.service.server.sweeps.trials import trials_of
+from orchestrator.service.server.sweeps.trials import ToCome, trials_of
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
@@ -33,7 +33,7 @@ def play_queue(
     *,
     is_live: bool,
     more: Sequence[JobSpec] = (),
-    to_come: Mapping[str, Sequence[JobSpec]],
+    to_come: ToCome,
     home: Path,
 ) -> Simulated:
     """Simulate the live jobs and `more`, submitted now; return the result, in seconds from now.
@@ -117,7 +117,7 @@ class FutureSubmissions:
         self,
         state: State,
         more: Sequence[JobSpec],
-        to_come: Mapping[str, Sequence[JobSpec]],
+        to_come: ToCome,
         home: Path,
     ) -> None:
         """Raises SpecError for a job of `more` of unknown length."""

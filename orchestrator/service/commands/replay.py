@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypedDict
@@ -12,10 +12,9 @@ from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.server.sweeps.trials import to_come
+from orchestrator.service.server.sweeps.trials import ToCome, to_come
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.events import Event
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import State
 
 SQLITE = "sqlite:///"
@@ -52,7 +51,7 @@ def read_state(journal: str) -> State:
     return scheduler.state
 
 
-def read_queue(journal: str, home: Path) -> tuple[State, Mapping[str, tuple[JobSpec, ...]]]:
+def read_queue(journal: str, home: Path) -> tuple[State, ToCome]:
     """Return (state at the end of a journal, trials still to submit by id of open sweep).
 
     Raises as `read_events`.

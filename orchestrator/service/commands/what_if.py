@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from orchestrator.service.commands.live_queue import play_queue
 from orchestrator.service.commands.simulate import Outcome, Report
+from orchestrator.service.server.sweeps.trials import ToCome
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -48,7 +49,7 @@ def what_if(
     present: ClusterSpec,
     other: ClusterSpec,
     more: Sequence[JobSpec],
-    to_come: Mapping[str, Sequence[JobSpec]],
+    to_come: ToCome,
     home: Path,
 ) -> WhatIf:
     """Simulate the queue as it is, and on the other cluster with `more` jobs. `to_come` are trials of live sweeps.

@@ -13,6 +13,7 @@ from pathlib import Path
 from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.devices import nvml
 from orchestrator.service.intake.intake import read_cluster
+from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.devices import load_devices, load_nvml_names
@@ -41,6 +42,7 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+Devices = Sequence[nvml.NvmlDevice]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class DetectedMachine:
     """The machine as a node of a cluster, and sentences on what a person should check."""
 
     node: NodeSpec
-    notes: tuple[str, ...]
+    notes: Notes
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -80,9 +82,7 @@ def detect_machine(name: str) -> DetectedMachine:
     return DetectedMachine(node=node, notes=tuple(_notes(devices, node)))
 
 
-def _device_ids(
-    devices: Sequence[nvml.NvmlDevice], reading: nvml.NvmlReading
-) -> tuple[DeviceId, ...]:
+def _device_ids(devices: Devices, reading: nvml.NvmlReading) -> tuple[DeviceId, ...]:
     """Return what names these devices: indices, or UUIDs where one is a MIG instance; () for all in their order."""
     if tuple(devices) == reading.devices:
         return ()
@@ -108,7 +108,7 @@ def _virtual_machine(name: str, why: str) -> DetectedMachine:
     return DetectedMachine(node=node, notes=(f"{beginning}{format_bytes(node.device.memory)}.",))
 
 
-def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
+def _device(devices: Devices) -> DeviceSpec:
     """Return the one kind that these devices are of. Raises SpecError."""
     readable = [device for device in devices if device.error is None]
     if not readable:
@@ -148,7 +148,7 @@ def _device(devices: Sequence[nvml.NvmlDevice]) -> DeviceSpec:
     )
 
 
-def _visible_devices(devices: Sequence[nvml.NvmlDevice]) -> tuple[nvml.NvmlDevice, ...]:
+def _visible_devices(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
     """Return the devices and MIG instances that CUDA_VISIBLE_DEVICES shows, in its order; all where it is not set.
 
     Numbers count as NVML counts, so a machine with several kinds of devices needs CUDA_DEVICE_ORDER=PCI_BUS_ID.
@@ -165,7 +165,7 @@ def _visible_devices(devices: Sequence[nvml.NvmlDevice]) -> tuple[nvml.NvmlDevic
     return visible
 
 
-def _parts(devices: Sequence[nvml.NvmlDevice]) -> tuple[nvml.NvmlDevice, ...]:
+def _parts(devices: Devices) -> tuple[nvml.NvmlDevice, ...]:
     """Return the devices that programs run on: the instances of those in MIG mode, and the others."""
     parts = list[nvml.NvmlDevice]()
     for device in devices:
@@ -173,7 +173,7 @@ def _parts(devices: Sequence[nvml.NvmlDevice]) -> tuple[nvml.NvmlDevice, ...]:
     return tuple(parts)
 
 
-def _refuse_own_order(entries: Sequence[str], devices: Sequence[nvml.NvmlDevice]) -> None:
+def _refuse_own_order(entries: Sequence[str], devices: Devices) -> None:
     """Raise SpecError where numbers name devices that CUDA may count in another order than NVML."""
     kinds = {device.name for device in devices if not device.error}
     is_alike = len(kinds) < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
@@ -186,7 +186,7 @@ def _refuse_own_order(entries: Sequence[str], devices: Sequence[nvml.NvmlDevice]
         )
 
 
-def _find_device(word: str, devices: Sequence[nvml.NvmlDevice]) -> nvml.NvmlDevice:
+def _find_device(word: str, devices: Devices) -> nvml.NvmlDevice:
     """Return the device or MIG instance that a word of CUDA_VISIBLE_DEVICES names: an index, or how a UUID begins."""
     by_uuid = [part for part in _parts(devices) if len(word) > 4 and part.uuid.startswith(word)]
     if len(by_uuid) == 1:
@@ -248,7 +248,7 @@ def _nvml_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
     return DeviceSpec.model_validate(fields)
 
 
-def _notes(devices: Sequence[nvml.NvmlDevice], node: NodeSpec) -> list[str]:
+def _notes(devices: Devices, node: NodeSpec) -> list[str]:
     notes = [
         f"Found {node.devices} x {devices[0].name or node.device.name}, taken as {node.device.name}."
     ]

@@ -53,8 +53,9 @@ class SignIn:
             "nonce": begun.nonce,
             "verifier": begun.verifier,
             "next": came_from,
+            "until_s": time.time() + BEGUN_S,
         }
-        text = json.dumps({**sign_in, "until_s": time.time() + BEGUN_S}).encode()
+        text = json.dumps(sign_in).encode()
         answer = RedirectResponse(begun.url, 303)
         answer.set_cookie(
             _cookie(request),

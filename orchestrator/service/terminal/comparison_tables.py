@@ -42,16 +42,16 @@ def _split(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> 
     """Yield tables of the columns, each with the strategies, none wider than WIDTH."""
     number_width = len(str(len(rows)))
     room = WIDTH - number_width - GAP - STRATEGY_LEAST
-    left, names = room, list[str]()
+    left, part = room, dict[str, Sequence[str]]()
     for name, cells in columns.items():
         width = GAP + max(map(len, (name, *cells)))
-        if names and width > left:
-            yield _table(rows, {name: columns[name] for name in names})
-            left, names = room, []
+        if part and width > left:
+            yield _table(rows, part)
+            left, part = room, {}
         left -= width
-        names.append(name)
-    if names:
-        yield _table(rows, {name: columns[name] for name in names})
+        part[name] = cells
+    if part:
+        yield _table(rows, part)
 
 
 def _table(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> Table:

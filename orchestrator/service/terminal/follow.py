@@ -175,11 +175,8 @@ def _change(attempt: AttemptView, before: AttemptView | None) -> str:
     resumed = f"; resumed at step {step}" if step else ""
     failure = before["failure"] if before else None
     is_repeated = failure is not None and failure["reason"] == attempt["change_reason"]
-    return (
-        f"-> {changes}{resumed}"
-        if is_repeated
-        else f"-> {changes}{resumed}: {attempt['change_reason']}"
-    )
+    why = "" if is_repeated else f": {attempt['change_reason']}"
+    return f"-> {changes}{resumed}{why}"
 
 
 def _ending(job: JobView, attempt: AttemptView) -> list[str]:

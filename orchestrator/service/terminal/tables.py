@@ -42,7 +42,8 @@ MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 colu
 NARROW_PLAN = 22  # columns of a plan in a narrow table
 STYLED_MAX = 500  # jobs of a table with colours and folded cells
 WIDE = 100  # columns from which a table has room for everything
-Cells = Mapping[str, Callable[[Any], str | Text]]  # what draws a cell of the row, by its column
+Draw = Callable[[Any], str | Text]  # what draws a cell of a row
+Cells = Mapping[str, Draw]  # by the key of the column
 
 
 def draw_table(
@@ -59,7 +60,7 @@ def draw_table(
     table = plain_table(is_wide=is_narrow)
     texts = []
     for column in columns:
-        draw: Callable[[Any], str | Text] = cells.get(column.key, column.show)
+        draw: Draw = cells.get(column.key, column.show)
         texts.append([Text.assemble(draw(row)) for row in rows])
         heading = column.heading.upper()
         if not column.is_long:
@@ -78,7 +79,7 @@ def draw_table(
 def plain_lines(columns: Sequence[Column], rows: Sequence[Row], cells: Cells) -> str:
     """Return the table of many rows as lines without styles. Rich takes a third of a millisecond for a row."""
     lines = [[column.heading.upper() for column in columns]]
-    draws: list[Callable[[Any], str | Text]] = []
+    draws: list[Draw] = []
     for column in columns:
         draws.append(cells.get(column.key, column.show))
     lines += [[str(draw(row)) for draw in draws] for row in rows]

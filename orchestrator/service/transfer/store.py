@@ -130,11 +130,7 @@ class Uploads:
                     got=digest,
                     hint="submit again: it is sent anew",
                 )
-        return (
-            str(self._folder / digest / "files" / inner)
-            if inner
-            else str(self._folder / digest / "files")
-        )
+        return str(self._folder / digest / "files" / inner)
 
     def _touch(self, digest: str) -> bool:
         _check_digest(digest)

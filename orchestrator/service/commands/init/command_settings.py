@@ -23,6 +23,7 @@ from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import TypedCommand
 from orchestrator.service.commands.init.vocabulary import Argv
 from orchestrator.service.json_object import JsonObject
+from orchestrator.service.notes import Notes
 from orchestrator.specs.job.frameworks import Framework, knobs_of
 from orchestrator.specs.replace import replace
 
@@ -60,7 +61,7 @@ class Settings:
     argv: Argv  # the program's arguments, in the parser's spelling
     places: tuple[Setting, ...]
     files: tuple[NamedFile, ...]
-    notes: tuple[str, ...]
+    notes: Notes
 
     def of(self, meaning: str, *counts: Count) -> list[Setting]:
         """Return the settings with this meaning; with `counts`, only batch sizes that count these samples."""

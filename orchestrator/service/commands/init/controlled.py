@@ -31,6 +31,7 @@ from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
 from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.json_object import JsonObject
+from orchestrator.service.notes import Notes
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 from orchestrator.specs.replace import replace
 
@@ -79,7 +80,7 @@ class Batch:
     samples: int | None  # of all ranks; None: not known
     origin: str  # of this number, in words
     is_fixed: bool  # on the number of ranks that was typed
-    notes: tuple[str, ...]
+    notes: Notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class BareCommand:
     command: Argv
     names: frozenset[str]  # of its flags as typed
     knobs: Knobs  # with the typed values as defaults
-    notes: tuple[str, ...]
+    notes: Notes
     env: Env
     ranks: int | None
     is_fixed: bool  # whether no plan has another number of ranks

@@ -16,6 +16,7 @@ import yaml
 
 from orchestrator.service.commands.init.slurm import TASK, TASK_VARIABLE, array_tasks, slurm_options
 from orchestrator.service.commands.init.vocabulary import Argv, Env
+from orchestrator.service.notes import Notes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.trainer import is_python, program_name
 
@@ -89,7 +90,7 @@ class InnerCommand(NamedTuple):
     argv: Argv
     folder: Path
     env: Env
-    notes: tuple[str, ...]
+    notes: Notes
 
 
 def starts_training(word: str) -> bool:

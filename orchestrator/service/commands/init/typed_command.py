@@ -16,6 +16,7 @@ from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.slurm import SlurmOptions
 from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
 from orchestrator.service.commands.init.wrappers import unwrap
+from orchestrator.service.notes import Notes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, take_flag
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
@@ -79,7 +80,7 @@ class TypedCommand:
     secrets: tuple[str, ...] = ()
     name: str | None = None
     slurm: SlurmOptions = field(default_factory=dict)  # options of sbatch and srun
-    notes: tuple[str, ...] = ()  # for the user to read
+    notes: Notes = ()  # for the user to read
 
 
 def read_command(argv: Sequence[str], folder: Path) -> TypedCommand:

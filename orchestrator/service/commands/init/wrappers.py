@@ -28,6 +28,7 @@ from orchestrator.service.commands.init.slurm import (
     slurm_options,
 )
 from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
+from orchestrator.service.notes import Notes
 from orchestrator.specs.job.trainer import program_name
 
 DEPTH_MAX = 16  # wrappers in each other
@@ -63,7 +64,7 @@ class Unwrapped:
     devices: int | None = None  # that Slurm gives, or CUDA_VISIBLE_DEVICES shows
     name: str | None = None
     slurm: SlurmOptions = field(default_factory=dict)  # options of sbatch and srun
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
 
 
 def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:

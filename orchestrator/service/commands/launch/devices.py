@@ -15,6 +15,7 @@ from orchestrator.backends.local.watch import lock_folder
 from orchestrator.service.commands.init.vocabulary import Env
 from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
 from orchestrator.service.json_object import JsonObject
+from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
@@ -32,7 +33,7 @@ class Machine:
     caps: bool = False  # virtual devices, which the guard caps
     uuids: tuple[str, ...] = ()  # by device
     env: Env  # that selects them, where the caller's own does not
-    notes: tuple[str, ...]
+    notes: Notes
 
     @property
     def cluster(self) -> ClusterSpec:

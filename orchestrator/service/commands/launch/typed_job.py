@@ -15,6 +15,7 @@ from orchestrator.service.commands.init.proposal import UNKNOWN_BATCH, Proposal,
 from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.service.intake.intake import read_job
+from orchestrator.service.notes import Notes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import take_flag
 from orchestrator.specs.job.sections import Retries
@@ -40,7 +41,7 @@ class TypedJob:
     output: str | None = None  # its output folder, where that is known
     hints: str = ""  # flags of a command that no plan changes, by which it may need less memory
     logs_itself: bool = True  # to MLflow; a command that cannot be read may
-    notes: tuple[str, ...] = ()
+    notes: Notes = ()
 
 
 def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -> TypedJob:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 KNOWN_MAX = 1000  # addresses in memory
 
+Page = tuple[str, str, int]  # address, key, and number of jobs
 Look = Callable[[str, str, int], str | None]
 
 
@@ -19,8 +20,8 @@ class Links:
         self._look = look
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="links")
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str, int], str] = {}
-        self._pending: dict[tuple[str, str, int], Future[None]] = {}
+        self._known: dict[Page, str] = {}
+        self._pending: dict[Page, Future[None]] = {}
 
     def of(self, address: str, key: str, jobs: int) -> str | None:
         """Return the URL of the page that compares the runs with this key; None until it is looked up."""
@@ -34,7 +35,7 @@ class Links:
                 self._pending[page] = self._worker.submit(self._find, page)
             return self._known.get(page)
 
-    def _find(self, page: tuple[str, str, int]) -> None:
+    def _find(self, page: Page) -> None:
         try:
             link = self._look(*page)
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.server.sweeps.study import Study
 from orchestrator.service.server.sweeps.trial_curve import MetricCurve
-from orchestrator.service.server.sweeps.trials import to_come, with_costs
+from orchestrator.service.server.sweeps.trials import ToCome, to_come, with_costs
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
@@ -154,7 +154,7 @@ class Sweeper:
         }
         return reports
 
-    def to_come(self) -> Mapping[str, tuple[JobSpec, ...]]:
+    def to_come(self) -> ToCome:
         """Return {open sweep id: trials still to submit}."""
         return to_come(self._sweeps, self._controller.job, self._home)
 

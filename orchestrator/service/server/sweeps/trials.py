@@ -14,6 +14,8 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.parse import trial_of
 
+ToCome = Mapping[str, Sequence[JobSpec]]  # trials still to submit, by the id of their open sweep
+
 
 def with_costs(spec: JobSpec, home: Path) -> JobSpec:
     """Return the job with its model's traced costs if it needs a trace, since parameters may change them.
@@ -49,9 +51,7 @@ def trials_of(
     return tuple(specs)
 
 
-def to_come(
-    sweeps: Sweeps, job: Callable[[str], Job | None], home: Path
-) -> Mapping[str, tuple[JobSpec, ...]]:
+def to_come(sweeps: Sweeps, job: Callable[[str], Job | None], home: Path) -> ToCome:
     """Return {open sweep id: trials still to submit}."""
     trials = {}
     for sweep_id in sweeps.open():

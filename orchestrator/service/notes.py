@@ -1,0 +1,5 @@
+"""The type of notes: sentences for people to read."""
+
+from __future__ import annotations
+
+Notes = tuple[str, ...]
