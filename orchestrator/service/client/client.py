@@ -109,11 +109,11 @@ class Client:
 
     def set_user(self, name: str, role: str) -> None:
         """Add a user, or change the role of an existing one."""
-        self._json("PUT", f"/users/{quote(name, safe='')}", {"role": role})
+        self._json("PUT", _path("users", name), {"role": role})
 
     def remove_user(self, name: str) -> None:
         """Remove a user with all tokens."""
-        self._json("DELETE", f"/users/{quote(name, safe='')}")
+        self._json("DELETE", _path("users", name))
 
     def tokens(self) -> list[JsonObject]:
         """Return every token's record: user, creation, expiry and last use."""
@@ -138,7 +138,7 @@ class Client:
 
     def drop_unreadable(self, table: str, row: str) -> None:
         """Delete an unreadable row for good."""
-        self._json("DELETE", f"/journal/unreadable/{quote(table, safe='')}/{quote(row, safe='')}")
+        self._json("DELETE", _path("journal", "unreadable", table, row))
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
         """Return every live job and the `ended` most recently ended ones, in queue order."""
@@ -188,7 +188,7 @@ class Client:
                 "exists already", source=str(to), hint="name another folder with `--to`"
             )
         try:
-            with self._http.stream("GET", f"/jobs/{quote(job_id, safe='')}/output") as answer:
+            with self._http.stream("GET", _path("jobs", job_id, "output")) as answer:
                 if not answer.is_success:
                     answer.read()
                     _refuse_failed(answer)
@@ -214,11 +214,11 @@ class Client:
 
     def explanation(self, job_id: str) -> ExplanationView:
         """Return a job's predictions and measurements, and the corrections learned from them."""
-        return self._json("GET", f"/jobs/{quote(job_id, safe='')}/explanation")
+        return self._json("GET", _path("jobs", job_id, "explanation"))
 
     def comparison(self, job_id: str) -> ComparisonView:
         """Return the strategies of a comparison side by side, by the id of one of their jobs."""
-        return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
+        return self._json("GET", _path("jobs", job_id, "comparison"))
 
     def sweeps(self) -> list[SweepReport]:
         """Return the most recent sweeps, newest first."""
@@ -232,7 +232,7 @@ class Client:
         """Return a sweep with its trials."""
         from orchestrator.scheduling.reports.sweep import SweepReport
 
-        answer = self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
+        answer = self._json("GET", _path("sweeps", sweep_id))
         return read_answer(SweepReport, answer)
 
     def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
@@ -274,7 +274,7 @@ class Client:
             "learning_rate": learning_rate,
             "settings": dict(settings),
         }
-        return self._submit(f"/jobs/{quote(job_id, safe='')}/retry", body)
+        return self._submit(_path("jobs", job_id, "retry"), body)
 
     def change(self, verb: str, job_ids: Sequence[str]) -> list[str]:
         """Hold, release, suspend or resume jobs; return the ids of the jobs that changed."""
@@ -283,7 +283,7 @@ class Client:
     def update(self, job_id: str, settings: Sequence[Override]) -> bool:
         """Change priority, deadline or time limit of a job; return whether any value changed."""
         body = {"settings": dict(settings)}
-        return bool(self._json("POST", f"/jobs/{quote(job_id, safe='')}/update", body)["changed"])
+        return bool(self._json("POST", _path("jobs", job_id, "update"), body)["changed"])
 
     def purge(self, *, dry_run: bool) -> JsonObject:
         """Remove files of ended jobs by the cluster file's `keep`; with `dry_run`, only list them."""
@@ -291,7 +291,7 @@ class Client:
 
     def drain(self, node: str, *, undo: bool) -> None:
         """Drain a node, or undo it; returns once the request is durable."""
-        self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
+        self._json("POST", _path("nodes", node, "drain"), {"undo": undo})
 
     def join(self) -> JsonObject:
         """Return what a joining machine needs: the address of Ray, and properties that it must share."""
@@ -303,7 +303,7 @@ class Client:
 
     def remove_node(self, node: str) -> None:
         """Remove a machine that has left from the service's list."""
-        self._json("DELETE", f"/nodes/{quote(node, safe='')}")
+        self._json("DELETE", _path("nodes", node))
 
     def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
         """Return (bytes of a rank's log from `offset`, next offset); b"" if there are none yet."""
@@ -442,6 +442,11 @@ def _refuse_failed(answer: httpx.Response) -> None:
     if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
         raise SpecError(message)
     raise ServiceError(message)
+
+
+def _path(*parts: str) -> str:
+    """Return the path of a route, in which each part is quoted."""
+    return "".join(f"/{quote(part, safe='')}" for part in parts)
 
 
 def _local_url(home: Path) -> str:

@@ -83,11 +83,8 @@ def play(
     broken = []
     for (path, (promise, holds)), job in zip(promises.items(), jobs, strict=True):
         is_kept = job["status"] in ENDS and holds(job)
-        console.print(
-            f"  [green]✓[/] {job['id']} {promise}"
-            if is_kept
-            else f"  [red]✗[/] {job['id']} {promise}"
-        )
+        mark = "[green]✓[/]" if is_kept else "[red]✗[/]"
+        console.print(f"  {mark} {job['id']} {promise}")
         broken += [] if is_kept else [path]
     failures = sum(outcomes(job).count("device_oom") for job in jobs)
     console.print(

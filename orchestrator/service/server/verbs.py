@@ -33,27 +33,21 @@ def hold(user: str) -> Change:
 
 def suspend(user: str) -> Change:
     """Return the change that keeps a job from starting; a running one saves and releases its devices."""
-
-    def change(job: Job, at_s: float) -> UpdateRequested | None:
-        is_held = job.held_by is not None
-        return (
-            None
-            if is_held
-            else UpdateRequested(job_id=job.id, spec=job.spec, held_by=user, at_s=at_s)
-        )
-
-    return change
+    return _hand_to(user)
 
 
 def release(_user: str) -> Change:
     """Return the change that lets a held job wait for devices again."""
+    return _hand_to(None)
+
+
+def _hand_to(holder: str | None) -> Change:
+    """Return the change of who holds a job; none where a holder replaces another."""
 
     def change(job: Job, at_s: float) -> UpdateRequested | None:
-        return (
-            None
-            if job.held_by is None
-            else UpdateRequested(job_id=job.id, spec=job.spec, at_s=at_s)
-        )
+        if (job.held_by is None) == (holder is None):
+            return None
+        return UpdateRequested(job_id=job.id, spec=job.spec, held_by=holder, at_s=at_s)
 
     return change
 

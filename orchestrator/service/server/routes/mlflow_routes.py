@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -99,7 +99,7 @@ PAGE_POLICY = (  # its scripts reach MLflow and not the service's own API; plots
 def add_mlflow_routes(app: FastAPI, home: Path) -> None:
     """Add the routes to the application; `ROLES` has their roles."""
     for name, pattern in PATHS.items():
-        register_url_convertor(name, type(name, (_PathConvertor,), {"regex": pattern})())
+        register_url_convertor(name, type(name, (PathConvertor,), {"regex": pattern})())
     forwarder = _Forwarder(home.resolve() / "mlflow")
     app.router.routes += [
         Route(ADDRESS, lambda _: RedirectResponse(f"{ADDRESS}/"), include_in_schema=False),
@@ -108,14 +108,6 @@ def add_mlflow_routes(app: FastAPI, home: Path) -> None:
         Route(CHANGE, forwarder, methods=CHANGES, include_in_schema=False),
         Route(ANY, _refuse_unlisted, methods=ANY_METHOD, include_in_schema=False),
     ]
-
-
-class _PathConvertor(Convertor[str]):
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
 
 
 def _refuse_unlisted(request: Request) -> Response:
