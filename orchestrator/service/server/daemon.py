@@ -193,7 +193,11 @@ def serve(
         controller = _make_controller(home, journal, backend, stack, stop)
         sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
-        notifier = _make_notifier(cluster, targets, journal, controller, sweeper)
+        notifier = None
+        if targets:
+            notifier = Notifier(
+                cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports
+            )
         relays = stack.enter_context(_relays(journal, trackers, targets))
         purger = Purger(home, declared.keep, declared.trackers, controller, journal, accounts)
         for source in (purger, *targets.values()):
@@ -259,21 +263,6 @@ def _make_controller(
         _log_problem, partial(controller.standstill, names_job=True), "decisions end again", stop
     )
     return controller
-
-
-def _make_notifier(
-    cluster: ClusterSpec,
-    targets: Mapping[str, Target],
-    journal: Journal,
-    controller: Controller,
-    sweeper: Sweeper,
-) -> Notifier | None:
-    """Return the notifier of the cluster's targets; None without targets."""
-    if not targets:
-        return None
-    return Notifier(
-        cluster.notify, targets, journal.notices, controller, time.time, sweeper.reports
-    )
 
 
 def _serve_requests(
@@ -396,11 +385,13 @@ def _members(
     """Return the machines that join the service's own Ray; None where it has none. The backend gets their rates."""
     if own_ray is None:
         return None
-
-    def changed(cluster: ClusterSpec) -> None:
-        backend.set_cluster(recall_cluster(cluster))
-
-    return Members(home, declared, own_ray.known_address, backend.addresses, changed)
+    return Members(
+        home,
+        declared,
+        own_ray.known_address,
+        backend.addresses,
+        lambda cluster: backend.set_cluster(recall_cluster(cluster)),
+    )
 
 
 def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:
