@@ -80,7 +80,10 @@ def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) ->
                 hint="repeat it in the order of the logs",
             )
         codes = list(exit_codes) or [EXIT_CODE]
-        return _diagnose(logs, paths, codes * (len(logs) if len(codes) == 1 else 1), oom_kills)
+        if len(codes) == 1:
+            codes *= len(logs)
+        ends = tuple(_end_of(path, rank, codes[rank]) for rank, path in enumerate(paths))
+        return _describe(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
     except OSError as error:  # a file that went away meanwhile, or a disk that fails
         raise SpecError(
             f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])
@@ -92,13 +95,6 @@ def _diagnose_folder(folder: Path) -> Diagnosis:
     evidence = collect_folder(files)
     paths = [files.log(end.rank) for end in evidence.ranks]
     return _describe(paths, paths, evidence)
-
-
-def _diagnose(
-    logs: Sequence[Path], paths: Sequence[Path], codes: Sequence[int], oom_kills: int
-) -> Diagnosis:
-    ends = tuple(_end_of(path, rank, codes[rank]) for rank, path in enumerate(paths))
-    return _describe(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
 
 
 def _judge(evidence: Evidence) -> Failure | None:

@@ -70,7 +70,9 @@ def page(request: Request, template: str, *, status: int = 200, **data: Any) -> 
         address=str(request.url.path) + (f"?{request.url.query}" if request.url.query else ""),
         principal=principal,
         navigation=[
-            (f"{PAGES}/{name}", title) for name, title, role in NAVIGATION if _may(principal, role)
+            (f"{PAGES}/{name}", title)
+            for name, title, role in NAVIGATION
+            if principal is not None and principal.role.may(role)
         ],
         is_partial="hx-request" in request.headers,
         zone=time.strftime("%Z"),
@@ -100,10 +102,6 @@ def _to_sign_in(request: Request) -> Response:
     if "hx-request" in request.headers:
         return Response(status_code=401, headers={"HX-Redirect": SIGN_IN})
     return RedirectResponse(address, 303)
-
-
-def _may(principal: Principal | None, needed: Role) -> bool:
-    return principal is not None and principal.role.may(needed)
 
 
 # --------------------------------------------------------------------------------------------------- words and numbers

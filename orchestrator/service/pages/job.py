@@ -155,7 +155,8 @@ def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str,
         (f"attempt {curve.number}", tone, curve) for curve, tone in zip(curves, tones, strict=True)
     ]
     most_bytes = max((count for curve in curves for _, count in curve.peak_bytes), default=0.0)
-    unit, scale = _binary_unit(most_bytes)
+    filled = (unit for unit in BINARY_UNITS.items() if unit[1] <= max(1, most_bytes))
+    unit, scale = max(filled, key=lambda unit: unit[1])
     limit = None if capacity_bytes is None else capacity_bytes / scale
     scaled = [[(step, count / scale) for step, count in curve.peak_bytes] for curve in curves]
     memory = [
@@ -172,14 +173,6 @@ def charts(curves: Sequence[Curves], capacity_bytes: int | None) -> Mapping[str,
             "Peak memory of rank 0", memory, unit=f" {unit}", zero=True, limit=limit
         ),
     }
-
-
-def _binary_unit(most_bytes: float) -> tuple[str, int]:
-    """The largest unit that so many bytes fill, and its bytes."""
-    return max(
-        (unit for unit in BINARY_UNITS.items() if unit[1] <= max(1, most_bytes)),
-        key=lambda unit: unit[1],
-    )
 
 
 def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[TemplateData]:

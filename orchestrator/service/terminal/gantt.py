@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     """Return the busy devices per node over time, and the number of waiting jobs, as text."""
-    end_s = _end_s(outcomes)
+    ends_s = (until_s for _, until_s in _ended_attempts(outcomes))
+    end_s = max(ends_s, default=1.0) or 1.0  # at least a second
     nodes = {node.name: node.devices for node in idle_nodes(cluster)}
     for process, _ in _ended_attempts(outcomes):
         for part in process.attempt.placement:  # a node that has left, or has joined since
@@ -55,8 +56,3 @@ def _ended_attempts(outcomes: Sequence[Outcome]) -> Iterator[tuple[Process, floa
         for process in outcome.attempts
         if process.ended_at_s is not None
     )
-
-
-def _end_s(outcomes: Sequence[Outcome]) -> float:
-    """Return the end of the chart: that of the last attempt, and at least a second."""
-    return max((until_s for _, until_s in _ended_attempts(outcomes)), default=1.0) or 1.0

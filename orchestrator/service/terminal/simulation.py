@@ -51,11 +51,13 @@ def simulate(
     from orchestrator.service.commands.job_list import read_list
     from orchestrator.service.commands.simulate import shift_maintenance
     from orchestrator.service.commands.simulate import simulate as play
+    from orchestrator.service.intake.cluster_file import kept_cluster
+    from orchestrator.service.intake.intake import read_cluster
 
     home = home.expanduser()
     if (trace is None) == (queue is None):
         raise SpecError("say what to play", path="LIST", allowed="a list of jobs, or --queue now")
-    hardware = _base_cluster(cluster, queue, home)
+    hardware = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
     with show_spinner("simulating"):
         if trace is None:
             run = _play_live(hardware, home, is_live=cluster is None)
@@ -116,14 +118,6 @@ def _print_endless(run: Simulated, held_ids: Sequence[str]) -> None:
             "Not known when these end, as nothing tells how long they or those before them take:"
             f" {', '.join(endless)}"
         )
-
-
-def _base_cluster(cluster: Path | None, queue: QueueTime | None, home: Path) -> ClusterSpec:
-    """Return the cluster to play on: the named file, else for the live queue that of its home."""
-    from orchestrator.service.intake.cluster_file import kept_cluster
-    from orchestrator.service.intake.intake import read_cluster
-
-    return kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
 
 
 def replay(
