@@ -9,10 +9,10 @@ from math import floor, log10
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.service.views.columns import Row
 from orchestrator.specs.units import BINARY_UNITS
 
 if TYPE_CHECKING:
+    from orchestrator.service.views.columns import Row
     from orchestrator.service.views.comparison import ComparisonView
 
 # half of an interval over its middle: a wider one is not symmetric, and stands as a range
