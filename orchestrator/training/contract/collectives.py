@@ -1,12 +1,42 @@
-"""Collectives of torch.distributed, re-exported under torch's names."""
+"""Collectives of torch.distributed, re-exported under torch's names, and as steps of a backward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # torch 2.13 renamed both, and warns of the former names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 all_to_all: Any = dist.all_to_all_single
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def move(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `there(x)`; its gradient comes `back`."""
+    return _Move.apply(x, there, back)  # type: ignore[no-untyped-call]
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def all_reduced(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sum over the ranks of the group; None: over all ranks, or over this one alone."""
+    # not in place: selective checkpointing saves the output of the matrix product
+    total = x.contiguous().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group)
+    return total

@@ -11,13 +11,12 @@ Shape suffixes: B samples, T tokens, t tokens of one rank, N heads, n heads of o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.training.contract.collectives import all_to_all
+from orchestrator.training.contract.collectives import all_to_all, move
 
 Attend = Callable[
     [Tensor, Tensor, Tensor], Tensor
@@ -63,57 +62,29 @@ class Context:
             x.repeat_interleave(again, dim=1) if again > 1 else x for x in (k_BKtH, v_BKtH)
         )
         out_BTnH = attention(
-            *(self._to_heads(x).transpose(1, 2) for x in (q_BNtH, *keys_and_values))
+            *(
+                move(x.transpose(1, 2), self._to_heads, self._to_tokens).transpose(1, 2)
+                for x in (q_BNtH, *keys_and_values)
+            )
         )
-        return _ToTokens.apply(out_BTnH, self.group)  # type: ignore[no-untyped-call]
+        return move(out_BTnH, self._to_tokens, self._to_heads)
 
-    def _to_heads(self, x_BNtH: Tensor) -> Tensor:
-        return _ToHeads.apply(x_BNtH.transpose(1, 2), self.group)  # type: ignore[no-untyped-call]
+    def _to_heads(self, x_BtNH: Tensor) -> Tensor:
+        """[B, t, N, H] to [B, T, n, H]."""
+        sent_RBtnH = self._cut(x_BtNH, 2).movedim(2, 0).contiguous()
+        return self._exchange(sent_RBtnH).movedim(0, 1).flatten(1, 2)
 
+    def _to_tokens(self, x_BTnH: Tensor) -> Tensor:
+        """[B, T, n, H] to [B, t, N, H]."""
+        sent_RBtnH = self._cut(x_BTnH, 1).movedim(1, 0).contiguous()
+        return self._exchange(sent_RBtnH).movedim(0, 2).flatten(2, 3)
 
-class _ToHeads(torch.autograd.Function):
-    """[B, t, N, H] to [B, T, n, H]."""
+    def _cut(self, x: Tensor, axis: int) -> Tensor:
+        """The axis as two: rank, and what is of that rank."""
+        return x.unflatten(axis, (self.ranks, -1))  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def forward(ctx: Any, x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_heads(x_BtNH, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTnH: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad_BTnH, ctx.group), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """[B, T, n, H] to [B, t, N, H]."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _to_tokens(x_BTnH, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BtNH: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad_BtNH, ctx.group), None
-
-
-def _to_heads(x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent_RBtnH = _cut(x_BtNH, 2, group).movedim(2, 0).contiguous()
-    return _exchange(sent_RBtnH, group).movedim(0, 1).flatten(1, 2)
-
-
-def _to_tokens(x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    sent_RBtnH = _cut(x_BTnH, 1, group).movedim(1, 0).contiguous()
-    return _exchange(sent_RBtnH, group).movedim(0, 2).flatten(2, 3)
-
-
-def _cut(x: Tensor, axis: int, group: dist.ProcessGroup) -> Tensor:
-    """The axis as two: rank, and what is of that rank."""
-    return x.unflatten(axis, (group.size(), -1))  # type: ignore[no-untyped-call]
-
-
-def _exchange(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the received rows: row r came from rank r."""
-    received = torch.empty_like(sent)
-    all_to_all(received, sent, group=group)
-    return received
+    def _exchange(self, sent: Tensor) -> Tensor:
+        """Return the received rows: row r came from rank r."""
+        received = torch.empty_like(sent)
+        all_to_all(received, sent, group=self.group)
+        return received

@@ -11,13 +11,13 @@ rank, P ranks, D hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orchestrator.training.contract.collectives import all_to_all
+from orchestrator.training.contract.collectives import all_to_all, move
 
 # Copies [R, D], those of one expert behind each other, and where those of each end [L], to answers
 # [R, D].
@@ -45,8 +45,8 @@ class Dispatch:
         self, x_ND: Tensor, token_S: Tensor, routes: _Routes, experts: OwnExperts
     ) -> Tensor:
         """Return the experts' answers to the copies of these tokens; no name here outlives what is computed from it."""
-        came_RD = _ToExperts.apply(x_ND[token_S], routes)  # type: ignore[no-untyped-call]
-        return _ToTokens.apply(experts(came_RD, routes.ends_L), routes)  # type: ignore[no-untyped-call]
+        came_RD = move(x_ND[token_S], routes.to_experts, routes.to_tokens)
+        return move(experts(came_RD, routes.ends_L), routes.to_tokens, routes.to_experts)
 
     def _routes(self, chosen_S: Tensor) -> _Routes:
         """Return the routes of the copies in the order of their experts."""
@@ -86,28 +86,6 @@ class _Routes(NamedTuple):
         gathered = x.new_empty(sum(received), *x.shape[1:])
         all_to_all(gathered, x.contiguous(), received, sent, group=self.group)
         return gathered
-
-
-class _ToExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, routes: _Routes) -> Tensor:
-        ctx.routes = routes
-        return routes.to_experts(x_SD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return ctx.routes.to_tokens(grad_RD), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, routes: _Routes) -> Tensor:
-        ctx.routes = routes
-        return routes.to_tokens(x_RD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
-        return ctx.routes.to_experts(grad_SD), None
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
+from orchestrator.training.contract.collectives import all_reduced, move
 from orchestrator.training.contract.engine import Engine, State
 from orchestrator.training.contract.recipe import Batch
 from orchestrator.training.contract.results import StepResult
@@ -192,23 +192,5 @@ def _over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _summed(values: Tensor) -> Tensor:
-    return _AllReduce.apply(values)  # type: ignore[no-untyped-call]
-
-
-class _AllReduce(torch.autograd.Function):
-    """The sum over all ranks; its gradient is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(_ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:
-        total = grad.contiguous().clone()
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        return total
+    """Return the sum over all ranks; its gradient is the sum of all ranks' gradients."""
+    return move(values, all_reduced, all_reduced)

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.nn import functional
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.training.contract.collectives import all_gather, reduce_scatter
+from orchestrator.training.contract.collectives import all_gather, move, reduce_scatter
 
 
 class Tokens:
@@ -33,7 +33,7 @@ class Tokens:
 
     def sum_tokens(self, x_BTD: Tensor) -> Tensor:
         """Return this rank's tokens [1, N, D] of the sum over the ranks (a reduce-scatter)."""
-        return _Sum.apply(x_BTD, self)  # type: ignore[no-untyped-call]
+        return move(x_BTD, self._summed, self._whole)
 
     def stand_in(self, x_1ND: Tensor) -> Tensor:
         """Return a tensor [B, T, D] without memory, from whose shape a model makes its positions and masks."""
@@ -48,7 +48,7 @@ class Tokens:
         """
         if torch.is_autocast_enabled(x_1ND.device.type):
             x_1ND = x_1ND.to(torch.get_autocast_dtype(x_1ND.device.type))
-        x_BTD = _Gather.apply(x_1ND, self)  # type: ignore[no-untyped-call]
+        x_BTD: Any = move(x_1ND, self._whole, self._summed)
         x_BTD.own, x_BTD.gathered = x_1ND.detach(), Gathered(self)
         return x_BTD
 
@@ -95,28 +95,6 @@ class Gathered:
         if not self._readers:
             self._coming = None
         return x_BTD
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, tokens: Tokens) -> Tensor:
-        ctx.tokens = tokens
-        return tokens._summed(x_BTD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor, None]:
-        return ctx.tokens._whole(grad_1ND), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_1ND: Tensor, tokens: Tokens) -> Tensor:
-        ctx.tokens = tokens
-        return tokens._whole(x_1ND)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:
-        return ctx.tokens._summed(grad_BTD), None
 
 
 def own_tokens(x_BTD: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ a rank has its own tokens only: see sequence_parallel.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.training.contract.collectives import all_reduced, move
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.sequence_parallel import (
     Tokens,
@@ -322,7 +324,7 @@ def _computing_locally(
             if tokens is not None:
                 out = row_product(*args, self.weight, tokens)  # type: ignore[call-arg]
             else:
-                out = _SumForward.apply(forward(self, *args, **kwargs), group)  # type: ignore[no-untyped-call]
+                out = _summed_forward(forward(self, *args, **kwargs), group)
             bias = self._parameters.get("bias")
             return out if bias is None else out + _local(bias)
 
@@ -338,7 +340,7 @@ def _computing_locally(
             out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
             if tokens is not None:
                 return tokens.stand_in(tokens.sum_tokens(out))
-            return _SumForward.apply(out, group)  # type: ignore[no-untyped-call]
+            return _summed_forward(out, group)
 
         body["forward"] = embedding
     return type(kind.__name__, (kind,), body)
@@ -364,35 +366,15 @@ def _local(values: Tensor) -> Tensor:
     return values.to_local() if isinstance(values, DTensor) else values
 
 
-def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _SumBackward.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
-
-
-class _SumForward(torch.autograd.Function):
+def _summed_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: all-reduce; backward: identity (g of arXiv:1909.08053, section 3)."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # not in place: selective checkpointing saves the output of the matrix product
-        total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return move(x, functools.partial(all_reduced, group=group), _same)
 
 
-class _SumBackward(torch.autograd.Function):
+def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: identity; backward: all-reduce (f of the same section)."""
+    return move(x, _same, functools.partial(all_reduced, group=group)) if x.requires_grad else x
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
