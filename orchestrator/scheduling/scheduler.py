@@ -20,7 +20,7 @@ from orchestrator.scheduling.scheduling_pass.dispatch import (
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply
-from orchestrator.specs.actions import Action, Record
+from orchestrator.specs.actions import Action, Record, Transition
 from orchestrator.specs.events import (
     DrainRequested,
     Event,
@@ -152,9 +152,7 @@ def _with_demand(before: State, state: State, index: SchedulerIndex, event: Even
     return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
 
 
-def _tell_followers(
-    state: State, index: SchedulerIndex, actions: Sequence[Action]
-) -> tuple[State, tuple[Action, ...]]:
+def _tell_followers(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> Transition:
     """Return (state, actions) in which jobs that depend on ended jobs stop waiting for them, or end too."""
     done: list[Action] = []
     ended = _ended_jobs(actions)

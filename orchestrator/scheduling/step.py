@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.specs.actions import Action
+from orchestrator.specs.actions import Transition
 from orchestrator.specs.events import Event
 from orchestrator.specs.state import State
 
 
-def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def step(state: State, event: Event) -> Transition:
     """Return (new state, actions) after `event`. It visits every job; a kept Scheduler is faster."""
     scheduler = Scheduler(state)
     actions = scheduler.step(event)

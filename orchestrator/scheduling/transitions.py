@@ -18,7 +18,7 @@ from orchestrator.scheduling.options.lengths import learn_length
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
-from orchestrator.specs.actions import Action, Record, Stop
+from orchestrator.specs.actions import Record, Stop, Transition
 from orchestrator.specs.attempt import (
     Attempt,
     AttemptStatus,
@@ -53,7 +53,7 @@ BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget
 BACK_OFF_MAX_S = 300.0
 
 
-def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def apply(state: State, event: Event) -> Transition:
     """Return (new state, actions) with `event` applied: records and stops only, nothing is scheduled yet.
 
     Late, repeated and unknown events change nothing.
@@ -85,7 +85,7 @@ def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return state, ()
 
 
-def _apply_submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...]]:
+def _apply_submitted(state: State, event: Submitted) -> Transition:
     if event.order <= state.submitted:
         return state, ()
     job = Job(
@@ -109,9 +109,7 @@ def _apply_submitted(state: State, event: Submitted) -> tuple[State, tuple[Actio
     return replace(state, submitted=event.order), (*records, *archived)
 
 
-def _apply_cancel_requested(
-    state: State, event: CancelRequested
-) -> tuple[State, tuple[Action, ...]]:
+def _apply_cancel_requested(state: State, event: CancelRequested) -> Transition:
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling:
         return state, ()
@@ -147,7 +145,7 @@ def _apply_retry_requested(state: State, event: RetryRequested) -> State:
     return with_job(state, allowed)
 
 
-def _apply_started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
+def _apply_started(state: State, event: Started) -> Transition:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
         return state, ()
@@ -156,7 +154,7 @@ def _apply_started(state: State, event: Started) -> tuple[State, tuple[Action, .
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
-def _apply_pace(state: State, event: PaceReported) -> tuple[State, tuple[Action, ...]]:
+def _apply_pace(state: State, event: PaceReported) -> Transition:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
@@ -165,7 +163,7 @@ def _apply_pace(state: State, event: PaceReported) -> tuple[State, tuple[Action,
     return with_job(state, _with_attempt(job, replace(attempt, pace=event.pace))), ()
 
 
-def _apply_released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
+def _apply_released(state: State, event: Released) -> Transition:
     job, attempt = _find(state, event.job_id, event.number)
     if (
         job is None
@@ -178,7 +176,7 @@ def _apply_released(state: State, event: Released) -> tuple[State, tuple[Action,
     return archive_if_done(state, _with_attempt(job, replace(attempt, released=True)))
 
 
-def _apply_finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]:
+def _apply_finished(state: State, event: Finished) -> Transition:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator.specs.attempt import Attempt, attempt_name
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +46,4 @@ class Archive:
 
 
 Action = Launch | Stop | Record | Archive
+Transition = tuple[State, tuple[Action, ...]]  # what an event leads to

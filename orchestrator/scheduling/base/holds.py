@@ -5,14 +5,14 @@ from __future__ import annotations
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_move, request_migration
 from orchestrator.scheduling.base.sentences import describe_holder
-from orchestrator.specs.actions import Stop
+from orchestrator.specs.actions import Transition
 from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.events import UpdateRequested
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 
 
-def apply_update(state: State, event: UpdateRequested) -> tuple[State, tuple[Stop, ...]]:
+def apply_update(state: State, event: UpdateRequested) -> Transition:
     """Return (new state, actions) after a person's update of a job. A hold stops its running attempt.
 
     A hold also gives up the job's `guarantee`.

@@ -17,6 +17,8 @@ from orchestrator.specs.cluster import Node, Window
 
 IDLE = -inf  # the time since which an unheld device is free
 
+_Able = tuple[int, tuple[int, ...]]  # a node's number, and its usable devices
+
 
 @dataclass(slots=True, eq=False)
 class _Times:
@@ -547,7 +549,7 @@ class AvailabilityProfile:
 
     def _able_nodes(
         self, share: int, end_s: float, least_bytes: int, open_until_s: float
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+    ) -> Iterator[_Able]:
         """Yield nodes with `share` usable devices until `end_s`, the fullest first, each with these devices."""
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
@@ -557,14 +559,12 @@ class AvailabilityProfile:
                 if len(devices) >= share:
                     yield number, devices[:share]
 
-    def _in_fewest_racks(
-        self, able: Sequence[tuple[int, tuple[int, ...]]], wanted: int
-    ) -> list[tuple[int, tuple[int, ...]]]:
+    def _in_fewest_racks(self, able: Sequence[_Able], wanted: int) -> list[_Able]:
         """Return so many of these nodes: from the largest racks, and for the rest the smallest rack that holds it."""
-        racks: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+        racks: dict[str, list[_Able]] = {}
         for entry in able:
             racks.setdefault(self.group.nodes[entry[0]].rack, []).append(entry)
-        chosen: list[tuple[int, tuple[int, ...]]] = []
+        chosen: list[_Able] = []
         largest = sorted(racks.values(), key=len)
         while largest and len(chosen) < wanted:
             missing = wanted - len(chosen)

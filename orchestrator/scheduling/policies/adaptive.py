@@ -13,7 +13,14 @@ from orchestrator.scheduling.base.credit import AGED, PRESSING, Fund, credit_dev
 from orchestrator.scheduling.base.migration import is_elastic
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import SortKey, Waiting, WaitQueue, merge_lines
+from orchestrator.scheduling.queue.wait_queue import (
+    Promised,
+    SortKey,
+    Turn,
+    Waiting,
+    WaitQueue,
+    merge_lines,
+)
 from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
@@ -24,7 +31,7 @@ from orchestrator.scheduling.scheduling_pass.preemption import (
 )
 from orchestrator.scheduling.scheduling_pass.reclaim import reclaim
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.state import Reservation, State
+from orchestrator.specs.state import State
 
 # as Slurm's bf_max_job_test: beyond, a reservation would not outlast today's short jobs
 RESERVATIONS_MAX = 100
@@ -61,7 +68,7 @@ class AdaptivePolicy:
             - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
         )
 
-    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+    def in_order(self) -> Iterator[Turn]:
         """Yield (job, time to end by) in order: guarantees, priority, fair share, then age, deadline and length.
 
         Of equal jobs those past their aging limits come first, in the order of submission. Then come jobs with urgent
@@ -85,9 +92,7 @@ class AdaptivePolicy:
                 yield waiting, by_s
             yield from self._others(lines, urgent)
 
-    def _overdue(
-        self, lines: Sequence[WaitQueue], credits: dict[Fund, float]
-    ) -> Iterator[tuple[Waiting, float]]:
+    def _overdue(self, lines: Sequence[WaitQueue], credits: dict[Fund, float]) -> Iterator[Turn]:
         """Yield jobs past their aging limits by submission, as long as the credit lasts; it is then in debt.
 
         Neither a job with reserved devices nor one with a guarantee needs a credit.
@@ -103,9 +108,7 @@ class AdaptivePolicy:
                 waiting.fund = AGED
             yield from self._in_time_first(waiting)
 
-    def _urgent(
-        self, lines: Sequence[WaitQueue], credits: dict[Fund, float]
-    ) -> Iterator[tuple[Waiting, float]]:
+    def _urgent(self, lines: Sequence[WaitQueue], credits: dict[Fund, float]) -> Iterator[Turn]:
         """Yield jobs with urgent deadlines that can still be met, earliest first, where the credit covers them.
 
         A full credit covers any. What it does not cover now is passed over, so that smaller jobs can be in time.
@@ -122,9 +125,7 @@ class AdaptivePolicy:
                 waiting.fund = PRESSING
                 yield waiting, by_s
 
-    def _others(
-        self, lines: Sequence[WaitQueue], urgent: Collection[str]
-    ) -> Iterator[tuple[Waiting, float]]:
+    def _others(self, lines: Sequence[WaitQueue], urgent: Collection[str]) -> Iterator[Turn]:
         """Yield all jobs by their aging limits; those past them as if they had come now."""
         at_s = self._index.state.at_s
         ordered = [self._ordered(line) for line in lines]
@@ -162,8 +163,8 @@ class AdaptivePolicy:
     def preempt(
         self,
         state: State,
-        waits: Sequence[tuple[Waiting, Reservation]],
-        late: Sequence[tuple[Waiting, float]],
+        waits: Sequence[Promised],
+        late: Sequence[Turn],
     ) -> Preemption:
         """Return jobs to stop: for a guarantee, a deadline, a larger gain of others, or to use idle devices."""
         index, at_s = self._index, state.at_s
@@ -182,7 +183,7 @@ class AdaptivePolicy:
         times_s = [line.presses_at_s(self._index.state.at_s) for line in self._index.lines.values()]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
-    def _in_time_first(self, waiting: Waiting) -> Iterator[tuple[Waiting, float]]:
+    def _in_time_first(self, waiting: Waiting) -> Iterator[Turn]:
         by_s, at_s = waiting.job.deadline_s, self._index.state.at_s
         if by_s is not None and at_s < by_s:
             if self._could_end_by(waiting, by_s):

@@ -8,10 +8,10 @@ from math import inf
 from orchestrator.scheduling.base.start_windows import is_open
 from orchestrator.scheduling.options.job_options import SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import Waiting, merge_lines
+from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting, merge_lines
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.state import Reservation, State
+from orchestrator.specs.state import State
 
 
 class RigidPolicy:
@@ -34,7 +34,7 @@ class RigidPolicy:
         """Return infinity, since this policy ignores deadlines."""
         return inf
 
-    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+    def in_order(self) -> Iterator[Turn]:
         """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come last."""
         at_s = self._index.state.at_s
         waiting = self.by_rank()
@@ -63,8 +63,8 @@ class RigidPolicy:
     def preempt(
         self,
         state: State,  # noqa: ARG002
-        waits: Sequence[tuple[Waiting, Reservation]],  # noqa: ARG002
-        late: Sequence[tuple[Waiting, float]],  # noqa: ARG002
+        waits: Sequence[Promised],  # noqa: ARG002
+        late: Sequence[Turn],  # noqa: ARG002
     ) -> Preemption:
         """Return an empty preemption: no job is stopped."""
         return Preemption()

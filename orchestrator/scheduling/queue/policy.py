@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from orchestrator.scheduling.options.job_options import SizeOption
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
 from orchestrator.specs.attempt import Placement, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
@@ -49,7 +49,7 @@ class QueuePolicy(Protocol):
     def presses_s(self, job: Job) -> float:
         """Return when the job's deadline becomes urgent enough to put it first; infinity: never."""
 
-    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+    def in_order(self) -> Iterator[Turn]:
         """Yield (job, time to end by) of waiting jobs that may start now, in order. Infinity: any end."""
 
     def may_overtake(self, waiting: Waiting) -> bool:
@@ -64,8 +64,8 @@ class QueuePolicy(Protocol):
     def preempt(
         self,
         state: State,
-        waits: Sequence[tuple[Waiting, Reservation]],
-        late: Sequence[tuple[Waiting, float]],
+        waits: Sequence[Promised],
+        late: Sequence[Turn],
     ) -> Preemption:
         """Return which running jobs to stop after a decision round.
 

@@ -13,6 +13,7 @@ from orchestrator.scheduling.base.tuning import Tuning
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import Reservation
 
 SortKey = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
 OptionsByProfile = Sequence[tuple[AvailabilityProfile, JobOptions | Infeasible]]
@@ -43,6 +44,10 @@ class Waiting:
     def length_key(self) -> tuple[float, int, str, float]:
         """Sort key of the job by how long it takes until its aging limit; its limit stands last."""
         return (self.rank - self.job.submitted_at_s, self.job.order, self.job.id, self.rank)
+
+
+Turn = tuple[Waiting, float]  # a job, and the time that it should end by
+Promised = tuple[Waiting, Reservation]
 
 
 class WaitQueue:

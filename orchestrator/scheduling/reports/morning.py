@@ -43,6 +43,9 @@ class Line:
     sentence: str
 
 
+Lines = tuple[Line, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
     """An attempt (one launch of a job) whose measured memory differed from the prediction."""
@@ -97,18 +100,16 @@ class MorningReport:
     since_s: float
     until_s: float
     summary: str  # in one sentence
-    succeeded: tuple[Line, ...]
-    recovered: tuple[Line, ...]  # succeeded jobs with failures and the changes that followed
-    failed: tuple[Line, ...]
-    refused: tuple[Line, ...]
-    cancelled: tuple[Line, ...]
-    late: tuple[Line, ...]
-    running: tuple[Line, ...]
-    waiting: tuple[Line, ...]
-    sweeps: tuple[
-        Line, ...
-    ]  # with trials in this time: progress, best trial, and cost of all trials
-    idle: tuple[Line, ...]  # jobs that left their cards idle, and what would fill them
+    succeeded: Lines
+    recovered: Lines  # succeeded jobs with failures and the changes that followed
+    failed: Lines
+    refused: Lines
+    cancelled: Lines
+    late: Lines
+    running: Lines
+    waiting: Lines
+    sweeps: Lines  # with trials in this time: progress, best trial, and cost of all trials
+    idle: Lines  # jobs that left their cards idle, and what would fill them
     misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
     cost: Cost
     to_do: tuple[str, ...]
@@ -198,7 +199,7 @@ def _count_stops(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[st
 # -------------------------------------------------------------------------------------------------------------- lines
 
 
-def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> tuple[Line, ...]:
+def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> Lines:
     return tuple(
         Line(id=job.id, name=job.spec.name, user=job.user, sentence=say(job)) for job in jobs
     )
@@ -254,7 +255,7 @@ def _sweep(sweep: SweepReport) -> Line:
     return Line(id=sweep.id, name=sweep.name, user=sweep.user, sentence=sentence)
 
 
-def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
+def _late(state: State, jobs: Iterable[Job]) -> Lines:
     """Return the jobs that ended after their deadlines, and live ones that are expected to miss them."""
     sentences = late(state, [job.id for job in jobs if not job.status.ended])
     lines = []
@@ -404,7 +405,7 @@ def _use(outcome: str) -> str:
 def _to_do(
     state: State,
     by_status: Mapping[JobStatus, list[Job]],
-    missed: tuple[Line, ...],
+    missed: Lines,
     retried: Set[str | None],
 ) -> Iterator[str]:
     """Yield what a person can do, a sentence each, with the command; nothing about jobs that were retried."""

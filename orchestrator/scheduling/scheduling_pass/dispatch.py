@@ -19,7 +19,7 @@ from orchestrator.scheduling.options.climb import faster_option, may_climb
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
@@ -37,7 +37,7 @@ from orchestrator.scheduling.scheduling_pass.guarantees import (
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
-from orchestrator.specs.actions import Action, Launch, Record, Stop
+from orchestrator.specs.actions import Action, Launch, Record, Transition
 from orchestrator.specs.attempt import Attempt, FailureKind, StopCause, device_count
 from orchestrator.specs.events import PaceReported
 from orchestrator.specs.job.spec import JobSpec
@@ -52,7 +52,7 @@ ASKS_S = 7 * 86_400.0  # over a weekend and a holiday
 NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {order: adaptive}`")
 
 
-def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
+def empty_nodes(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, Stops) of attempts whose nodes' maintenance begins, or whose hours end. They resume later."""
     stops = []
     for time_s, job_id, cause in sorted(index.leaving()):
@@ -72,7 +72,7 @@ def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
     return state, tuple(stops)
 
 
-def end_expired(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
+def end_expired(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, Stops) that make jobs save and end whose time limit is over."""
     stops = []
     for job_id in index.expired(state.at_s):
@@ -83,9 +83,7 @@ def end_expired(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop,
     return state, tuple(stops)
 
 
-def climb(
-    state: State, index: SchedulerIndex, event: PaceReported
-) -> tuple[State, tuple[Stop, ...]]:
+def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transition:
     """Return (new state, Stops) that move a recovered job to a faster plan, by its running attempt's measurements."""
     job = index.running.get(event.job_id)
     if job is None or not may_climb(job):
@@ -122,7 +120,7 @@ def climb(
     return with_job(state, leaving), (stop,)
 
 
-def give_up(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
+def give_up(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, actions) that fail jobs whose questions went unanswered for too long."""
     actions: list[Action] = []
     for job_id in index.unanswered(state.at_s):
@@ -140,7 +138,7 @@ def give_up(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
     return state, tuple(actions)
 
 
-def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
+def schedule(state: State, index: SchedulerIndex) -> Transition:
     """Run a decision round: return (new state, actions) that start jobs and reserve devices for those that wait.
 
     No later job delays a reservation. All reservations are made anew whenever devices are idle and a job came, devices
@@ -158,8 +156,8 @@ def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, 
     undecided = {waiting.job.id: waiting for waiting in arrived}
     is_settled, waits, late = (
         False,
-        list[tuple[Waiting, Reservation]](),
-        list[tuple[Waiting, float]](),
+        list[Promised](),
+        list[Turn](),
     )
     while not is_settled:
         waited = len(index.waiting)
@@ -193,7 +191,7 @@ def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, 
     return state, (*actions, *stops)
 
 
-def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
+def _refuse(state: State, index: SchedulerIndex) -> Transition:
     """Refuse, or ask for, jobs that came or came back and can never start."""
     actions: list[Action] = []
     for waiting in index.arrived:
@@ -216,9 +214,9 @@ def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
 def _preempt(
     state: State,
     index: SchedulerIndex,
-    waits: Sequence[tuple[Waiting, Reservation]],
-    late: Sequence[tuple[Waiting, float]],
-) -> tuple[State, tuple[Stop, ...]]:
+    waits: Sequence[Promised],
+    late: Sequence[Turn],
+) -> Transition:
     """Stop the running jobs that the policy preempts."""
     moves, slot = index.policy.preempt(state, waits, late)
     if not moves:
@@ -233,9 +231,7 @@ def _preempt(
     return stopped, stops
 
 
-def _stop_jobs(
-    state: State, index: SchedulerIndex, moves: Sequence[Move]
-) -> tuple[State, tuple[Stop, ...]]:
+def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> Transition:
     """Stop all of them together, or look at them again once all have run for long enough."""
     from_s = max(move.from_s for move in moves)
     if from_s == inf:
@@ -261,16 +257,14 @@ def _stop_jobs(
 
 def _decide_waiting(
     state: State, index: SchedulerIndex, undecided: dict[str, Waiting]
-) -> tuple[
-    State, tuple[Action, ...], list[tuple[Waiting, Reservation]], list[tuple[Waiting, float]]
-]:
+) -> tuple[State, tuple[Action, ...], list[Promised], list[Turn]]:
     """Decide once on all waiting jobs; `undecided` loses those that get a decision.
 
     Return also the jobs that wait with a reservation, and the waiting jobs that will miss their deadlines.
     """
     actions: list[Action] = []
-    waits: list[tuple[Waiting, Reservation]] = []
-    late: list[tuple[Waiting, float]] = []
+    waits: list[Promised] = []
+    late: list[Turn] = []
     if not (index.idle or index.is_stale or index.stoppable or index.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
@@ -334,7 +328,7 @@ def _decide_waiting(
 
 def _apply_decision(
     state: State, index: SchedulerIndex, waiting: Waiting, outcome: Decision
-) -> tuple[State, tuple[Action, ...]]:
+) -> Transition:
     """Return the state and the actions after a decision on a waiting job."""
     job = waiting.job
     actions: tuple[Action, ...] = ()

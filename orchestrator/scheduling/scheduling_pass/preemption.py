@@ -24,7 +24,7 @@ from orchestrator.scheduling.base.time_limits import spent_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause, device_count
@@ -151,7 +151,7 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
 
 
 def preempt_for_deadline(
-    index: SchedulerIndex, late: Sequence[tuple[Waiting, float]], at_s: float
+    index: SchedulerIndex, late: Sequence[Turn], at_s: float
 ) -> Sequence[Move]:
     """Return the jobs to stop for a waiting job's deadline; () where none help.
 
@@ -201,7 +201,7 @@ def _may_be_late(
 
 
 def preempt_for_priority(
-    index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
+    index: SchedulerIndex, waits: Sequence[Promised], at_s: float
 ) -> Sequence[Move]:
     """Return the jobs of lower priority to stop for a waiting one, which gains more than they lose; () for none.
 
@@ -354,7 +354,7 @@ def _merge_placements(placements: Sequence[Placement]) -> Placement:
 
 
 def preempt_for_waiting(
-    index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
+    index: SchedulerIndex, waits: Sequence[Promised], at_s: float
 ) -> Move | None:
     """Return the job to stop for waiting ones, latest end first, whose loss is below their gain; None without one.
 
@@ -393,7 +393,7 @@ def preempt_for_waiting(
 
 
 def _ahead_of(
-    index: SchedulerIndex, moving: Moving, waits: Iterable[tuple[Waiting, Reservation]]
+    index: SchedulerIndex, moving: Moving, waits: Iterable[Promised]
 ) -> list[tuple[Waiting, Reservation, SizeOption]]:
     """Return the waiting jobs that would go before the running one, each with its option on idle and left devices.
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import Turn, Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
@@ -119,7 +119,7 @@ class QuotaPass:
         for waiting, by_s in self._undecided():
             yield waiting, by_s, None
 
-    def _undecided(self) -> Iterator[tuple[Waiting, float]]:
+    def _undecided(self) -> Iterator[Turn]:
         return (
             (waiting, by_s)
             for waiting, by_s in self._index.policy.in_order()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 
 from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import Promised
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
     SETS_MAX,
@@ -19,14 +19,11 @@ from orchestrator.scheduling.scheduling_pass.preemption import (
 )
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
 from orchestrator.specs.attempt import AttemptStatus, StopCause, device_count
-from orchestrator.specs.state import Reservation
 
 PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
 
 
-def reclaim(
-    index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
-) -> Sequence[Move]:
+def reclaim(index: SchedulerIndex, waits: Sequence[Promised], at_s: float) -> Sequence[Move]:
     """Return the jobs to stop for a team that holds less than its own; () for none.
 
     No team is brought below its own, so that two of them never take turns. Without quotas it must have used less for
