@@ -39,6 +39,7 @@ def _declare(
     *,
     short: Callable[[PlanFields], Sequence[str]] | None = None,
     rows: Callable[[PlanFields], dict[str, str]] | None = None,
+    hides_default: bool = False,
     cheaper: tuple[Any, ...] = (),
     is_given: bool = True,
     alias: str = "",
@@ -49,6 +50,7 @@ def _declare(
         "degradation": degradation,
         "short": short,
         "rows": rows,
+        "hides_default": hides_default,
         "cheaper": cheaper,
         "is_given": is_given,
         "alias": alias,
@@ -84,9 +86,7 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _list_if(f"ep{plan.expert_parallel}", plan.expert_parallel > 1),
-            rows=lambda plan: (
-                {"expert_parallel": str(plan.expert_parallel)} if plan.expert_parallel > 1 else {}
-            ),
+            hides_default=True,
             alias="ep",
         ),
     )
@@ -107,7 +107,7 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _end_in_short(plan.first_stage_layers, "first"),
-            rows=lambda plan: _row_where("first_stage_layers", plan.first_stage_layers),
+            hides_default=True,
             least=0,
         ),
     )
@@ -116,7 +116,7 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _end_in_short(plan.last_stage_layers, "last"),
-            rows=lambda plan: _row_where("last_stage_layers", plan.last_stage_layers),
+            hides_default=True,
             least=0,
         ),
     )
@@ -155,9 +155,7 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _partial_in_short(plan),
-            rows=lambda plan: _row_where(
-                "full_checkpointing_layers", plan.full_checkpointing_layers
-            ),
+            hides_default=True,
             least=0,
         ),
     )
@@ -167,7 +165,7 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _list_if("layers' inputs on host", plan.activation_offload),
-            rows=lambda plan: {"activation_offload": "true"} if plan.activation_offload else {},
+            hides_default=True,
         ),
     )
     offload: Offload = field(
@@ -207,9 +205,7 @@ class PlanFields:
             short=lambda plan: _list_if(
                 "master weights in bf16", plan.master_weights is MasterWeights.BF16
             ),
-            rows=lambda plan: (
-                {"master_weights": "bf16"} if plan.master_weights is MasterWeights.BF16 else {}
-            ),
+            hides_default=True,
             cheaper=(MasterWeights.BF16,),
         ),
     )
@@ -219,9 +215,7 @@ class PlanFields:
         metadata=_declare(
             Degradation.EXACT,
             short=lambda plan: _list_if("optimizer in backward", plan.optimizer_in_backward),
-            rows=lambda plan: (
-                {"optimizer_in_backward": "true"} if plan.optimizer_in_backward else {}
-            ),
+            hides_default=True,
         ),
     )
     # Whether torch.compile compiles each layer: other kernels round otherwise.
@@ -230,7 +224,7 @@ class PlanFields:
         metadata=_declare(
             Degradation.NUMERIC,
             short=lambda plan: _list_if("compiled", plan.compiled),
-            rows=lambda plan: {"compiled": "true"} if plan.compiled else {},
+            hides_default=True,
         ),
     )
     # Of a script's ZeRO stages; ours follow from the engine.
@@ -238,9 +232,7 @@ class PlanFields:
         default=Sharding.DEEPSPEED,
         metadata=_declare(
             Degradation.EXACT,
-            rows=lambda plan: (
-                {"sharding": plan.sharding.value} if plan.sharding is Sharding.FSDP else {}
-            ),
+            hides_default=True,
             is_given=False,
         ),
     )
@@ -261,11 +253,7 @@ class PlanFields:
         default=None,
         metadata=_declare(
             Degradation.SEMANTIC,
-            rows=lambda plan: (
-                {}
-                if plan.sequence_length is None
-                else {"sequence_length": str(plan.sequence_length)}
-            ),
+            hides_default=True,
         ),
     )
 
@@ -307,10 +295,6 @@ def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
 
 def _end_in_short(layers: int, end: str) -> list[str]:
     return _list_if(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
-
-
-def _row_where(name: str, number: int) -> dict[str, str]:
-    return {name: str(number)} if number else {}
 
 
 def _partial_in_short(plan: PlanFields) -> list[str]:

@@ -22,6 +22,7 @@ class Setting:
     degradation: Degradation  # how much a change of it may alter the training
     short: Callable[[Plan], Sequence[str]] | None  # its part of a plan in one line; None: no part
     rows: Callable[[Plan], dict[str, str]] | None  # its rows in a table; None: its name and value
+    hides_default: bool  # whether its default has no such row
     cheaper: tuple[
         Any, ...
     ]  # values that `degrade: numeric` may use instead of the default, best first
@@ -96,11 +97,11 @@ def settings(plan: Plan) -> dict[str, str]:
     """Return the plan's settings as {name: text}, in display order."""
     flat: dict[str, str] = {}
     for setting in SETTINGS:
-        flat |= (
-            {setting.name: text_of(getattr(plan, setting.name))}
-            if setting.rows is None
-            else setting.rows(plan)
-        )
+        value = getattr(plan, setting.name)
+        if setting.rows is not None:
+            flat |= setting.rows(plan)
+        elif not (setting.hides_default and value == setting.usual):
+            flat[setting.name] = text_of(value)
     return flat | {"global_batch_size": str(plan.global_batch_size)}
 
 
