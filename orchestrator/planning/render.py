@@ -154,7 +154,7 @@ def script_command(
     accumulation, layers = knobs.gradient_accumulation_steps, plan.full_checkpointing_layers
     if spec.config is not None and spec.config.flag is not None and config_path is not None:
         arguments += [spec.config.flag, config_path]
-    pairs: tuple[tuple[Knob | None, str | None], ...] = (
+    pairs: tuple[tuple[Knob, str | None], ...] = (
         *((part, _batch(part, plan, len(devices))) for part in _parts(knobs.micro_batch_size)),
         *_same(
             None if accumulation == "derived" else accumulation,
@@ -191,10 +191,8 @@ def script_command(
         *_same(knobs.output_dir, output_dir),
     )
     for knob, value in pairs:
-        word = (
-            dict(knob.values).get(value, value) if knob is not None and value is not None else None
-        )
-        if knob is None or word is None:
+        word = None if value is None else dict(knob.values).get(value, value)
+        if word is None:
             continue
         if knob.flag is not None:
             arguments += [knob.flag, word]

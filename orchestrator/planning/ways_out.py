@@ -280,11 +280,13 @@ def _checkpointing(knobs: Knobs) -> Knobs:
     return knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")})
 
 
+def _candidates(case: Unfit) -> tuple[Candidate, ...]:
+    calibrated = case.calibrated
+    return frontier(case.spec, case.hardware, calibrated.correction, calibrated.overhead).candidates
+
+
 def _is_assumed(case: Unfit) -> bool:
-    candidates = frontier(
-        case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead
-    ).candidates
-    return candidates[0].estimate.source is Source.ASSUMED
+    return _candidates(case)[0].estimate.source is Source.ASSUMED
 
 
 def number_ways(ways: Sequence[WayOut]) -> list[str]:
@@ -433,10 +435,9 @@ def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
 
 
 def _larger_devices(case: Unfit) -> Iterator[WayOut]:
-    candidates = frontier(
-        case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead
-    ).candidates
-    exact = [candidate for candidate in candidates if candidate.degradation is Degradation.EXACT]
+    exact = [
+        candidate for candidate in _candidates(case) if candidate.degradation is Degradation.EXACT
+    ]
     least = min(
         exact,
         key=lambda candidate: (not candidate.fits_host, needed_bytes(candidate, case.calibrated)),
@@ -458,12 +459,9 @@ def cards_with(least_bytes: int) -> list[str]:
 
 
 def _more_host_memory(case: Unfit) -> Iterator[WayOut]:
-    candidates = frontier(
-        case.spec, case.hardware, case.calibrated.correction, case.calibrated.overhead
-    ).candidates
     fits_device = [
         candidate
-        for candidate in candidates
+        for candidate in _candidates(case)
         if needed_bytes(candidate, case.calibrated) <= case.capacity_bytes
     ]
     short = [candidate for candidate in fits_device if not candidate.fits_host]

@@ -199,8 +199,7 @@ class DeepSpeedEngine:
             model=self._module, optimizer=self._updates.optimizer, config=config
         )
         for module, originals in buffers:
-            for name, buffer in originals.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+            module._buffers.update(originals)
         if self._plan.precision in LOW_PRECISION:
             rounded = round_inputs(LOW_PRECISION[self._plan.precision])
             self._module.register_forward_pre_hook(rounded, with_kwargs=True)
