@@ -14,10 +14,9 @@ from orchestrator.backends.threads import start_loop
 
 POLL_S = 0.5  # how long a row can wait without `notify`
 REFRESH_S = 3.0  # between calls of Receiver.refresh
-RETRY_FIRST_S, RETRY_MAX_S = (
-    0.5,
-    30.0,
-)  # back-off, doubled after each failure of a receiver that is away
+# back-off, doubled after each failure of a receiver that is away
+RETRY_FIRST_S = 0.5
+RETRY_MAX_S = 30.0
 REFUSALS_MAX = 5  # sends of one group that may fail in a row before its rows are dropped
 # sent before newer ones are looked for: what begins to run waits no longer than these take
 ROWS = 20
@@ -35,10 +34,13 @@ class OutboxRelay(Generic[Body]):
     def __init__(self, name: str, receiver: Receiver[Body], outbox: Outbox[Body]) -> None:
         """`name` is the receiver's name in the cluster file, and that of its cursor. Nothing is sent before `start`."""
         self.problem: str | None = None  # why the last send failed, for people
-        self._name, self._receiver, self._outbox = name, receiver, outbox
+        self._name = name
+        self._receiver = receiver
+        self._outbox = outbox
         self._refusals: dict[str, int] = {}  # by group
         self._refresh_at_s = 0.0
-        self._stop, self._wake = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
         self._senders = ThreadPoolExecutor(receiver.threads, f"send-{name}")
         self._thread: threading.Thread | None = None
 
@@ -79,7 +81,8 @@ class OutboxRelay(Generic[Body]):
                 # a row that is refused delays no others
                 failures = failures + 1 if isinstance(error, OSError) else 0
             else:
-                failures, self.problem = 0, None
+                failures = 0
+                self.problem = None
                 if not more:
                     self._wake.wait(POLL_S)
                 self._wake.clear()

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-AGAIN_FIRST_S, AGAIN_MAX_S = 1.0, 60.0  # before a loop is entered again, doubled each time
+# before a loop is entered again, doubled each time
+AGAIN_FIRST_S = 1.0
+AGAIN_MAX_S = 60.0
 WELL_AFTER_S = 600.0  # of running, after which an earlier fault of a loop is no problem any more
 ERROR_CHARACTERS_MAX = 300
 

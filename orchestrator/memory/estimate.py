@@ -59,7 +59,8 @@ def sharing_key(plan: Plan) -> object:
 
     The key leaves out checkpointing, micro-batch and accumulation, and the number of copies under hybrid sharding.
     """
-    layout, shards = plan.layout, (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
+    layout = plan.layout
+    shards = (plan.layout.dp_cp // plan.dp_replicate, plan.dp_replicate > 1)
     return (shards, layout.cp, layout.tp, layout.pp, _SHARED(plan))
 
 
@@ -86,12 +87,10 @@ class DeviceBytes:
         profiled = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
         degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
         assert profiled == degrees, f"a profile of (cp, tp, ep) = {profiled} for {plan}"
-        self._plan, self._device, self._overhead, self._mechanics = (
-            plan,
-            device,
-            overhead,
-            plan.mechanics,
-        )
+        self._plan = plan
+        self._device = device
+        self._overhead = overhead
+        self._mechanics = plan.mechanics
         tells_apart = is_zero3 = False
         match self._mechanics:
             case Replicated():
@@ -141,7 +140,8 @@ class DeviceBytes:
         It counts the peak candidates outside the model's passages, and the passages with the most live activations.
         Both are linear in the micro-batch size.
         """
-        mode, micro = plan.activation_checkpointing, plan.micro_batch_size
+        mode = plan.activation_checkpointing
+        micro = plan.micro_batch_size
         full_layers = plan.full_checkpointing_layers
         allocated = 0
         for rank, beside in self._counted_of(plan):
@@ -158,9 +158,11 @@ class DeviceBytes:
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """Return the plan's memory estimate, equal to that of the function `estimate`."""
-        micro, rows = plan.micro_batch_size, []
+        micro = plan.micro_batch_size
+        rows = []
         for rank, moments in self._moments_of(plan):
-            mode, full_layers = plan.activation_checkpointing, plan.full_checkpointing_layers
+            mode = plan.activation_checkpointing
+            full_layers = plan.full_checkpointing_layers
             live = activations(
                 rank,
                 mode,
@@ -246,7 +248,8 @@ class DeviceBytes:
 
     def _moments_at(self, rank: Rank, plan: Plan, places: Iterable[int]) -> list[Moment]:
         """Return the moments of the passages at these places, and all moments that are no passage of the model."""
-        cuda, mechanics = self._device.kind.traits.traces_as_cuda, self._mechanics
+        cuda = self._device.kind.traits.traces_as_cuda
+        mechanics = self._mechanics
         reduces_in_buckets = isinstance(mechanics, Zero) and mechanics.stage >= ZeroStage.GRADIENTS
         if not reduces_in_buckets and not plan.optimizer_in_backward:
             places = [place for place in places if rank.passages[place].point is not Point.ARRIVAL]

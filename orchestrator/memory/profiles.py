@@ -75,10 +75,8 @@ def profile_of(
             or spec.profile.forward_flops_per_sample is not None
         )
         return declared if has_seconds else replace(declared, source=Source.DECLARED_MEMORY)
-    model, length = (
-        spec.known_model,
-        spec.data.sequence_length if sequence_length is None else sequence_length,
-    )
+    model = spec.known_model
+    length = spec.data.sequence_length if sequence_length is None else sequence_length
     assert context_parallel == 1 or (model is not None and not spec.is_script), (
         "planning/layouts.py asks for no other"
     )
@@ -233,13 +231,15 @@ def _declared(
     Of what a transformer layer saves, 24 of 34 parts are cut by tensor parallelism (Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.1); what a layer hands on is not.
     """
-    checkpointed, chosen = declared.checkpointed_per_sample, declared.selective_per_sample
+    checkpointed = declared.checkpointed_per_sample
+    chosen = declared.selective_per_sample
     saved_bytes = round(declared.activations_per_sample * stretch * share * (10 + 24 / tp) / 34)
     checkpointed_bytes = min(
         saved_bytes, saved_bytes if checkpointed is None else round(checkpointed * stretch * share)
     )
     selective_bytes = None if chosen is None else min(saved_bytes, round(chosen * stretch * share))
-    layers, parameters = declared.layers, -(-declared.parameters // tp)
+    layers = declared.layers
+    parameters = -(-declared.parameters // tp)
 
     def part(
         name: str, count: int, parameters: int, saved: int, checkpointed: int, flops: float
@@ -304,9 +304,14 @@ def decoder_profile(
     counted on meta tensors, a norm as CUDA's one kernel (2026-11-26). They are norms, rotation, gate, residual stream
     and their gradients, and under autocast the casts of what goes into products.
     """
-    s, h, d = sequence_length // cp, spec.hidden_size, spec.head_dim
-    f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
-    q, kv = n * d, spec.kv_heads * d // tp
+    s = sequence_length // cp
+    h = spec.hidden_size
+    d = spec.head_dim
+    f = spec.intermediate_size // tp
+    v = spec.vocab_size // tp
+    n = spec.num_attention_heads // tp
+    q = n * d
+    kv = spec.kv_heads * d // tp
     stream_width = h / spread  # of the residual stream, per token of the sample
     low = precision is not Precision.FP32
     width = 2 if low else 4  # of what matrix products return
@@ -321,7 +326,8 @@ def decoder_profile(
     if (
         spread > 1
     ):  # one cast is gathered for all projections, and theirs are made again in the backward pass
-        norms, casts = norms - 6 if low and stream == 4 else norms, 0
+        norms = norms - 6 if low and stream == 4 else norms
+        casts = 0
     saved = norms * stream_width + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
     selective = stream * stream_width + width * (2 * stream_width + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
@@ -399,7 +405,8 @@ def _gathered_peaks(
     gradients for it add up. What selective checkpointing kept of the layer's output is still there. (Which of both has
     the most was counted on two and four gloo ranks of torch 2.13, 2026-11.)
     """
-    of_last, of_first = max(h + f, 2 * f) + stream_width, max(2 * h - f, 3 * (h - f)) + stream_width
+    of_last = max(h + f, 2 * f) + stream_width
+    of_first = max(2 * h - f, 3 * (h - f)) + stream_width
     last = BackwardPeak(h * f, h * f, round(sample_bytes * of_last))
     first = BackwardPeak(3 * h * f, h * f, round(sample_bytes * of_first))
     return (first,) if of_first >= of_last else (last, first)
@@ -466,11 +473,10 @@ def _head(
     stream_width = h / spread
     saved_width, passed = (10, 14) if stream == 2 else (8, 12)
     if cuda:
-        saved_width, passed = stream, 2 * stream
-    saved, normed = (
-        round(s * (saved_width * stream_width + 4 / spread)),
-        round(s * passed * stream_width),
-    )
+        saved_width = stream
+        passed = 2 * stream
+    saved = round(s * (saved_width * stream_width + 4 / spread))
+    normed = round(s * passed * stream_width)
     if not low:
         peaks: tuple[tuple[int, int], ...] = ((4 * v + 4 * h, 0),)
     elif stream == 4:

@@ -12,7 +12,8 @@ from orchestrator.specs.cluster import DeviceSpec
 LINK_EFFICIENCY = 0.78
 # A step of a ring from one device to the next (NVIDIA/nccl src/graph/tuning.cc, hwLat of
 # Ring/Simple: NVLink, network).
-LINK_STEP_S, NETWORK_STEP_S = 3.4e-6, 9.6e-6
+LINK_STEP_S = 3.4e-6
+NETWORK_STEP_S = 9.6e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

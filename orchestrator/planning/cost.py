@@ -114,11 +114,13 @@ class StepSeconds:
         assert profile_degrees == degrees, (
             f"a profile for (cp, tp, ep) = {profile_degrees} of {plan}"
         )
-        self._profile, self._hardware = profile, hardware
+        self._profile = profile
+        self._hardware = hardware
         self._rank_profiles = tuple(dict.fromkeys(rank.profile for rank in ranks(profile, plan)))
         self._largest = max(self._rank_profiles, key=lambda rank_profile: rank_profile.parameters)
         self._largest_at = self._rank_profiles.index(self._largest)
-        engine, self._mechanics = facts_of(plan.engine), plan.mechanics
+        engine = facts_of(plan.engine)
+        self._mechanics = plan.mechanics
         self._factor = engine.step_factor
         self._gradient_bytes = (
             compute_bytes(plan) if engine.has_low_gradients else master_bytes(plan)
@@ -129,7 +131,8 @@ class StepSeconds:
 
     def __call__(self, plan: Plan) -> float:
         """Return `step_s` of the plan, in half of the time."""
-        micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
+        micro_steps = plan.gradient_accumulation_steps
+        pp = plan.layout.pp
         handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
         per_rank = plan.pipeline_stages_per_rank
         seconds = [
@@ -153,7 +156,8 @@ class StepSeconds:
         # to those of micro-batches before
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
-        updates, hardware = plan.optimizer_in_backward, self._hardware
+        updates = plan.optimizer_in_backward
+        hardware = self._hardware
         starts = 0 if self._copies_once else _collectives(profile, self._mechanics)
         busy_s = _busy_s(
             profile,
@@ -227,7 +231,8 @@ def _busy_s(
     launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
     launches block the device waits for its host as long as the host for the device.
     """
-    device, tp = hardware.device, profile.tensor_parallel
+    device = hardware.device
+    tp = profile.tensor_parallel
     batch = micro_batch(profile, size, device, precision, compiled=compiled)
     device_s = batch.forward_s + batch.backward_s
     device_s += (
@@ -253,7 +258,8 @@ def _busy_s(
     ):  # there and back, of queries, keys, values and outputs; again where recomputed
         layer = max(profile.segments, key=lambda segment: segment.count)
         passes = 2 * layer.count + min(replayed, layer.count)
-        messages, sent_bytes = passes * CONTEXT_MESSAGES, passes * layer.exchanged_bytes * size
+        messages = passes * CONTEXT_MESSAGES
+        sent_bytes = passes * layer.exchanged_bytes * size
         where = device, hardware.devices_per_node, hardware.network_bandwidth
         device_s += all_to_all_s(sent_bytes, messages, profile.context_parallel, tp, *where)
         launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
@@ -270,11 +276,9 @@ def _busy_s(
             segment.count * len(segment.gradients) for segment in profile.segments
         )
     if tp > 1:
-        across, messages, spread = (
-            _ring(tp, 1, hardware),
-            batch.messages + 2 * replayed,
-            profile.sequence_parallel,
-        )
+        across = _ring(tp, 1, hardware)
+        messages = batch.messages + 2 * replayed
+        spread = profile.sequence_parallel
         whole_bytes = spread * profile.boundary_bytes * size
         if spread > 1:
             messages = 2 * messages - (
@@ -353,7 +357,8 @@ class Traffic(NamedTuple):
 
 def _traffic(profile: ModelProfile, plan: Plan) -> Traffic:
     """Return the traffic of a step by ZeRO stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7."""
-    mechanics, micro_steps = plan.mechanics, plan.gradient_accumulation_steps
+    mechanics = plan.mechanics
+    micro_steps = plan.gradient_accumulation_steps
     units = _units(profile)
     match mechanics:
         case Replicated():
@@ -412,10 +417,13 @@ def _copied_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     are 34 by this (tests/gpu/measured/, 2026-11-26). DeepSpeed puts weights together, and gradients into a bucket, in
     the type in which it computes (deepspeed/runtime/zero/partition_parameters.py, stage_1_and_2.py).
     """
-    mechanics, width, sent = plan.mechanics, compute_bytes(plan), exchanged_bytes(plan)
+    mechanics = plan.mechanics
+    width = compute_bytes(plan)
+    sent = exchanged_bytes(plan)
     match mechanics:
         case Fsdp2() | ScriptFsdp():
-            shards, is_alone = mechanics.shards, mechanics.shards == 1
+            shards = mechanics.shards
+            is_alone = mechanics.shards == 1
             gathered = (
                 2 * width + (master_bytes(plan) + width) / shards + (2 * width if is_alone else 0)
             )
@@ -436,7 +444,8 @@ def _shared_beside_experts_s(
     profile: ModelProfile, plan: Plan, hardware: Hardware, moved_bytes: int, messages: int
 ) -> float:
     """Return the seconds to move these bytes: experts between the ranks that have the same, the rest between all."""
-    dp, ep = plan.layout.dp, plan.expert_parallel
+    dp = plan.layout.dp
+    ep = plan.expert_parallel
     layers = sum(segment.count for segment in profile.segments if segment.experts)
     of_experts = (
         sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
@@ -451,7 +460,8 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
 
     On NVMe masters and moments are read and written at every step, and weights for every pass where they lie there.
     """
-    device, traffic = hardware.device, UPDATE_TRAFFIC_BYTES[plan.optimizer]
+    device = hardware.device
+    traffic = UPDATE_TRAFFIC_BYTES[plan.optimizer]
     if plan.master_weights is MasterWeights.BF16:
         traffic = BF16_TRAFFIC_BYTES
     shards = plan.mechanics.shards

@@ -16,7 +16,8 @@ from orchestrator.specs.stages import stage_layers
 # Bytes of a parameter, its gradient and its optimizer states on a rank: whole, or with states cut
 # over many ranks
 # (memory/engines/torch.py). They decide between cuts that are equally fast only.
-WHOLE_BYTES, SHARDED_BYTES = 16, 8
+WHOLE_BYTES = 16
+SHARDED_BYTES = 8
 STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's time
 
 
@@ -26,7 +27,8 @@ def ends_of(profile: ModelProfile, plan: Plan, hardware: Hardware) -> tuple[int,
     The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation counted. Among
     equally fast splits the fullest rank needs the least memory at a micro-batch of one sample.
     """
-    mode, is_sharded = plan.activation_checkpointing, plan.mechanics.stage is not ZeroStage.NONE
+    mode = plan.activation_checkpointing
+    is_sharded = plan.mechanics.stage is not ZeroStage.NONE
     how = (mode, is_sharded, plan.precision)
     return _ends(profile, plan.layout.pp, plan.pipeline_stages_per_rank, *how, hardware)
 
@@ -41,7 +43,8 @@ def _ends(
     precision: Precision,
     hardware: Hardware,
 ) -> tuple[int, int]:
-    layers, stages = split_ends(profile)[1].count, pp * per_rank
+    layers = split_ends(profile)[1].count
+    stages = pp * per_rank
     first_s, layer_s, last_s = seconds_in_three(profile, mode, precision, hardware)
     if layer_s <= 0.0:
         return 0, 0
@@ -70,7 +73,8 @@ def _ends(
         lighter = stage_layers(layers, stages, best[0] - 1, best[-1])
         if slowest_s(lighter) > most_s or (needed := fullest_bytes(lighter)) >= least_bytes:
             break
-        best, least_bytes = lighter, needed
+        best = lighter
+        least_bytes = needed
     return (0, 0) if best == even else (best[0], best[-1])
 
 
@@ -90,9 +94,11 @@ def _fullest_bytes(
         else layer.selective_bytes,
         ActivationCheckpointing.FULL: layer.checkpointed_bytes,
     }[mode]
-    per_rank, most = len(sizes) // pp, 0
+    per_rank = len(sizes) // pp
+    most = 0
     for rank in distinct_ranks(pp, sizes):
-        rank_layers, passes = sizes[rank::pp], waiting(rank, pp, per_rank, Filling(pp, False))
+        rank_layers = sizes[rank::pp]
+        passes = waiting(rank, pp, per_rank, Filling(pp, False))
         parameters = sum(rank_layers) * layer.parameters
         parameters += sum(
             part.parameters for part in (before if rank == 0 else behind if rank == pp - 1 else ())

@@ -64,7 +64,9 @@ class Variant:
 
 def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
     """Return the variant that the user asked for, then those that `degrade` allows and the devices can compute."""
-    request, device, pins = requested_settings(spec), hardware.device, dict(spec.plan)
+    request = requested_settings(spec)
+    device = hardware.device
+    pins = dict(spec.plan)
     touched = [setting for setting in SETTINGS if setting.degradation is not Degradation.EXACT]
     choices = [
         [
@@ -292,7 +294,8 @@ def _largest_offloaded_micro(
     It is the smallest one, where its inputs fill much of a device: else a smaller micro-batch saves as much without a
     copy. `sample_bytes` are the inputs of one sample on a rank.
     """
-    offload, first_layers = pins.get("activation_offload"), pins.get("full_checkpointing_layers")
+    offload = pins.get("activation_offload")
+    first_layers = pins.get("full_checkpointing_layers")
     if ActivationCheckpointing.FULL not in modes or first_layers or offload is False or not cuts:
         return 0.0
     smallest, _ = cuts[0]

@@ -28,7 +28,8 @@ ATTENTION_EFFICIENCY = 0.35
 # Products of its backward pass for one of the forward pass: five for two, since scores are computed
 # again (same,
 # section 3.1); four where they were kept.
-ATTENTION_BACKWARD, EAGER_ATTENTION_BACKWARD = 2.5, 2.0
+ATTENTION_BACKWARD = 2.5
+EAGER_ATTENTION_BACKWARD = 2.0
 # Achieved over nominal bandwidth of kernels that stream through memory (calculon-ai/calculon
 # systems/a100_80g.json:
 # 0.75 for 10 MB, 0.90 for 100 MB).
@@ -59,7 +60,8 @@ KERNEL_S = 3e-6
 # 34 sbh + 5 as^2 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1). Its norms, activation,
 # dropouts and
 # residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
-FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.25
+FORWARD_TRAFFIC = 1.5
+BACKWARD_TRAFFIC = 2.25
 # Bytes that our loss in chunks moves for each logit: maximum, difference, exponential, sum,
 # quotient and mask, and in
 # low precision two conversions (training/models/cross_entropy.py). Then for each element of the
@@ -88,7 +90,9 @@ HOST_FORWARD_S = 7e-4
 # selectively 5.0 and 3.8 more, since torch looks at each of its operators twice; under FSDP2 2.9
 # more, which gathers
 # twice and reduces once.
-FULL_PASSES, SELECTIVE_PASSES, COLLECTIVE_PASSES = 1.9, 4.4, 1.0
+FULL_PASSES = 1.9
+SELECTIVE_PASSES = 4.4
+COLLECTIVE_PASSES = 1.0
 # The same on a CPU rank, where it hides behind nothing: about 33 operators of 4 us.
 CPU_FORWARD_S = 4e-4 / 3
 
@@ -267,10 +271,8 @@ def matmul_s(
         tile_s = 2.0 * tall * broad * inner * multiprocessors / (flops * rate)
         fastest_s = min(fastest_s, max(-(-tiles // multiprocessors) * tile_s, moved_s))
         for split in SPLITS if tiles < multiprocessors else ():
-            waves, sums_s = (
-                -(-tiles * split // multiprocessors),
-                8.0 * split * rows * columns / bandwidth,
-            )
+            waves = -(-tiles * split // multiprocessors)
+            sums_s = 8.0 * split * rows * columns / bandwidth
             fastest_s = min(fastest_s, max(waves * tile_s / split, moved_s) + sums_s)
     return start_s + fastest_s
 

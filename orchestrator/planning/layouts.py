@@ -34,10 +34,8 @@ def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayo
     """
     if spec.speeds:
         return _measured_layouts(spec, hardware)
-    per_node, most = (
-        hardware.devices_per_node,
-        min(spec.gpus.max, hardware.devices_per_node * hardware.nodes),
-    )
+    per_node = hardware.devices_per_node
+    most = min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
     allowed = {
         world
         for world in range(spec.gpus.min, most + 1)
@@ -47,11 +45,10 @@ def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayo
         allowed = {world for world in allowed if world <= per_node}
     if _micro_is_unknown(spec):
         allowed &= {spec.gpus.min}
-    tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec, most)
-    of_a_sample, shares = (
-        tuple(_degrees_of_a_sample(spec, hardware, tensor, most)),
-        divisors(spec.global_batch_size),
-    )
+    tensor = tensor_parallel_degrees(spec, hardware)
+    pipeline = pipeline_degrees(spec, most)
+    of_a_sample = tuple(_degrees_of_a_sample(spec, hardware, tensor, most))
+    shares = divisors(spec.global_batch_size)
     choices = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
@@ -104,7 +101,8 @@ def _degrees_of_a_sample(
     spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...], devices: int
 ) -> Iterator[tuple[int, int]]:
     """Yield degrees (cp, tp) whose ranks lie on one node or on whole ones, and share the heads equally."""
-    shape, per_node = known_shape(spec), hardware.devices_per_node
+    shape = known_shape(spec)
+    per_node = hardware.devices_per_node
     for cp, tp in product(context_parallel_degrees(spec, devices), tensor):
         if cp == 1:
             yield cp, tp
@@ -125,7 +123,8 @@ def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
     shape = known_shape(spec)
     if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
         return (1,)
-    pinned, length = dict(spec.plan).get("cp"), spec.data.sequence_length
+    pinned = dict(spec.plan).get("cp")
+    length = spec.data.sequence_length
     powers = (1 << power for power in range(devices.bit_length()))
     return tuple(
         degree for degree in powers if degree in (1, pinned) or length // degree >= OWN_TOKENS_MIN
@@ -145,7 +144,8 @@ def why_no_experts(spec: JobSpec, dp: int, ep: int) -> str | None:
     shape = known_shape(spec)
     if not isinstance(shape, DecoderShape) or shape.experts is None:
         return "no experts of this model are known that ranks could hold"
-    experts, ranks = shape.experts, dp // ep
+    experts = shape.experts
+    ranks = dp // ep
     if experts.count % ep:
         return f"{ep} does not divide its {experts.count} experts"
     rank_experts = experts.count // ep
@@ -196,7 +196,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _no_layout(spec: JobSpec, hardware: Hardware) -> SpecError:
-    low, per_node = spec.gpus.min, hardware.devices_per_node
+    low = spec.gpus.min
+    per_node = hardware.devices_per_node
     nearest = max((dp for dp in divisors(spec.global_batch_size) if dp <= max(low, 1)), default=1)
     step = low if low <= per_node else per_node * -(-low // per_node)
     rounded = step * max(1, round(spec.global_batch_size / step))

@@ -11,14 +11,16 @@ from orchestrator.specs.units import BINARY_UNITS, SECOND_UNITS, format_bytes
 
 Tick = tuple[float, str]  # value and label
 
-COLUMNS, ROWS = 78, 17
+COLUMNS = 78
+ROWS = 17
 LABEL_COLUMNS = 10  # left of the axis: "512 MiB", "1.25 GiB"
-WIDE_BYTES, WIDE_SECONDS = (
-    4.0,
-    8.0,
-)  # highest over lowest: beyond, ticks are powers; below, they are equal steps
+# highest over lowest: beyond, ticks are powers; below, they are equal steps
+WIDE_BYTES = 4.0
+WIDE_SECONDS = 8.0
 STEPS_WANTED = 7
-ROWS_BETWEEN, COLUMNS_BETWEEN = 2, 3  # at least so many between two labels
+# at least so many between two labels
+ROWS_BETWEEN = 2
+COLUMNS_BETWEEN = 3
 COLUMNS_A_TICK = 10
 PADDING = 0.05  # of the span: room beyond the outermost points
 PADDING_MIN = math.log(1.06)
@@ -182,7 +184,8 @@ def _in_unit(value: float, units: Mapping[str, int]) -> str:
 
 
 def _pad(values: Sequence[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     room = math.exp(max(PADDING_MIN, PADDING * math.log(high / low)))
     return low / room, high * room
 
@@ -217,7 +220,8 @@ def _write_on_line(line: list[str], text: str) -> None:
 def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
     """Yield the axis of seconds with its labels, and the legend."""
     name = "step time"
-    ruler, texts = ["─"] * across.cells, [" "] * across.cells
+    ruler = ["─"] * across.cells
+    texts = [" "] * across.cells
     end = across.cells - len(name) - COLUMNS_BETWEEN
     free = 0
     for value, text in second_ticks(*picture.span_s, across.cells // COLUMNS_A_TICK):

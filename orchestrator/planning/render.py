@@ -44,7 +44,8 @@ def deepspeed_config(
     zero/config.py). `virtual` asks for the small buckets of a virtual device.
     """
     assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
-    buckets, stage = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS, plan.mechanics.stage
+    buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
+    stage = plan.mechanics.stage
     is_stage_3 = stage is ZeroStage.PARAMETERS
     zero: dict[str, Any] = {"stage": int(stage)}
     if stage is not ZeroStage.NONE:
@@ -150,8 +151,12 @@ def script_command(
     """
     assert spec.command is not None, "only a script has a command"
     assert not facts_of(plan.engine).is_ours, plan
-    knobs, arguments, env, keys = spec.knobs, list(spec.command), dict[str, str](), dict[str, str]()
-    accumulation, layers = knobs.gradient_accumulation_steps, plan.full_checkpointing_layers
+    knobs = spec.knobs
+    arguments = list(spec.command)
+    env = dict[str, str]()
+    keys = dict[str, str]()
+    accumulation = knobs.gradient_accumulation_steps
+    layers = plan.full_checkpointing_layers
     if spec.config is not None and spec.config.flag is not None and config_path is not None:
         arguments += [spec.config.flag, config_path]
     pairs: tuple[tuple[Knob, str | None], ...] = (

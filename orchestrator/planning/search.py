@@ -414,7 +414,9 @@ class _Needs:
     """
 
     def __init__(self, spec: JobSpec, hardware: Hardware, overhead: Overhead) -> None:
-        self._spec, self._hardware, self._overhead = spec, hardware, overhead
+        self._spec = spec
+        self._hardware = hardware
+        self._overhead = overhead
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def profile_and_bytes(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
@@ -525,11 +527,9 @@ def _time_between(
     The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
     """
     family = between.family
-    modes, count, (_, bytes_of) = (
-        family.partial,
-        family.example.world_size,
-        needs.profile_and_bytes(family.example),
-    )
+    modes = family.partial
+    count = family.example.world_size
+    _, bytes_of = needs.profile_and_bytes(family.example)
     rank = trust(family.example).rank
     halves = [(0, len(modes), between.least_s, between.least_bytes)]
     while halves:
@@ -548,7 +548,8 @@ def _time_between(
                 (middle + 1, high, least_s, least_bytes),
             ]
             continue
-        at_least_bytes, step_s = bytes_of.at_least(plan), between.takes(plan)
+        at_least_bytes = bytes_of.at_least(plan)
+        step_s = between.takes(plan)
         if at_least_bytes <= most_bytes:
             yield Timed(plan, step_s, at_least_bytes, rank)
         halves.append((low, middle, least_s, at_least_bytes if between.is_ordered else 0))

@@ -58,7 +58,8 @@ class Strategy:
     @property
     def mechanics(self) -> Mechanics:
         """How ranks shard or replicate training state under this strategy."""
-        ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
+        ranks = self.layout.dp_cp
+        is_pipelined = self.layout.pp > 1
         return mechanics_of(
             self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined
         )
@@ -136,7 +137,8 @@ def checkpointing_modes(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCh
     with "aten.empty ... not found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace
     is left out, too.
     """
-    knob, all_of_it = spec.knobs.activation_checkpointing, ActivationCheckpointing.FULL
+    knob = spec.knobs.activation_checkpointing
+    all_of_it = ActivationCheckpointing.FULL
     if spec.is_script:
         if knob is None:
             return (ActivationCheckpointing.NONE,)
@@ -212,7 +214,8 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
     once.
     """
     share = spec.global_batch_size // dp
-    knobs, accumulation = spec.knobs, spec.knobs.gradient_accumulation_steps
+    knobs = spec.knobs
+    accumulation = spec.knobs.gradient_accumulation_steps
     if spec.is_script and knobs.micro_batch_size is None:
         assert accumulation != "derived", (
             "specs/job/trainer.py asks for a micro-batch to derive it from"

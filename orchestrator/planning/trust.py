@@ -27,7 +27,10 @@ from orchestrator.specs.settings import changes
 # Nothing is taken for an error above SPREAD_MAX: from 0.16 on simpler plans cost 7 % in the mean on
 # the same pairs.
 # The figures were counted before this rule was written (November 2026).
-ALIKE_SPREAD, PIPELINE_SPREAD, OTHER_SPREAD, SPREAD_MAX = 0.059, 0.063, 0.12, 0.13
+ALIKE_SPREAD = 0.059
+PIPELINE_SPREAD = 0.063
+OTHER_SPREAD = 0.12
+SPREAD_MAX = 0.13
 # After an out-of-memory failure the plan's own way is kept where it costs at most so much (a
 # logarithm: 25 %).
 RECOVERY_SPREAD = 0.223
@@ -80,7 +83,8 @@ def _ranks(plan: Plan) -> list[float]:
             shared = ZERO3 if mechanics.stage is ZeroStage.PARAMETERS else SHARDED
         case _:
             refuse_unknown(mechanics)
-    layout, offloads = plan.layout, plan.offload is not Offload.NONE
+    layout = plan.layout
+    offloads = plan.offload is not Offload.NONE
     return [
         shared,
         SHARDED if plan.dp_replicate > 1 else PLAIN,
@@ -107,7 +111,8 @@ def room_of(plan: Plan) -> float:
 @lru_cache(maxsize=16384)
 def kind(plan: Plan) -> tuple[object, ...]:
     """Return a key of the plan's engine and sharding; equal where only batches, ranks or checkpointing differ."""
-    mechanics, layout = plan.mechanics, plan.layout
+    mechanics = plan.mechanics
+    layout = plan.layout
     state = (
         plan.engine,
         type(mechanics),

@@ -121,7 +121,8 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
     `trace` returns a job with its model's profile, and may raise SpecError: that change is left out. A script needs its
     own switch for adapters, since we cannot give it one. Where that does not help, a job of our engines may.
     """
-    spec, model = case.spec, case.spec.known_model
+    spec = case.spec
+    model = case.spec.known_model
     if model is None or model.hf is None or model.lora is not None:
         return
     if not spec.is_script:
@@ -194,10 +195,8 @@ def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator
 
 def with_batch_knobs(spec: JobSpec) -> tuple[tuple[str, ...], JobSpec]:
     """Return (names of the batch knobs that a script lacks, the job with them). Our own trainings lack none."""
-    knobs, missing = (
-        spec.knobs,
-        tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None),
-    )
+    knobs = spec.knobs
+    missing = tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
     if not spec.is_script or not missing:
         return (), spec
     accumulation = knobs.gradient_accumulation_steps or "derived"
@@ -216,7 +215,8 @@ def missing_knobs(case: Unfit) -> Iterator[str]:
 
 
 def _missing_batch_knobs(case: Unfit) -> Iterator[str]:
-    spec, knobs = case.spec, case.spec.knobs
+    spec = case.spec
+    knobs = case.spec.knobs
     missing, with_them = with_batch_knobs(spec)
     best = _first_fit(case, knobs=with_them.knobs) if missing else None
     if best is None:
@@ -269,10 +269,8 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
     elif _is_assumed(case):
         together = "a lighter plan could be tried"
     levers = " and ".join(name.removesuffix("_steps").replace("_", " ") for name in missing)
-    keys, with_all = (
-        ", ".join(f"`knobs.{name}`" for name in missing),
-        "it" if len(missing) == 1 else "all of them",
-    )
+    keys = ", ".join(f"`knobs.{name}`" for name in missing)
+    with_all = "it" if len(missing) == 1 else "all of them"
     yield f"the script has no knob for {levers} ({keys}): with {with_all} {together}"
 
 
@@ -291,7 +289,8 @@ def _is_assumed(case: Unfit) -> bool:
 
 def number_ways(ways: Sequence[WayOut]) -> list[str]:
     """Return a line for each way out. Those that a job file makes have numbers from 1, for `orc plan --way-out`."""
-    lines, number = [], 0
+    lines = []
+    number = 0
     for way in ways:
         number += way.job is not None
         mark = f"would fit ({number})" if way.job is not None else "would fit"
@@ -348,16 +347,15 @@ def _eight_bit(case: Unfit) -> Iterator[WayOut]:
 
 def _fewer_normalised(case: Unfit) -> Iterator[WayOut]:
     """Yield the most samples over which BatchNorm may take its statistics, where the job says no number."""
-    spec, samples = case.spec, case.spec.global_batch_size
+    spec = case.spec
+    samples = case.spec.global_batch_size
     while (
         has_batch_norm(spec)
         and spec.training.batch_norm_samples is None
         and (samples := samples // 2)
     ):
-        label, settings = (
-            f"BatchNorm over {samples} samples",
-            {"training.batch_norm_samples": str(samples)},
-        )
+        label = f"BatchNorm over {samples} samples"
+        settings = {"training.batch_norm_samples": str(samples)}
         training = replace(spec.training, batch_norm_samples=samples)
         for way in _way(case, label, settings, training=training):
             yield replace(way, degradation=Degradation.SEMANTIC)
@@ -396,12 +394,14 @@ def _shorter_samples(case: Unfit) -> Iterator[WayOut]:
 
 
 def _more_devices(case: Unfit) -> Iterator[WayOut]:
-    spec, hardware = case.spec, case.hardware
+    spec = case.spec
+    hardware = case.hardware
     if spec.is_script and spec.knobs.micro_batch_size is None:
         return
     devices = there = min(spec.gpus.max, hardware.nodes * hardware.devices_per_node)
     while (devices := devices * 2) <= DEVICES_MAX:
-        settings, gpus = {"gpus": str(devices)}, GpuRange(min=devices, max=devices)
+        settings = {"gpus": str(devices)}
+        gpus = GpuRange(min=devices, max=devices)
         for larger in _with_devices(hardware, devices):
             label = f"{devices} devices instead of {there}" + (
                 f", on {larger.nodes} nodes" * (larger.nodes > 1)
@@ -414,7 +414,8 @@ def _more_devices(case: Unfit) -> Iterator[WayOut]:
 
 def _more_devices_and_smaller_batch(case: Unfit) -> Iterator[WayOut]:
     """Yield more devices with a smaller global batch, for scripts that cannot accumulate."""
-    spec, there = case.spec, case.hardware.nodes * case.hardware.devices_per_node
+    spec = case.spec
+    there = case.hardware.nodes * case.hardware.devices_per_node
     if not spec.is_script or spec.knobs.micro_batch_size is None:
         return
     for devices in (there * factor for factor in (2, 4, 8)):
@@ -492,11 +493,9 @@ def _way(
 
 
 def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
-    spec, hardware, calibrated = (
-        case.spec.model_copy(update=changes),
-        case.hardware,
-        case.calibrated,
-    )
+    spec = case.spec.model_copy(update=changes)
+    hardware = case.hardware
+    calibrated = case.calibrated
     if case.is_worn_out:
         return None
     try:

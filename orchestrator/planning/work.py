@@ -21,7 +21,8 @@ class Work:
     """Counter of the plans, and of the ways to share devices, that one search has examined."""
 
     def __init__(self, plans_max: int = PLANS_MAX) -> None:
-        self.looked, self._plans_max = 0, plans_max
+        self.looked = 0
+        self._plans_max = plans_max
 
     def look(self, count: int = 1) -> None:
         """Add to the count. Raises TooManyPlans beyond the limit."""

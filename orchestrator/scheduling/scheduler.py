@@ -90,7 +90,8 @@ class Scheduler:
         At that time a back-off ends, a start window opens, a node closes or opens, a time limit is over, or a job's
         headroom (devices left for shorter jobs) suffices.
         """
-        at_s, reevaluate_at_s = self.state.at_s, self.state.reevaluate_at_s
+        at_s = self.state.at_s
+        reevaluate_at_s = self.state.reevaluate_at_s
         times_s = [
             time_s
             for time_s in (self._index.wake_at_s(at_s), reevaluate_at_s)
@@ -129,7 +130,8 @@ def _update_index(
         case TimerFired():
             pass
         case _:
-            old_job, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
+            old_job = before.jobs.get(event.job_id)
+            now = after.jobs.get(event.job_id)
             if old_job is not now:
                 index.update_job(old_job, now)
             # cancelled or held: no job waits for these; or it waits as another one

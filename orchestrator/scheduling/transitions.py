@@ -234,7 +234,8 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         why = "" if job.held_by is not None else failure.reason
         reason = "; ".join(filter(None, (why, saved)))
         return replace(job, status=JobStatus.QUEUED, reason=reason)
-    restart, verdict = failure.kind.restart, failure.verdict
+    restart = failure.kind.restart
+    verdict = failure.verdict
     if restart is not None and restart.refutes_plan:
         job = replace(job, refuted=job.refuted | {attempt.plan})
     if attempt.probe and (
@@ -248,7 +249,8 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     if restart.refutes_plan and job.spec.degrade.keeps_plan:
         reason = f"{failure.kind}: {failure.reason} (degrade.allow is none: no other plan is tried)"
         return replace(job, status=JobStatus.FAILED, reason=reason)
-    used, allowed = _count_used(job, restart.budget), getattr(job.spec.retries, restart.budget)
+    used = _count_used(job, restart.budget)
+    allowed = getattr(job.spec.retries, restart.budget)
     if used > allowed:
         return _fail_used_up(job, failure, restart.budget)
     wait_s = 0.0 if restart.at_once else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)

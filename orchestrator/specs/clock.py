@@ -47,17 +47,16 @@ class Window:
         minute = local.hour * 60 + local.minute
         if self.closes_min > self.opens_min:
             return local.weekday() in self.days and self.opens_min <= minute < self.closes_min
-        is_late, is_early = minute >= self.opens_min, minute < self.closes_min
+        is_late = minute >= self.opens_min
+        is_early = minute < self.closes_min
         return (is_late and local.weekday() in self.days) or (
             is_early and (local.weekday() - 1) % 7 in self.days
         )
 
     def counted_from(self, at_s: float) -> Window:
         """Return the same window on a clock that shows 0 at `at_s`, to the minute. Later clock changes are ignored."""
-        local, epoch = (
-            datetime.fromtimestamp(at_s, _zone(self.zone)),
-            datetime.fromtimestamp(0.0, UTC),
-        )
+        local = datetime.fromtimestamp(at_s, _zone(self.zone))
+        epoch = datetime.fromtimestamp(0.0, UTC)
         days, opens_min = divmod(self.opens_min - local.hour * 60 - local.minute, DAY_MIN)
         later = days + epoch.weekday() - local.weekday()
         return Window(
@@ -117,7 +116,8 @@ def parse_deadline(text: object) -> Deadline:
         if moment.tzinfo is not None:
             if zone is not None:
                 raise ValueError
-            moment, zone = moment.astimezone(UTC), "UTC"
+            moment = moment.astimezone(UTC)
+            zone = "UTC"
     except ValueError:
         raise ValueError(f"expected a deadline such as {ALLOWED_DEADLINE}") from None
     return Deadline(
@@ -194,7 +194,8 @@ def _days(word: str) -> tuple[int, ...]:
         wrong = [name for name in names if name not in DAYS]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is no day; days are {', '.join(DAYS)}")
-        first, last = DAYS.index(names[0]), DAYS.index(names[-1])
+        first = DAYS.index(names[0])
+        last = DAYS.index(names[-1])
         days |= {day % 7 for day in range(first, last + 1 if last >= first else last + 8)}
     return tuple(sorted(days))
 
@@ -213,10 +214,9 @@ def _spans(window: Window, today: date) -> tuple[tuple[float, float], ...]:
 
     It opens and closes only where clocks show one of its two times, or are put forward or back.
     """
-    zone, first = (
-        _zone(window.zone),
-        today - timedelta(days=8),
-    )  # as far back as an open window may have begun
+    # as far back as an open window may have begun
+    zone = _zone(window.zone)
+    first = today - timedelta(days=8)
     dates = [first + timedelta(days=day) for day in range(LOOKED_AHEAD_DAYS + 9)]
     bounds = {at_s for day in dates for at_s in _bounds(window, day, zone)}
     bounds |= {

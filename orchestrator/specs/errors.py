@@ -15,7 +15,9 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 GIVEN_MAX = 400  # characters of what was given
-LINE, INDENT = 80, 11  # columns of a line, and before what is allowed
+# columns of a line, and before what is allowed
+LINE = 80
+INDENT = 11
 
 
 class OrchestratorError(Exception):

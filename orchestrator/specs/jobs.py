@@ -104,5 +104,7 @@ def _jobs(
     chunks: dict[int, dict[str, Job]], orders: tuple[dict[str, int], ...], count: int
 ) -> Jobs:
     jobs = Jobs.__new__(Jobs)
-    jobs._chunks, jobs._orders, jobs._count = chunks, orders, count
+    jobs._chunks = chunks
+    jobs._orders = orders
+    jobs._count = count
     return jobs

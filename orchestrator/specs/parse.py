@@ -70,7 +70,7 @@ def parse_job(
 
     `read_text` reads a preset file that `trainer` names. None means that no file can be read, and no preset is allowed.
     """
-    (spec, *others) = parse_jobs(text, source, overrides, read_text)
+    spec, *others = parse_jobs(text, source, overrides, read_text)
     if others:
         raise SpecError(
             "an array is many jobs",
@@ -167,7 +167,8 @@ class _WithSweep(SpecModel):
 
 def _first_trial(document: Document) -> JobSpec:
     """Return the first trial of a sweep. Raises SpecError where the job is wrong with an extreme of a parameter."""
-    source, data = document.source, document.data
+    source = document.source
+    data = document.data
     sweep = validate(_WithSweep, replace(document, data={"sweep": data["sweep"]})).sweep
     if "array" in data:
         raise SpecError(
@@ -245,7 +246,8 @@ def join_problems(problems: Sequence[SpecError], source: str, unexplained: int =
 
 def _override(document: Document, overrides: Sequence[Override]) -> Document:
     """Return the document after `--set key=value`, each of which replaces the value at its dotted path."""
-    data, lines = dict(document.data), dict(document.lines)
+    data = dict(document.data)
+    lines = dict(document.lines)
     for key, text in overrides:
         *sections, last = key.split(".")
         place = data
@@ -368,7 +370,9 @@ class _Places:
 
 
 def _problem(noun: type[BaseModel], detail: Any, document: Document, places: _Places) -> SpecError:
-    kind, got, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind = detail["type"]
+    got = detail["input"]
+    context = detail.get("ctx", {})
     path, place = _locate(noun, detail["loc"], document.data)
     source = _where(document, path)
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
@@ -446,7 +450,8 @@ def _hint(kind: str, got: object, context: Mapping[str, Any]) -> str:
 
 
 def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -> SpecError:
-    key, fields = str(path[-1]), _fields(place)
+    key = str(path[-1])
+    fields = _fields(place)
     if place is JobSpec:
         fields |= {
             "array": str,
@@ -498,7 +503,8 @@ def _unknown_key(places: Sequence[Path], place: type, path: Path, source: str) -
 def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
     """Return the part of a pydantic location that is a path of the file, and the noun that has its last key."""
     path: list[str | int] = []
-    place, kind = noun, noun
+    place = noun
+    kind = noun
     for part in loc:
         fields = _fields(kind)
         if isinstance(part, int) and isinstance(
@@ -510,7 +516,8 @@ def _locate(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type
             break  # inside a value: the rest names members of a union
         path.append(part)
         if isinstance(part, str):
-            place, kind = kind, fields.get(part, str)
+            place = kind
+            kind = fields.get(part, str)
             data = data.get(part) if isinstance(data, dict) else None
         else:
             data = data[part] if isinstance(data, list) and part < len(data) else None

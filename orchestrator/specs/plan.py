@@ -28,7 +28,8 @@ def share_heads(heads: int, kv_heads: int, layout: ParallelLayout) -> bool:
 
     They must divide the query heads evenly. They must also divide the key-value heads, or be a multiple of them.
     """
-    queries, kv = heads // layout.tp, kv_heads // layout.tp
+    queries = heads // layout.tp
+    kv = kv_heads // layout.tp
     if heads % layout.tp or kv_heads % layout.tp or queries % layout.cp:
         return False
     return kv % layout.cp == 0 or layout.cp % kv == 0

@@ -269,7 +269,8 @@ class PlanFields:
     @property
     def mechanics(self) -> Mechanics:
         """How the plan's ranks shard or replicate training state."""
-        ranks, is_pipelined = self.layout.dp_cp, self.layout.pp > 1
+        ranks = self.layout.dp_cp
+        is_pipelined = self.layout.pp > 1
         return mechanics_of(
             self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined
         )
@@ -298,7 +299,8 @@ def _end_in_short(layers: int, end: str) -> list[str]:
 
 
 def _partial_in_short(plan: PlanFields) -> list[str]:
-    layers, stages = plan.full_checkpointing_layers, plan.layout.pp * plan.pipeline_stages_per_rank
+    layers = plan.full_checkpointing_layers
+    stages = plan.layout.pp * plan.pipeline_stages_per_rank
     text = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
     return _list_if(text, layers > 0)
 

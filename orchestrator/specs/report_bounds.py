@@ -26,19 +26,23 @@ def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[dict[str, 
     A loss that is infinite or NaN is left out without a reason: trainings diverge.
     """
     hashable: Any = kind  # mypy takes no type for one
-    values, reasons = dict[str, Any](), list[str]()
+    values = dict[str, Any]()
+    reasons = list[str]()
     for name, adapter in field_adapters(hashable).items():
         if name not in data:
             continue
         raw = tuple(data[name]) if isinstance(data[name], list) else data[name]
         try:
-            value, problem = adapter.validate_python(raw), ""
+            value = adapter.validate_python(raw)
+            problem = ""
         except (ValidationError, OverflowError):
-            value, problem = None, f"{name} has a wrong type"
+            value = None
+            problem = f"{name} has a wrong type"
         if isinstance(value, tuple):
             value = tuple(bounded_text(name, entry) for entry in value[:TEXTS_MAX])
         elif not problem and not isinstance(value, str) and not is_in_range(name, value):
-            value, problem = None, f"{name} is out of range"
+            value = None
+            problem = f"{name} is out of range"
         if not problem:
             values[name] = bounded_text(name, value) if isinstance(value, str) else value
         elif name in OPTIONAL:

@@ -114,7 +114,8 @@ def text_of(value: Any) -> str:
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     """Return each setting in which two plans differ; () where they are equal."""
-    old, new = settings(before), settings(after)
+    old = settings(before)
+    new = settings(after)
     return tuple(
         Change(setting=name, before=old.get(name, "-"), after=new.get(name, "-"))
         for name in dict.fromkeys((*old, *new))

@@ -16,7 +16,8 @@ def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> tup
     ends = {stage: count for stage, count in ((0, first), (stages - 1, last)) if count}
     others = stages - len(ends)
     share, more = divmod(layers - sum(ends.values()), others) if others else (0, 0)
-    sizes, position = [], 0
+    sizes = []
+    position = 0
     for stage in range(stages):
         if stage in ends:
             sizes.append(ends[stage])

@@ -56,7 +56,8 @@ def export(run: TrainingRun) -> None:
 
 
 def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
-    lora, hf = run.model.lora, run.model.hf
+    lora = run.model.lora
+    hf = run.model.hf
     assert lora is not None, "called for adapters only"
     assert hf is not None, "adapters stand beside a transformers model"
     stored = FileSystemReader(saved).read_metadata().state_dict_metadata
@@ -118,7 +119,8 @@ def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
         written.add(id(tensor))
         if shard and size + 4 * tensor.numel() > SHARD_BYTES:
             yield shard
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = tensor
         size += 4 * tensor.numel()
     yield shard

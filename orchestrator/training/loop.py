@@ -58,7 +58,8 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     saver = Saver(run, ranks.device, background)
     newest = newest_intact(checkpoints, background)
     saved = checkpoint.open_saved(newest) if newest else None
-    cursor, stopped = saved.cursor if saved else Cursor(), False
+    cursor = saved.cursor if saved else Cursor()
+    stopped = False
     while cursor.step < run.training.max_steps and not stopped:
         try:
             cursor, stopped = _phase(run, ranks, saver, saved, stop)
@@ -74,8 +75,10 @@ def _phase(
     run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, stop: list[int]
 ) -> tuple[Cursor, bool]:
     """Train to the next thaw step or the end, and save; also returns whether any rank received SIGTERM."""
-    cursor, stopping = saved.cursor if saved else Cursor(), False
-    thaw, last = freezing.next_thaw(cursor.step, run.training.freeze), run.training.max_steps
+    cursor = saved.cursor if saved else Cursor()
+    stopping = False
+    thaw = freezing.next_thaw(cursor.step, run.training.freeze)
+    last = run.training.max_steps
     last = last if thaw is None else min(thaw, last)
     recipe = build_recipe(run)
     engine = build_engine(run, recipe, ranks.device, saved)
@@ -117,7 +120,8 @@ def _step(
     Raises on every rank if any rank failed to save a checkpoint.
     """
     began_s = time.monotonic()
-    plan, dataset = run.plan, recipe.dataset
+    plan = run.plan
+    dataset = recipe.dataset
     samples = global_batch(cursor.samples, plan.global_batch_size, len(dataset), run.training.seed)
     tokens = sum(dataset.token_count(sample) for sample in samples)
     dp_rank = plan.layout.dp_rank(ranks.rank)

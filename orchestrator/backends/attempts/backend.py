@@ -66,7 +66,8 @@ class ProcessBackend:
             users=cluster.users,
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
-        self._declared, self._policy = idle_nodes(cluster), cluster.policy
+        self._declared = idle_nodes(cluster)
+        self._policy = cluster.policy
         self._told: tuple[object, ...] | None = None
         # by the monotonic clock: nothing is decided on nodes of an earlier service
         self._answered_s = -AWAY_S
@@ -116,7 +117,8 @@ class ProcessBackend:
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Use another cluster description from the next refresh of nodes on. Running attempts continue."""
         self._world.nodes.set_cluster(cluster)
-        self._declared, self._policy = idle_nodes(cluster), cluster.policy
+        self._declared = idle_nodes(cluster)
+        self._policy = cluster.policy
 
     def addresses(self) -> dict[str, str]:
         """Return {node name: address} of the nodes that were alive when the cluster last answered."""
@@ -149,7 +151,8 @@ class ProcessBackend:
             ):  # its nodes are there, for all that is known
                 return
             nodes = ()
-        declared, policy = self._declared, self._policy
+        declared = self._declared
+        policy = self._policy
         if (nodes, declared, policy) != self._told:
             self._told = (nodes, declared, policy)
             self._events.put(

@@ -77,10 +77,13 @@ def parts_of(
 
 def size_bytes(path: Path, tick: Callable[[], None]) -> int:
     """Return the disk bytes of a file or tree. Entries that vanish meanwhile count 0."""
-    total, folders, device = 0, list[str](), None
+    total = 0
+    folders = list[str]()
+    device = None
     with suppress(OSError):
         first = path.lstat()
-        total, device = first.st_blocks * BLOCK_BYTES, first.st_dev
+        total = first.st_blocks * BLOCK_BYTES
+        device = first.st_dev
         folders = [str(path)] if stat.S_ISDIR(first.st_mode) else []
     while folders:
         with suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -100,7 +103,8 @@ def remove(home: Path, part: Part, removal: Removal) -> None:
 
     On a full disk the record may be lost, and the part is moved all the same.
     """
-    folder, (parent, name) = JobFolder(home, part.job).path, os.path.split(part.path)
+    folder = JobFolder(home, part.job).path
+    parent, name = os.path.split(part.path)
     (home / TRASH).mkdir(mode=0o700, exist_ok=True)
     with _open_folder(folder / parent) as source, _open_folder(home / TRASH) as trash:
         os.lstat(name, dir_fd=source)
@@ -111,7 +115,8 @@ def remove(home: Path, part: Part, removal: Removal) -> None:
 
 def empty_trash(home: Path, limit: int) -> list[str]:
     """Delete at most `limit` parts in the trash. Returns one error text per part that cannot be deleted."""
-    problems, deleted = list[str](), 0
+    problems = list[str]()
+    deleted = 0
     with suppress(FileNotFoundError), _open_folder(home / TRASH) as trash:
         for name in filter(_IN_TRASH.fullmatch, sorted(os.listdir(trash))):
             if deleted == limit:

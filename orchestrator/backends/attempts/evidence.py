@@ -61,7 +61,9 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training.guard import oom_report
 
-RANKS_MAX, FILES_MAX = 4096, 65_536  # of a folder that are read without its job
+# of a folder that are read without its job
+RANKS_MAX = 4096
+FILES_MAX = 65_536
 WORKERS_MAX = 1024  # logs of dora's ranks that are read
 WORKER_DIED = re.compile(r"Executor: Worker (\d+) died")
 UNWATCHED_MAX = 4  # processes that are named
@@ -168,7 +170,8 @@ def collect(
         )
         for rank in (started if began else ())
     ]
-    lost, unwatched = tuple[str, ...](), tuple[str, ...]()
+    lost = tuple[str, ...]()
+    unwatched = tuple[str, ...]()
     lost = parts.read("restart", lambda: _list_lost(spec, folder, ending, jobs, attempt), lost)
     if began:
         unwatched = parts.read(
@@ -354,10 +357,8 @@ def _with_workers(
 
 def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
     """Return the finding with an out-of-memory report, where its line gives byte counts."""
-    live, capacity = (
-        oom_report.allocated_bytes(finding.line),
-        oom_report.capacity_bytes(finding.line),
-    )
+    live = oom_report.allocated_bytes(finding.line)
+    capacity = oom_report.capacity_bytes(finding.line)
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
         return finding
     rank = rank if finding.rank is None else finding.rank

@@ -25,7 +25,8 @@ from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.environment import INHERITED, matching
 
 GUARD_FOLDER = Path(__file__).resolve().parents[2] / "training" / "guard"
-GUARD, SERVER = GUARD_FOLDER / "guard.py", GUARD_FOLDER / "fork_server.py"
+GUARD = GUARD_FOLDER / "guard.py"
+SERVER = GUARD_FOLDER / "fork_server.py"
 HOOKS = str(GUARD_FOLDER / "inherited")  # PYTHONPATH of a guarded script
 OWN_PROGRAM = ["-m", "orchestrator.training.main"]  # of our engines: it begins with torch
 # Variables that nothing reads while torch is imported: each rank has its own.
@@ -52,7 +53,8 @@ class ForkedRank:
     """A rank's process that a server forked, with the part of Popen that the launcher uses."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
-        self._connection, self.pid = connection, pid
+        self._connection = connection
+        self.pid = pid
         self.returncode: int | None = None
 
     def __str__(self) -> str:

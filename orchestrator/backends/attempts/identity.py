@@ -28,7 +28,9 @@ from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, upload
 USERS = "users"
 SHARED = ("jobs", USERS, "uploads")  # folders of the home through which ranks reach their own
 NOBODY = 65_534, 65_534  # uid and gid (man 7 user_namespaces: overflowuid)
-ENTER, ENTER_GROUP, ADD = 0o711, 0o710, 0o1777
+ENTER = 0o711
+ENTER_GROUP = 0o710
+ADD = 0o1777
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,8 @@ def launch_request(
     `nodes` has every node of the placement. `python` is the interpreter for our modules and for `python` in the
     command. `resume_from` is the newest checkpoint of a script, and `config_text` its config file's text.
     """
-    spec, folder = job.spec, JobFolder(home, job.id)
+    spec = job.spec
+    folder = JobFolder(home, job.id)
     paths = folder.attempt(attempt.number)
     rendered = _render(job, attempt, folder, python, resume_from)
     common = {
@@ -278,7 +279,8 @@ def _render(
     job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None
 ) -> RenderedCommand:
     """Arguments of a rank: the engine's own program, already guarded, or the script's command."""
-    spec, paths = job.spec, folder.attempt(attempt.number)
+    spec = job.spec
+    paths = folder.attempt(attempt.number)
     if spec.command is None:
         module = ("-m", "orchestrator.training.main", str(paths.run))
         return RenderedCommand((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
@@ -373,7 +375,8 @@ def _launcher_words(
     itself starts on every node (deepspeed/launcher/runner.py) and which needs no ssh.
     """
     counts = [len(part.devices) for part in attempt.placement]
-    where, port = gang["MASTER_ADDR"], gang["MASTER_PORT"]
+    where = gang["MASTER_ADDR"]
+    port = gang["MASTER_PORT"]
     if spec.launch == "torchrun":
         return (
             *(

@@ -104,7 +104,9 @@ class Launcher:
         self, attempt_folder: str, epoch_path: str, epoch: int, mark: str, watched: Watched
     ) -> None:
         self._folder = AttemptFolder(attempt_folder)
-        self._epoch_path, self._epoch, self._mark = Path(epoch_path), epoch, mark
+        self._epoch_path = Path(epoch_path)
+        self._epoch = epoch
+        self._mark = mark
         self._changed = threading.Condition()
         self._version = 0
         self._ranks: dict[int, Rank] = {}
@@ -137,7 +139,8 @@ class Launcher:
         """
         with self._changed:
             if self._state == "idle" and not (fence is not None and fence.is_passed):
-                self._state, self._ranks_each = "starting", count
+                self._state = "starting"
+                self._ranks_each = count
                 # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the
                 # ranks do.
                 threading.Thread(
@@ -229,7 +232,8 @@ class Launcher:
             self._error = f"{type(error).__name__}: {error}"
             self._kill_within(0)
         except NoProgram as error:
-            self._error, self._no_program = str(error), True
+            self._error = str(error)
+            self._no_program = True
             self._kill_within(0)
         with self._changed:
             self._state = "running" if self._ranks else "ended"
@@ -331,7 +335,8 @@ class Launcher:
         return begins_afresh()
 
     def _reap(self, rank: Rank) -> None:
-        code, ended_ns = rank.process.wait(), time.time_ns()
+        code = rank.process.wait()
+        ended_ns = time.time_ns()
         tries = 0
         # on a full disk until there is room: an end that nobody can read is not reported
         while tries < WRITE_TRIES_MAX:

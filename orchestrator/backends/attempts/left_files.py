@@ -19,7 +19,9 @@ from orchestrator.specs.run import AttemptFolder
 LOG_TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 2**20
 BLOCK_BYTES = 16 * 1024  # of a log that are passed over at once where nothing in them tells
-LOG_BYTES_MAX, LOG_HEAD_BYTES = 2**28, 2**26  # of a log that are read, and of its beginning
+# of a log that are read, and of its beginning
+LOG_BYTES_MAX = 2**28
+LOG_HEAD_BYTES = 2**26
 LINE_BYTES_MAX = 16 * 1024  # of a line that are read: no cause stands further from its beginning
 EXIT_CODE_BYTES_MAX = 32
 EXIT_CODE_MAX = 2**31
@@ -63,7 +65,8 @@ def read_reports(
 
     A field that has a default and a wrong value gets its default. A report of another rank is left out.
     """
-    reports, problems = list[Report](), Problems()
+    reports = list[Report]()
+    problems = Problems()
     for rank in ranks:
         name = f"{path(rank).name} of rank {rank}"
         try:
@@ -112,7 +115,9 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with open_left(path) as log:
             size = os.fstat(log.fileno()).st_size
-            offset, rest, dropped_bytes = 0, b"", 0
+            offset = 0
+            rest = b""
+            dropped_bytes = 0
             while chunk := log.read(BLOCK_BYTES):
                 text = (rest + chunk).replace(b"\r", b"\n")
                 if (
@@ -120,7 +125,9 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                 ):  # the line that was cut off ends here: it is a block of its own
                     first = text.index(b"\n") + 1
                     yield offset, text[:first]
-                    offset, text, dropped_bytes = offset + first + dropped_bytes, text[first:], 0
+                    offset += first + dropped_bytes
+                    text = text[first:]
+                    dropped_bytes = 0
                 end = text.rfind(b"\n") + 1
                 if end:
                     yield offset, text[:end]
@@ -131,7 +138,9 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
                     log.tell() >= LOG_HEAD_BYTES
                     and size - log.tell() > LOG_BYTES_MAX - LOG_HEAD_BYTES
                 ):
-                    offset, rest, dropped_bytes = size - (LOG_BYTES_MAX - LOG_HEAD_BYTES), b"", 0
+                    offset = size - (LOG_BYTES_MAX - LOG_HEAD_BYTES)
+                    rest = b""
+                    dropped_bytes = 0
                     log.seek(offset)
             yield offset, rest + b"\n"
     except OSError:

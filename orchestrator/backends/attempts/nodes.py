@@ -104,7 +104,8 @@ class NodeWatch:
                 self._is_away = True
             raise
         with self._lock:
-            self._live, self._is_away = live, False
+            self._live = live
+            self._is_away = False
         for name, node in live.items():
             due = time.monotonic() - self._probed_at_s.get(name, -PROBE_EVERY_S) >= PROBE_EVERY_S
             if not node.launch.device.kind.traits.is_virtual and due:
@@ -179,7 +180,8 @@ class NodeWatch:
 
     def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
         """Record an NVML reading of a node's devices."""
-        name, devices = node.launch.name, node.launch.devices
+        name = node.launch.name
+        devices = node.launch.devices
         errors = _driver_errors(reading, devices)
         with self._lock:
             self._probed_at_s[name] = now_s

@@ -75,8 +75,10 @@ def search(root: str, patterns: Sequence[str], holds: Sequence[str] | None = Non
     With `holds`, the patterns of files in a complete checkpoint, each match is examined as a checkpoint, newest first.
     Never raises for what a job left: a pattern that cannot be evaluated is named in the result.
     """
-    bounds, by_path = Bounds(), dict[tuple[str, str], FileMatch]()
-    problems, unevaluated = list[str](), list[str]()
+    bounds = Bounds()
+    by_path = dict[tuple[str, str], FileMatch]()
+    problems = list[str]()
+    unevaluated = list[str]()
     for pattern in dict.fromkeys(patterns):
         try:
             for path in iterate_matches(root, parse_glob(pattern), bounds):
@@ -129,7 +131,8 @@ def iterate_matches(root: str, parts: Sequence[str], bounds: Bounds) -> Iterator
     while left:
         folder, index = left.pop()
         bounds.count_entry()
-        is_last, name = index == len(parts) - 1, names[index]
+        is_last = index == len(parts) - 1
+        name = names[index]
         if parts[index] == ANY_FOLDERS:
             for entry in list_entries(folder, bounds):
                 if is_last and not entry.is_dir(follow_symlinks=False):
@@ -169,7 +172,8 @@ def list_entries(folder: str, bounds: Bounds) -> Iterator[os.DirEntry[str]]:
 
 def examine_checkpoint(match: FileMatch, holds: Sequence[str], bounds: Bounds) -> FileMatch:
     """Return the match with its last write and whether it is complete. Raises OSError and OutOfBounds."""
-    newest_s, files = os.stat(match.path).st_mtime, list[str]()
+    newest_s = os.stat(match.path).st_mtime
+    files = list[str]()
     has_required = True
     if os.path.isdir(match.path):
         for path in iterate_matches(match.path, (ANY_FOLDERS,), bounds):

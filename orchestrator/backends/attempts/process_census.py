@@ -47,7 +47,8 @@ class Census:
     """Repeated census of one attempt's processes."""
 
     def __init__(self, mark: str, guard_settings: Path, report: Path) -> None:
-        self._carried, self._told_path = f"{MARK}={mark}".encode(), report
+        self._carried = f"{MARK}={mark}".encode()
+        self._told_path = report
         self._settings = b"/" + "/".join(guard_settings.parts[-PARTS:]).encode()
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._foreign: set[int] = set()

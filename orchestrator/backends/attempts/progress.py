@@ -82,7 +82,10 @@ class Progress:
     ) -> None:
         """Watch an attempt; `tells_peak`: its pace comes with its peak once, after LEARNED_STEPS."""
         self._access = access
-        self._spec, self._folder, self._world_size, self._output = spec, folder, world_size, output
+        self._spec = spec
+        self._folder = folder
+        self._world_size = world_size
+        self._output = output
         self._logs = [folder.log(rank) for rank in started]
         self._counter = None if spec.progress is None else LogCounter(LinePattern(spec.progress))
         self._seen: tuple[object, ...] = ()
@@ -105,10 +108,8 @@ class Progress:
         The peak memory is included after LEARNED_STEPS of all ranks, where no rank caught an out-of-memory error.
         """
         timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
-        step_s, steps = (
-            max((step_s for step_s, _ in timed), default=0.0),
-            min((done for _, done in timed), default=0),
-        )
+        step_s = max((step_s for step_s, _ in timed), default=0.0)
+        steps = min((done for _, done in timed), default=0)
         learns = self._tells_peak and steps >= LEARNED_STEPS and len(timed) == self._world_size
         is_as_before = 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE
         if steps < PACE_STEPS or (is_as_before and not learns):
@@ -143,7 +144,8 @@ class Progress:
         kernels poll). That rank uses processor time, too. So this kind of hang is found in guarded programs only; an
         unguarded program that trains must not be ended.
         """
-        beats, counts = read_heartbeats(self._folder, self._world_size).reports, self.counts
+        beats = read_heartbeats(self._folder, self._world_size).reports
+        counts = self.counts
         self._beats = beats
         steps = sum(beat.steps_done for beat in beats)
         is_watched = (
@@ -152,17 +154,19 @@ class Progress:
         is_unseen = counts is None and not steps and not is_watched
         signs: tuple[object, ...]
         if not is_unseen:
-            signs, trains = (steps, counts, self._backwards()), steps > 0 or counts is not None
+            signs = (steps, counts, self._backwards())
+            trains = steps > 0 or counts is not None
         else:
             size = sum(map(_size_bytes, self._logs))
-            signs, trains = (size,), size > 0
+            signs = (size,)
+            trains = size > 0
         limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
-        now_s, at_work = (
-            time.monotonic(),
-            is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s,
-        )
+        now_s = time.monotonic()
+        at_work = is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s
         if signs != self._seen or at_work:
-            self._seen, self._since_s, self._sign_cpu_s = signs, now_s, cpu_s
+            self._seen = signs
+            self._since_s = now_s
+            self._sign_cpu_s = cpu_s
         still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)
         if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
             saved_s = last_saved_s(self._spec, self._output, self._access)

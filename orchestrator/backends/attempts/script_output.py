@@ -71,7 +71,8 @@ def find_results(
 
     A part that cannot be evaluated is not absent, since the training may have left it; `problems` names it.
     """
-    absent, problems = list[str](), list[str]()
+    absent = list[str]()
+    problems = list[str]()
     if spec.success.artifacts:
         began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
         result = access.search(output_folder(spec, jobs), spec.success.artifacts)

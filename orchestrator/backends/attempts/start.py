@@ -77,7 +77,8 @@ def start_ranks(
     final: dict[str, str] = {}
     if identity is not None:
         hand_over(identity, home, job, attempt.number, request)
-        handed, final = {**identity.variables(home), **handed}, identity.final_variables(home)
+        handed = {**identity.variables(home), **handed}
+        final = identity.final_variables(home)
     if request.before is not None:
         first, (rank, *_) = request.ranks[0]
         code = group.run_before(
@@ -116,7 +117,8 @@ def request_of(
     access: FileAccess = OWN_ACCESS,
 ) -> LaunchRequest:
     """Return the request that starts `attempt`. Reads the script's config file and finds its newest checkpoint."""
-    spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
+    spec = job.spec
+    output = output_folder(job.spec, JobFolder(home, job.id))
     resume_from = None
     if spec.is_script and not attempt.probe:
         resume_from = newest_checkpoint(spec, output, access)

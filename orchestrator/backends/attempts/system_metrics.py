@@ -47,13 +47,15 @@ class Sampler:
 
     def __init__(self, folder: AttemptFolder, watched: Watched) -> None:
         """Nothing is read before `run`."""
-        self._folder, self._watched = folder, watched
+        self._folder = folder
+        self._watched = watched
         self._prefix = PREFIX if watched.is_alone else f"{PREFIX}{watched.node}/"
         self._cpu = _cpu_ticks()
 
     def run(self, ranks: Sequence[int], ended: threading.Event) -> None:
         """Sample until `ended` is set; `ranks` are those of the node, in the order of its devices."""
-        capacity_bytes, pause_s = self._virtual_capacity_bytes(), FIRST_S
+        capacity_bytes = self._virtual_capacity_bytes()
+        pause_s = FIRST_S
         while not ended.wait(pause_s):
             with suppress(OSError):  # a full disk ends the ranks, not their records
                 self.take(ranks, capacity_bytes)
@@ -70,7 +72,8 @@ class Sampler:
             file.write(f"{json.dumps(line)}\n".encode())
 
     def _of_node(self) -> dict[str, float]:
-        before, self._cpu = self._cpu, _cpu_ticks()
+        before = self._cpu
+        self._cpu = _cpu_ticks()
         busy, total = (now - then for now, then in zip(self._cpu, before, strict=True))
         total_bytes, available_bytes = memory_bytes()
         used_bytes = total_bytes - available_bytes

@@ -137,8 +137,10 @@ class AttemptWatch:
     """Watcher of one attempt, in its own thread."""
 
     def __init__(self, job: Job, attempt: Attempt, world: World) -> None:
-        self._asked, self._job = job, with_own_workdir(job, world.home)
-        self._attempt, self._world = attempt, world
+        self._asked = job
+        self._job = with_own_workdir(job, world.home)
+        self._attempt = attempt
+        self._world = world
         self._jobs = JobFolder(world.home, job.id)
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
         self._started = started_ranks(job.spec, attempt.placement)
@@ -321,7 +323,8 @@ class AttemptWatch:
         gang.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
-        world_size, recovered = self._attempt.plan.world_size, any(map(ran_out, self._job.attempts))
+        world_size = self._attempt.plan.world_size
+        recovered = any(map(ran_out, self._job.attempts))
         progress = Progress(
             spec,
             self._folder,
@@ -331,10 +334,8 @@ class AttemptWatch:
             tells_peak=recovered,
             access=self._access(),
         )
-        ending, known_step_s = (
-            EndingGang(),
-            self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s,
-        )
+        ending = EndingGang()
+        known_step_s = self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
         while gang.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()
             try:

@@ -92,7 +92,8 @@ def link_all_but(source: Path, file: str, target: Path) -> Path:
             link = target / entry.name
             if entry.name != folder and not link.is_symlink():
                 link.symlink_to(entry)
-        source, target = source / folder, target / folder
+        source = source / folder
+        target = target / folder
     return target
 
 
@@ -111,7 +112,8 @@ def with_own_workdir(job: Job, home: Path) -> Job:
 
 def copy_upload(job: Job, home: Path) -> None:
     """Copy an uploaded working directory for the job; an existing copy stays. Raises OSError."""
-    upload, folder = find_upload(home, job.spec.workdir or ""), JobFolder(home, job.id)
+    upload = find_upload(home, job.spec.workdir or "")
+    folder = JobFolder(home, job.id)
     target = folder.workdir
     if upload is None or target.exists():
         return

@@ -129,17 +129,13 @@ def _share_of(whole: NvmlRates, cuda_bytes: int) -> NvmlRates:
 
 
 def _rates(handle: object) -> NvmlRates:
-    cores, width = (
-        _query(pynvml.nvmlDeviceGetNumGpuCores, handle),
-        _query(pynvml.nvmlDeviceGetMemoryBusWidth, handle),
-    )
+    cores = _query(pynvml.nvmlDeviceGetNumGpuCores, handle)
+    width = _query(pynvml.nvmlDeviceGetMemoryBusWidth, handle)
     core_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
     memory_mhz = _query(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
     lane = PCIE_LANE_BYTES_S.get(_query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0)
-    lanes, mode = (
-        _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        _query(pynvml.nvmlDeviceGetMigMode, handle),
-    )
+    lanes = _query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
+    mode = _query(pynvml.nvmlDeviceGetMigMode, handle)
     capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return NvmlRates(
         capability=(capability[0], capability[1]) if capability else None,

@@ -22,10 +22,9 @@ SECRET_BYTES = 32
 SHOWN_CHARACTERS = 8
 BROWSER = "browser"  # shown of a session that an OpenID provider began
 TOUCH_S = 60.0  # at most so often is the last use of a token written
-CACHE_S, CACHE_MAX = (
-    10.0,
-    1000,
-)  # principals remembered; every change of accounts forgets them at once
+# principals remembered; every change of accounts forgets them at once
+CACHE_S = 10.0
+CACHE_MAX = 1000
 AUDIT_ROWS_MAX = 1000  # in one answer
 
 ID_MAX = 2**63 - 1  # of a row

@@ -48,7 +48,9 @@ class Database:
         """
         parsed = _parse_url(url)
         self.reads_only = reads_only
-        self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._ended = threading.Event()
         self._owned: FileLock | Lease | None
         if parsed.get_backend_name() == "sqlite":
             assert not reads_only, "a copy of the file is read"

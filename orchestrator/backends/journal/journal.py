@@ -72,12 +72,16 @@ class Journal:
         self.notices = Notices(self.database, self.set_aside)
         self.sweeps = Sweeps(self.database)
         self._submissions = Submissions(self.database)
-        self._event, self._state, self._job = codec_of(EVENTS), codec_of(State), codec_of(Job)
+        self._event = codec_of(EVENTS)
+        self._state = codec_of(State)
+        self._job = codec_of(Job)
         # those in the table of live jobs, where that is not to be written anew
         self._saved = Jobs()
         # the snapshot could not be read: the table of live jobs is written anew
         self._is_rebuilt = False
-        self._ended, self._counted = Counter[str](), 0  # archived jobs by status, up to this number
+        # archived jobs by status, up to this number
+        self._ended = Counter[str]()
+        self._counted = 0
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         """Return (newest snapshot of the state, events after it, oldest first). The snapshot is None without one.
@@ -196,7 +200,8 @@ class Journal:
                 connection.execute(_live.update().where(row), rewritten)
             if added:
                 connection.execute(_live.insert(), added)
-        self._saved, self._is_rebuilt = state.jobs, False
+        self._saved = state.jobs
+        self._is_rebuilt = False
 
     def job(self, job_id: str) -> Job | None:
         """Return an ended job that has left the state; None where there is no readable one."""

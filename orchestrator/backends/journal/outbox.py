@@ -52,12 +52,10 @@ class Outbox(Generic[Body]):
         ran: Callable[[Body], bool] = lambda _: False,
     ) -> None:
         """Use these names of tables; bodies that `ran` go before all others."""
-        self.database, self._codec, self._set_aside, self._ran = (
-            database,
-            codec_of(noun),
-            set_aside,
-            ran,
-        )
+        self.database = database
+        self._codec = codec_of(noun)
+        self._set_aside = set_aside
+        self._ran = ran
         self._progress: dict[str, _Progress] = {}  # by receiver
         self._rows = table(rows, id=sa.Integer, ran=sa.Boolean, body=sa.Text)
         self._cursors = table(cursors, name=sa.Text, last_row=sa.Integer)
@@ -74,7 +72,8 @@ class Outbox(Generic[Body]):
         A new receiver begins at the oldest existing row. A receiver that is missing here loses its cursor and delays no
         row any more; registered again, it is new.
         """
-        names, cursors = tuple(receivers), self._cursors
+        names = tuple(receivers)
+        cursors = self._cursors
         with self.database.transaction() as connection:
             registered = set(connection.execute(sa.select(cursors.c.name)).scalars())
             connection.execute(cursors.delete().where(cursors.c.name.not_in(names)))
@@ -211,7 +210,8 @@ class Notices(Outbox[Notice]):
 
     def oldest_s(self, connection: sa.Connection) -> dict[str, float]:
         """Return {target: time of its oldest waiting notice} in seconds since 1970, for targets that lack one."""
-        cursors, rows = self._cursors, self._rows
+        cursors = self._cursors
+        rows = self._rows
         least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
         first = least.correlate(cursors).scalar_subquery()
         query = sa.select(cursors.c.name, rows.c.id, rows.c.body).join_from(

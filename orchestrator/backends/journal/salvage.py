@@ -62,7 +62,8 @@ def salvage_job(
 def salvage_submission(body: str, reason: str) -> Submitted | None:
     """Return an unreadable submission event with a placeholder job that never starts; None for other events."""
     raw = _plain(body)
-    job_id, order = raw.get("job_id"), raw.get("order")
+    job_id = raw.get("job_id")
+    order = raw.get("order")
     if raw.get("type") != "submitted" or not isinstance(job_id, str) or not isinstance(order, int):
         return None
     spec = _spec(job_id.rpartition("-")[0], raw.get("spec"))

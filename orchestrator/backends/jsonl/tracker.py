@@ -28,7 +28,8 @@ class JsonLinesTracker(Tracker):
     def __init__(self, home: Path, lookups: Lookups) -> None:  # noqa: ARG002  every tracker is given both
         self._path = home / "records.jsonl"
         self.address = str(self._path)
-        self._job, self._attempt = TypeAdapter(Job), TypeAdapter(Attempt | None)
+        self._job = TypeAdapter(Job)
+        self._attempt = TypeAdapter(Attempt | None)
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         """Append the rows, and sync them to disk. Raises OSError where the disk is full or unavailable."""

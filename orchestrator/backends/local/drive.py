@@ -40,7 +40,8 @@ class Drive:
         """
         state = self.scheduler.state
         assert self.job is not None, "an attempt was started"
-        job, (group, *_) = state.jobs[self.job.id], groups_of(state.nodes)
+        job = state.jobs[self.job.id]
+        group, *_ = groups_of(state.nodes)
         attempt = job.attempts[-1]
         typed = attempt.relative_to
         if typed is None or typed.micro_batch_size == attempt.plan.micro_batch_size:

@@ -167,7 +167,8 @@ class Foreground(Launcher):
         return {name: self.terminal.rank_side for stream, name in streams if os.isatty(stream)}
 
     def _before_exec(self) -> Callable[[], None]:
-        afresh, terminal = begins_afresh(), self.terminal
+        afresh = begins_afresh()
+        terminal = self.terminal
 
         def hook() -> None:
             afresh()

@@ -31,7 +31,8 @@ from orchestrator.specs.run import LAUNCH_GRACE_S, AttemptFolder
 
 CORE = "orchestrator.service.commands.launch.core"
 OWN_ERROR = 125  # as of `timeout` and `docker run`: the command itself was not the cause
-NO_PROGRAM, NO_PERMISSION = 127, 126
+NO_PROGRAM = 127
+NO_PERMISSION = 126
 FLAGS = ("--dry-run", "--once", "--resume", "--requeue")
 LOCK_WAIT_S = 60.0  # another line plans within seconds
 TICK_S = 0.25
@@ -97,7 +98,8 @@ def run_line(options: Namespace) -> int:
 def tasks(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return how many processes a starter runs side by side, and this one's number; (1, 0) without one."""
     for size, rank in STARTERS:
-        count, number = environment.get(size, ""), environment.get(rank, "")
+        count = environment.get(size, "")
+        number = environment.get(rank, "")
         if count.isdecimal() and int(count) > 1 and number.isdecimal():
             return int(count), int(number)
     return 1, 0

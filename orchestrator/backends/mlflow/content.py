@@ -192,7 +192,8 @@ def attempt_content(
 
 def source_tags(job: Job, hide: Hide) -> dict[str, str]:
     """Return tags of code and user, by the names of MLflow's context providers (mlflow/tracking/context, 3.17)."""
-    command, source = job.spec.command, job.spec.source
+    command = job.spec.command
+    source = job.spec.source
     script = (
         OWN_PROGRAM
         if command is None
@@ -263,10 +264,8 @@ def parse_samples(text: str, number: int) -> tuple[list[tuple[str, float, int, i
 
 
 def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[str, float]:
-    predicted, overhead_bytes = (
-        predicted_peak_bytes(attempt),
-        None if observation is None else observation.overhead_bytes,
-    )
+    predicted = predicted_peak_bytes(attempt)
+    overhead_bytes = None if observation is None else observation.overhead_bytes
     reserved_bytes = (
         None
         if predicted is None
@@ -311,7 +310,9 @@ def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, f
 
     Tokens are those of full samples of a model; the curve has those that were trained.
     """
-    spec, plan, step_s = job.spec, attempt.plan, attempt.measured_step_s
+    spec = job.spec
+    plan = attempt.plan
+    step_s = attempt.measured_step_s
     metrics: dict[str, float | None] = {}
     if step_s:
         samples_per_s = plan.global_batch_size / step_s

@@ -96,22 +96,18 @@ def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
 
 def _draw_limit(axes: Axes, picture: Picture) -> None:
     """Draw the line where the memory ends, or say that it lies above."""
-    text, height, coordinates = (
-        f"memory ends: {format_bytes(picture.capacity_bytes)}",
-        picture.capacity_bytes,
-        "data",
-    )
+    text = f"memory ends: {format_bytes(picture.capacity_bytes)}"
+    height = picture.capacity_bytes
+    coordinates = "data"
     if picture.has_limit:
         axes.axhspan(
             picture.capacity_bytes, picture.span_bytes[1], color="#e69f00", alpha=0.08, linewidth=0
         )
         axes.axhline(picture.capacity_bytes, color="#e69f00", linestyle="--", linewidth=1.4)
     else:
-        text, height, coordinates = (
-            f"memory ends above, at {format_bytes(picture.capacity_bytes)}",
-            1,
-            "axes fraction",
-        )
+        text = f"memory ends above, at {format_bytes(picture.capacity_bytes)}"
+        height = 1
+        coordinates = "axes fraction"
     axes.annotate(
         text,
         (1.0, height),
@@ -137,11 +133,10 @@ def _scatter_names(axes: Axes, picture: Picture, names: Sequence[str]) -> None:
     labels = {point.name: f"{point.label} {point.name}" for point in picture.points if point.label}
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
     for point in picture.points:
-        colour, is_open = colours[point.name], point.mark in (Mark.PREDICTED, Mark.TOO_BIG)
-        face, label = (
-            "white" if is_open else colour,
-            labels.pop(point.name, None) if point.label else None,
-        )
+        colour = colours[point.name]
+        is_open = point.mark in (Mark.PREDICTED, Mark.TOO_BIG)
+        face = "white" if is_open else colour
+        label = labels.pop(point.name, None) if point.label else None
         place = [point.step_s], [point.needed_bytes]
         axes.scatter(
             *place,

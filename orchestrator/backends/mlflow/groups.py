@@ -42,7 +42,9 @@ class Groups:
     """The parent runs of a home's comparisons and sweeps."""
 
     def __init__(self, address: str, home: Path, lookups: Lookups) -> None:
-        self._address, self._home, self._lookups = address, home, lookups
+        self._address = address
+        self._home = home
+        self._lookups = lookups
         self._sweeps: dict[str, str] = {}  # run -> id of each sweep that goes on
         self._lock = threading.Lock()  # jobs of one group may be sent at once
 
@@ -145,11 +147,9 @@ class Groups:
         self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide
     ) -> None:
         assert job.spec.member is not None, job.id
-        key, run_id, member_count = (
-            tags[COMPARISON_TAG],
-            tags["mlflow.parentRunId"],
-            job.spec.member.of,
-        )
+        key = tags[COMPARISON_TAG]
+        run_id = tags["mlflow.parentRunId"]
+        member_count = job.spec.member.of
         found_jobs = [
             job if job_id == job.id else self._lookups.job(job_id) for job_id in compared_ids(job)
         ]
@@ -179,7 +179,8 @@ class Groups:
 def member_name(job: Job, attempt: Attempt) -> str:
     """Return the name of an attempt's run within a comparison or sweep."""
     if job.spec.trial is None:
-        member, strategy = job.spec.member, strategy_of(attempt.plan)
+        member = job.spec.member
+        strategy = strategy_of(attempt.plan)
         return (
             f"{strategy}, repeat {member.repeat}"
             if member is not None and member.repeats > 1

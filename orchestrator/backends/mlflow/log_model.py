@@ -115,8 +115,10 @@ def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> N
 
     register_socket(Path(home))  # whose own server the URI may name
 
-    client, output = MlflowClient(tracking_uri), Path(folder)
-    files, task = files_of(output), task_of(output)
+    client = MlflowClient(tracking_uri)
+    output = Path(folder)
+    files = files_of(output)
+    task = task_of(output)
     size_bytes = sum(path.stat().st_size for path in files)
     if size_bytes > COPIED_BYTES_MAX:
         outcome = f"not copied: {size_bytes} bytes in {output}"

@@ -35,7 +35,9 @@ class Outputs:
     """Queue of outputs to copy. Its entries are tags of the jobs' runs, so that a restart loses nothing."""
 
     def __init__(self, tracking_uri: str, home: Path, lookups: Lookups) -> None:
-        self._uri, self._home, self._lookups = tracking_uri, home, lookups
+        self._uri = tracking_uri
+        self._home = home
+        self._lookups = lookups
         self._waiting: deque[_Copy] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._current: _Copy | None = None
@@ -82,7 +84,8 @@ class Outputs:
             self._start(self._waiting.popleft())
 
     def _start(self, copy: _Copy) -> None:
-        folder, name = JobFolder(self._home, copy.job_id), copy.job_id
+        folder = JobFolder(self._home, copy.job_id)
+        name = copy.job_id
         module = ("-m", "orchestrator.backends.mlflow.log_model")
         offline = {
             "HF_HUB_OFFLINE": "1",

@@ -38,7 +38,8 @@ def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
     from mlflow import MlflowClient  # 2 s of imports
     from mlflow.exceptions import MlflowException
 
-    client, texts = MlflowClient(tracking_uri), []
+    client = MlflowClient(tracking_uri)
+    texts = []
     try:
         record = client.get_experiment_by_name(EXPERIMENT)
         if record is None:

@@ -36,8 +36,11 @@ PASSED_ON = (
 SOCKET = "server.sock"
 HOST = "mlflow.invalid"  # names below it are of socket files; no resolver has them (RFC 6761)
 ARTIFACTS = "mlflow-artifacts:/"  # where runs have their artifacts: at the server
-HEALTH_TIMEOUT_S, CHECK_TIMEOUT_S = 2.0, 5.0
-RESTART_FIRST_S, RESTART_MAX_S = 5.0, 60.0  # between starts
+HEALTH_TIMEOUT_S = 2.0
+CHECK_TIMEOUT_S = 5.0
+# between starts
+RESTART_FIRST_S = 5.0
+RESTART_MAX_S = 60.0
 HUNG_S = 180.0  # alive and silent: a start took 63 s under load (reference measurement, 2 cores)
 STOP_S = 3.0
 WANTED = "wanted"  # file whose time of change says when the server was last needed
@@ -83,7 +86,8 @@ class MlflowServer:
         if self._process is not None:
             self._process.poll()
         if self._healthy():
-            self._seen_at_s, self._pause_s = now_s, RESTART_FIRST_S
+            self._seen_at_s = now_s
+            self._pause_s = RESTART_FIRST_S
             return True
         alive = self.processes()
         is_ours = all(map(_is_on_a_socket, alive))

@@ -77,8 +77,10 @@ class MlflowTracker(Tracker):
 
         People find the pages at `address`, by default the tracking URI.
         """
-        self.address, self._uri = address or tracking_uri, tracking_uri
-        self._home, self._lookups = home, lookups
+        self.address = address or tracking_uri
+        self._uri = tracking_uri
+        self._home = home
+        self._lookups = lookups
         self._contact: Contact | None = None
         self._connecting = threading.Lock()
         self._curves: dict[str, _Curves] = {}
@@ -137,7 +139,8 @@ class MlflowTracker(Tracker):
         )
         for run in running:
             tags = run.data.tags
-            key, number = tags.get("orc.run", ""), tags.get("orc.attempt", "0")
+            key = tags.get("orc.run", "")
+            number = tags.get("orc.attempt", "0")
             self._groups.take_up(run)
             if number.isdigit() and number != "0" and "orc.job_id" in tags:
                 contact.run_ids.setdefault(key, run.info.run_id)
@@ -145,7 +148,8 @@ class MlflowTracker(Tracker):
                 self._curves.setdefault(key, _Curves(folder=folder, start_ms=run.info.start_time))
 
     def _send_job(self, contact: Contact, job: Job) -> None:
-        hide, state = hider(job.spec, os.environ), self._lookups.state()
+        hide = hider(job.spec, os.environ)
+        state = self._lookups.state()
         job_run = job_content(job, hide, "")
         compared = self._groups.tags(contact, job)
         is_recorded = not compared or (
@@ -165,10 +169,8 @@ class MlflowTracker(Tracker):
                 if attempt.status is AttemptStatus.ENDED
                 else ()
             )
-            observation, device = (
-                observation_of(state, job, attempt),
-                device_of(state, attempt.device),
-            )
+            observation = observation_of(state, job, attempt)
+            device = device_of(state, attempt.device)
             content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
                 params = {**trial_of(job), **job_run.params, **content.params}
@@ -211,10 +213,8 @@ class MlflowTracker(Tracker):
         tags: Mapping[str, str],
     ) -> str:
         """Bring the run of an attempt up to date, with its curves; return its id."""
-        key, run_id = (
-            run_key(job, attempt.number),
-            self._open(contact, job, attempt.number, content, tags),
-        )
+        key = run_key(job, attempt.number)
+        run_id = self._open(contact, job, attempt.number, content, tags)
         if key not in contact.closed:
             folder = JobFolder(self._home, job.id).attempt(attempt.number)
             self._curves.setdefault(key, _Curves(folder=folder, start_ms=content.start_ms))
@@ -252,7 +252,8 @@ class MlflowTracker(Tracker):
     def _send_content(self, contact: Contact, key: str, content: RunContent) -> None:
         from mlflow.entities import Metric, Param, RunTag
 
-        run_id, client = contact.run_ids[key], contact.client
+        run_id = contact.run_ids[key]
+        client = contact.client
         at_ms = content.start_ms if content.end_ms is None else content.end_ms
         client.log_batch(
             run_id,
@@ -264,7 +265,8 @@ class MlflowTracker(Tracker):
             self._end_run(contact, key, content)
 
     def _end_run(self, contact: Contact, key: str, content: RunContent) -> None:
-        run_id, client = contact.run_ids[key], contact.client
+        run_id = contact.run_ids[key]
+        client = contact.client
         for path, text in content.texts.items():
             client.log_text(run_id, text, path)
         if content.picture is not None:
@@ -286,7 +288,8 @@ class MlflowTracker(Tracker):
                 next_curves = replace(curves, samples=dict(curves.samples))
                 points = next_curves.points(path, whole.decode(errors="replace"))
                 self._send_points(contact, contact.run_ids[key], points)
-                curves.elapsed_ms, curves.samples = next_curves.elapsed_ms, next_curves.samples
+                curves.elapsed_ms = next_curves.elapsed_ms
+                curves.samples = next_curves.samples
                 curves.offsets[path] = curves.offsets.get(path, 0) + len(whole)
 
     def _send_points(
@@ -333,7 +336,8 @@ class HomeMlflow(MlflowTracker):
             self._ensure_running()
             super().refresh()
         elif self._is_started:
-            self._contact, self._is_started = None, False
+            self._contact = None
+            self._is_started = False
             self._server.stop()
 
     def _ensure_running(self) -> None:

@@ -70,7 +70,9 @@ class Pinned(http.client.HTTPSConnection):
         self, host: str, port: int, addresses: list[str], *, tls: bool, timeout_s: float
     ) -> None:
         super().__init__(host, port, timeout=timeout_s, context=ssl.create_default_context())
-        self._addresses, self._tls, self._timeout_s = addresses, tls, timeout_s
+        self._addresses = addresses
+        self._tls = tls
+        self._timeout_s = timeout_s
 
     def connect(self) -> None:
         """Connect to the first address that answers. The certificate must be the host's."""

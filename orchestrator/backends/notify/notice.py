@@ -66,7 +66,8 @@ def notices_of(decided: Sequence[Decided]) -> Iterator[Notice]:
 
 
 def _of_record(event: Event, record: Record) -> Iterator[Notice]:
-    job, attempt = record.job, record.attempt
+    job = record.job
+    attempt = record.attempt
     if isinstance(event, Finished) and attempt is not None and attempt.number == event.number:
         failure = attempt.failure
         if failure is not None and failure.kind is FailureKind.NODE_LOST:

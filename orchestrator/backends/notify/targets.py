@@ -22,7 +22,9 @@ class Target(Receiver[Notice]):
 
     def __init__(self, spec: TargetSpec, cluster: str, secrets: Mapping[str, str]) -> None:
         self.address = "webhook" if spec.webhook else "apprise"
-        self.spec, self._cluster, self._secrets = spec, cluster, secrets
+        self.spec = spec
+        self._cluster = cluster
+        self._secrets = secrets
 
     def group(self, body: Notice) -> str:
         """Return the notice's own id, so that each notice is sent alone."""

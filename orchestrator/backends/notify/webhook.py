@@ -73,7 +73,8 @@ def _deliver(
     url: str, key: bytes, notice: Notice, cluster: str, allowed_hosts: Collection[str]
 ) -> None:
     parts = urlsplit(url)
-    host, tls = (parts.hostname or "").lower(), parts.scheme == "https"
+    host = (parts.hostname or "").lower()
+    tls = parts.scheme == "https"
     if not host or parts.scheme not in ("https", "http"):
         raise ConnectionError("its URL is not https://HOST/PATH")
     if not tls and host not in allowed_hosts:
@@ -86,7 +87,8 @@ def _deliver(
     connection = Pinned(
         host, port, resolve_host(host, port, allowed_hosts), tls=tls, timeout_s=TIMEOUT_S
     )
-    body, timestamp_s = body_of(notice, cluster), int(time.time())
+    body = body_of(notice, cluster)
+    timestamp_s = int(time.time())
     headers = {
         "Host": parts.netloc,
         "Content-Type": "application/json",

@@ -50,7 +50,9 @@ class Provider:
     def __init__(
         self, spec: OidcSpec, secret: str | None, clock: Callable[[], float] = time.time
     ) -> None:
-        self.spec, self._secret, self._clock = spec, secret, clock
+        self.spec = spec
+        self._secret = secret
+        self._clock = clock
         self._lock = threading.Lock()
         self._discovery: tuple[dict[str, Any], float] = (
             {},

@@ -139,7 +139,8 @@ def main() -> None:
         service.send(str(error))
         return
     service.send(None)
-    calls, answering = Calls(), threading.Lock()
+    calls = Calls()
+    answering = threading.Lock()
     with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
         while True:
             try:
@@ -157,11 +158,14 @@ def _answer(
     arguments: Sequence[Any],
 ) -> None:
     """Send (number, what the call returned, what it raised as text, whether the cluster is away)."""
-    value, problem, is_away = None, None, False
+    value = None
+    problem = None
+    is_away = False
     try:
         value = call(*arguments)
     except ClusterAway as error:
-        problem, is_away = str(error), True
+        problem = str(error)
+        is_away = True
     except Exception as error:  # the border of a process: Ray's own exceptions are no values
         problem = f"{type(error).__name__}: {error}"
     with answering:

@@ -31,7 +31,8 @@ class RayBackend(ProcessBackend):
         No attempt is watched before `serving` is set; None: they are watched at once.
         """
         self._link = Link(home, locate)
-        nodes, launchers = RayNodes(cluster, self._link), LinkedLaunchers(self._link)
+        nodes = RayNodes(cluster, self._link)
+        launchers = LinkedLaunchers(self._link)
         super().__init__(home, cluster, nodes, launchers, ownership, clock, serving)
 
     @property

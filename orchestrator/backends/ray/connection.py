@@ -22,7 +22,8 @@ def connect(address: str, home: Path) -> None:
         raise ServiceError(
             f"no Ray answers at {address}: start it with `orc up`, or check the address"
         )
-    is_ours, host = (find(home) or "") == address, address.rpartition(":")[0]
+    is_ours = (find(home) or "") == address
+    host = address.rpartition(":")[0]
     if is_ours:
         _take_token(home)
     if is_ours or host == LOOPBACK:  # its head is on this machine

@@ -64,9 +64,12 @@ class OwnRay:
 
     def __init__(self, home: Path, cluster: ClusterSpec, host: str) -> None:
         """Take the arguments of `start`, which `address` calls."""
-        self._home, self._cluster, self._host = home, cluster, host
+        self._home = home
+        self._cluster = cluster
+        self._host = host
         self._state: dict[str, Any] | None = None
-        self._starting, self._is_over = threading.Lock(), False
+        self._starting = threading.Lock()
+        self._is_over = False
 
     def address(self) -> str:
         """Start Ray if it does not run, and return its address. Raises ServiceError where it does not start."""
@@ -294,7 +297,8 @@ def _start_node(
     # Ray picks names of sockets by looking which exist: nodes that start together must not look
     # into one folder.
     own_dir = Path(tempfile.mkdtemp(prefix="n", dir=state["temp_dir"]))
-    address, host = state["address"], state["host"]
+    address = state["address"]
+    host = state["host"]
     port = address.rpartition(":")[2]
     where = (
         ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]

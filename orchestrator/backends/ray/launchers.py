@@ -71,7 +71,8 @@ class LauncherHost:
                 return False
             if self._launcher.status()["state"] != "ended":
                 return False
-            self._attempt, self._launcher = "", None
+            self._attempt = ""
+            self._launcher = None
             self._idle_since_s = time.monotonic()
             return True
 
@@ -148,7 +149,8 @@ class ActorGroup:
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
-        wanted, polled = list(nodes), set(self._pending.values())
+        wanted = list(nodes)
+        polled = set(self._pending.values())
         news: dict[str, LauncherStatus | None] = {
             node: None for node in wanted if node not in self._actors
         }
@@ -231,7 +233,8 @@ class RayLaunchers:
             self.end(attempt)
             return f"its devices were not free within {PLACE_TIMEOUT_S:.0f} s"
         folder = folders.attempt(attempt.number)
-        hosted, created = dict[str, Hosted](), list[Any]()
+        hosted = dict[str, Hosted]()
+        created = list[Any]()
         try:
             for part in attempt.placement:
                 node = live[part.node]

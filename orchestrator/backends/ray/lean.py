@@ -59,7 +59,8 @@ def make_lean() -> str | None:
         flag, _, _ = word.partition("=")
         if flag not in AGENTS:
             return word
-        session_dir, node_id = _value("--session_dir", command), _value("--node_id", command)
+        session_dir = _value("--session_dir", command)
+        node_id = _value("--node_id", command)
         for name in AGENTS[flag]:  # the raylet waits for these files
             persist_port(session_dir, node_id, getattr(_raylet, name), UNUSED_PORT)
         stand_in = [

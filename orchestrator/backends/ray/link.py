@@ -63,12 +63,15 @@ class Link:
 
     def __init__(self, home: Path, locate: Callable[[], str]) -> None:
         """`locate` gives Ray's address, and starts a Ray of the service's own; it may raise ServiceError."""
-        self._home, self._locate = home, locate
-        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._home = home
+        self._locate = locate
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
         self._agent: _Agent | None = None  # one that is connected
-        self._away_since_s, self._why = time.time(), SOUGHT
+        self._away_since_s = time.time()
+        self._why = SOUGHT
         self._closing = threading.Event()
         self._thread = start_loop("ray-link", self._run, self._closing)
 
@@ -216,7 +219,8 @@ class Link:
             if self._agent is not agent:
                 return
             self._agent, self._away_since_s, self._why = None, time.time(), why
-            waiting, self._waiting = self._waiting, {}
+            waiting = self._waiting
+            self._waiting = {}
         if not self._closing.is_set():
             log.warning("Ray cannot be reached: %s", why)
         for answer in waiting.values():
@@ -226,7 +230,8 @@ class Link:
         """Note why no agent connects: its first line for people, all of it in the log."""
         first = why.partition("\n")[0]
         with self._lock:
-            previous, self._why = self._why, first
+            previous = self._why
+            self._why = first
         if first != previous and not self._closing.is_set():
             log.warning("Ray cannot be reached: %s", why)
 
@@ -235,7 +240,9 @@ class LinkedGroup:
     """The `LauncherGroup` of one attempt in Ray."""
 
     def __init__(self, link: Link, attempt: Attempt, nodes: Sequence[str]) -> None:
-        self._link, self._attempt, self._nodes = link, attempt, tuple(nodes)
+        self._link = link
+        self._attempt = attempt
+        self._nodes = tuple(nodes)
 
     @property
     def nodes(self) -> tuple[str, ...]:

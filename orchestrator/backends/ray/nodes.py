@@ -15,7 +15,8 @@ from orchestrator.backends.ray.link import Link, read_devices
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.device_kind import DeviceId
 
-NODE_LABEL, DEVICE_LABEL = "orc-node", "orc-device"
+NODE_LABEL = "orc-node"
+DEVICE_LABEL = "orc-device"
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ class RayNodes:
     """The `NodeSource` of a Ray cluster."""
 
     def __init__(self, cluster: ClusterSpec, link: Link) -> None:
-        self._cluster, self._link = cluster, link
+        self._cluster = cluster
+        self._link = link
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Use this cluster description for nodes from now on."""

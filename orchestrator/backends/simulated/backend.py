@@ -116,7 +116,8 @@ class SimulatedBackend:
             delay_s = action.grace_s * self._uniform(self._nature.stop_share, "stop", action.name)
             step = None
             if self._nature.save_s:  # it trains no more
-                step, delay_s = self._step_of(process), delay_s + self._nature.save_s
+                step = self._step_of(process)
+                delay_s += self._nature.save_s
             self._after(delay_s, partial(self._end, process, FailureKind.CANCELLED, step))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
@@ -130,7 +131,8 @@ class SimulatedBackend:
             self._tell_nodes()
         if not self._outbox:
             self._now_s = until_s
-        events, self._outbox = self._outbox, []
+        events = self._outbox
+        self._outbox = []
         return events
 
     def wake(self) -> None:
@@ -140,10 +142,12 @@ class SimulatedBackend:
         """Drop listeners and undelivered events; running attempts continue."""
         self._watched.clear()
         self._outbox.clear()
-        self._told_nodes, self._nodes_changed = None, True
+        self._told_nodes = None
+        self._nodes_changed = True
 
     def _begin(self, job: Job, attempt: Attempt) -> None:
-        estimate, nature = attempt.estimate, self._nature
+        estimate = attempt.estimate
+        nature = self._nature
         around_bytes = estimate.device_bytes - estimate.allocated_bytes
         capacity_bytes = (
             min(self._memory_bytes[part.node] for part in attempt.placement) - around_bytes
@@ -187,7 +191,8 @@ class SimulatedBackend:
         return (draw.uniform(shortest_s, longest_s), *self._destiny(process, draw))
 
     def _destiny(self, process: Process, fate: random.Random) -> tuple[FailureKind | None, int]:
-        first_step, last_step = process.first_step, process.last_step
+        first_step = process.first_step
+        last_step = process.last_step
         step = fate.randint(first_step, max(first_step, last_step - 1))
         fault = process.fault
         if fault is not None:
@@ -348,7 +353,8 @@ class SimulatedBackend:
 
     def _live_nodes(self) -> tuple[Node, ...]:
         """Every node that is up, with what a newcomer could take of each device now."""
-        used, foreign = self._used_bytes, self._foreign_bytes
+        used = self._used_bytes
+        foreign = self._foreign_bytes
         return tuple(
             replace(
                 node,

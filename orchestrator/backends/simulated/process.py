@@ -24,7 +24,9 @@ from orchestrator.specs.fault import Fault
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import OOM_EXIT_CODE
 
-SIGKILL, SIGTERM = -9, -15  # exit codes of ranks that a signal ended
+# exit codes of ranks that a signal ended
+SIGKILL = -9
+SIGTERM = -15
 OOM_WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 26.00 MiB."
 SURVIVORS_WORDS = (
     "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31337"

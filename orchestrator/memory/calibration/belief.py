@@ -27,11 +27,15 @@ from orchestrator.specs.profile import MemoryEstimate
 # quarter; backward
 # and optimizer follow the peak of the forward pass; a measured step differs from the next by its
 # samples.
-FORWARD_SPREAD, PEAK_SPREAD, MEASURED_SPREAD = 0.25, 0.1, 0.1
+FORWARD_SPREAD = 0.25
+PEAK_SPREAD = 0.1
+MEASURED_SPREAD = 0.1
 # of Student's t, whose tails are wider than a normal distribution's: samples may be of any length
 FREEDOM = 4
 DONE_MIN = 0.02  # of a forward pass: below, its share says little
-STEPS, STEP = 320, 0.02  # of the logarithm: up to 600 times the bound
+# of the logarithm: up to 600 times the bound
+STEPS = 320
+STEP = 0.02
 # Mean excess of the logarithm of a sample's bytes, equally likely each: from texts packed to nearly
 # one length to audio
 # of any. Chosen before the draws of `make bench-recovery` that judge it, and fitted to none of
@@ -88,7 +92,8 @@ def belief(
         weights.append(
             weight * math.prod(_student((x - centre) / spread) for centre, spread in clues)
         )
-    total, newest = sum(weights), burst[-1]
+    total = sum(weights)
+    newest = burst[-1]
     beyond = math.log(bounds[-1] / least)
     return Belief(
         least,

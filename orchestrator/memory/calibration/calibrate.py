@@ -499,7 +499,8 @@ def _ran_out_itself(outcome: Observation, job: str) -> bool:
 
 def _errors(outcomes: Sequence[Observation], correction: float) -> Errors:
     """Return the errors of the outcomes, without those that ran out of memory within the present prediction."""
-    ratios, spent = [], 0
+    ratios = []
+    spent = 0
     for outcome in outcomes:
         ratio = outcome.measured_bytes / max(
             1, corrected_peak(outcome.predicted_bytes, outcome.moments, correction)
@@ -538,7 +539,9 @@ def _student(value: float, freedom: int) -> float:
 @cache
 def _student_quantile(freedom: int) -> float:
     """Return where Student's distribution function reaches CONFIDENCE."""
-    low, high = 0.0, 10.0  # 6.96 with 2 degrees of freedom
+    # 6.96 with 2 degrees of freedom
+    low = 0.0
+    high = 10.0
     while high - low > 1e-12:
         middle = (low + high) / 2
         low, high = (middle, high) if _student(middle, freedom) < CONFIDENCE else (low, middle)

@@ -76,7 +76,8 @@ def activations(
         full = full_parts(stage, full_layers)
         for segment, parts in zip(stage.segments, full, strict=True):
             saved, copied = _saved(segment, how, segment.count, parts)
-            saved_bytes, copied_bytes = saved_bytes + passes * saved, copied_bytes + passes * copied
+            saved_bytes += passes * saved
+            copied_bytes += passes * copied
     beside = (
         Activations(
             live.per_sample_bytes + saved_bytes, live.fixed_bytes + copied_bytes, live.chunks
@@ -129,10 +130,8 @@ def _highest_places(
         if stage.moments
         else passages(stage, has_loss, gathers=gathers, updates=updates)
     )
-    places, highest = (
-        [place for place, passage in enumerate(points) if passage.point is not Point.ARRIVAL],
-        set(),
-    )
+    places = [place for place, passage in enumerate(points) if passage.point is not Point.ARRIVAL]
+    highest = set()
     for mode in ActivationCheckpointing:
         passing = _single_micro_batch(
             stage, has_loss, gathers, _How(mode, casts, 0, False), 0, updates
@@ -147,7 +146,8 @@ def _single_micro_batch(
     stage: ModelProfile, has_loss: bool, gathers: bool, how: _How, passing: int, updates: bool
 ) -> tuple[Activations, ...]:
     """Return `activations` of one micro-batch; `passing`: full layers whose passages count; `updates`: see Rank."""
-    mode, casts = how.mode, how.casts
+    mode = how.mode
+    casts = how.casts
     if stage.moments:
         lines = (
             Activations(moment.sample_bytes, moment.fixed_bytes) if moment.mode is mode else NONE
@@ -166,7 +166,8 @@ def _single_micro_batch(
     def up_to(place: int, parts: int) -> tuple[int, int]:
         """Return (bytes per sample, bytes of weight copies) saved before the place and by its first `parts` parts."""
         if not full[place]:
-            count, (all_saved, all_copied) = segments[place].count, saved_pairs[place]
+            count = segments[place].count
+            all_saved, all_copied = saved_pairs[place]
             return saved[place] + parts * (all_saved // count), copied[place] + parts * (
                 all_copied // count
             )

@@ -57,8 +57,11 @@ def moments(
     (`_prepare_fp32_grad_for_sub_group` and `_release_sub_group` in stage3.py).
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
-    profile, dp, stage = rank.profile, plan.layout.dp, zero.stage
-    count, width = profile.trained_parameters, compute_bytes(plan)
+    profile = rank.profile
+    dp = plan.layout.dp
+    stage = zero.stage
+    count = profile.trained_parameters
+    width = compute_bytes(plan)
     shard = -(-count // dp)
     at_once = max(
         profile.turns, default=count
@@ -97,7 +100,8 @@ def moments(
             Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated)))
         )
         return points
-    shard_bytes, group = 0, -(-at_once // dp)
+    shard_bytes = 0
+    group = -(-at_once // dp)
     updated = temporaries(plan, group, cuda=cuda)
     if stage is ZeroStage.PARAMETERS:
         shard_bytes = width * (shard + _bucket_count(profile) * buckets.reduce)
@@ -135,8 +139,11 @@ def _build(rank: Rank, plan: Plan) -> Moment:
 
     Stages 1 and 2 then copy what is trained of it into a flat tensor.
     """
-    profile, width, stage = rank.profile, compute_bytes(plan), plan.zero_stage
-    made, cast = profile.weight_bytes(profile.parameter_bytes), profile.weight_bytes(width)
+    profile = rank.profile
+    width = compute_bytes(plan)
+    stage = plan.zero_stage
+    made = profile.weight_bytes(profile.parameter_bytes)
+    cast = profile.weight_bytes(width)
     if stage is ZeroStage.PARAMETERS:
         layer = max(
             (part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0
@@ -158,7 +165,9 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     reduced for the first time, and what it copied for that has gone (`copy_grads_in_partition` behind `average_tensor`
     in deepspeed/runtime/zero/stage_1_and_2.py).
     """
-    width, stage, dp = compute_bytes(plan), plan.zero_stage, plan.layout.dp
+    width = compute_bytes(plan)
+    stage = plan.zero_stage
+    dp = plan.layout.dp
     count = passage.turn or profile.trained_parameters
     accumulates = plan.gradient_accumulation_steps > 1
     begun = passage.backward and passage.done + passage.gradients > 0
@@ -188,7 +197,9 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         )
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
     waiting = passage.gradients if passage.gradients < passage.segment.leaf_until else 0
-    peak, copies, gathered = fresh + waiting, 0, _gathered(profile, plan, buckets, passage)
+    peak = fresh + waiting
+    copies = 0
+    gathered = _gathered(profile, plan, buckets, passage)
     meets = _meets(profile, passage)
     for reduction in reductions:
         alone = reduction.elements if reduction.elements > buckets.reduce else 0
@@ -200,7 +211,9 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
             else gathered
         )
         if unreduced + copied + beside > peak + copies + gathered:
-            peak, copies, gathered = unreduced, copied, beside
+            peak = unreduced
+            copies = copied
+            gathered = beside
     return (
         ("gradients", width * (-(-profile.trained_parameters // dp) + peak)),
         ("gradient buckets", width * (bucket + copies)),
@@ -277,18 +290,19 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     it (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
     deepspeed/runtime/comm/coalesced_collectives.py).
     """
-    width, stage, dp = compute_bytes(plan), plan.zero_stage, plan.layout.dp
-    at_once, leaves = (
-        max(profile.turns, default=profile.trained_parameters),
-        stage is ZeroStage.PARAMETERS,
-    )
+    width = compute_bytes(plan)
+    stage = plan.zero_stage
+    dp = plan.layout.dp
+    at_once = max(profile.turns, default=profile.trained_parameters)
+    leaves = stage is ZeroStage.PARAMETERS
     rest = (
         min(buckets.reduce, at_once)
         if profile.turns
         else filling(profile, buckets.reduce, leaves=leaves).rest
     )
     if stage is ZeroStage.GRADIENTS:
-        partition, copied = _partition(profile, dp), _copied(rest, dp)
+        partition = _partition(profile, dp)
+        copied = _copied(rest, dp)
         if rest == at_once:  # the first reduction too
             copied = max(0, copied - partition)
         partitions = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)

@@ -55,7 +55,9 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
     `leaves`: gradients of a leaf module wait until all have been made (`reduce_leaf_module_grads` in stage3.py).
     """
     reduced: dict[Part, tuple[Reduction, ...]] = {}
-    in_bucket, gradients, last = 0, 0, None
+    in_bucket = 0
+    gradients = 0
+    last = None
     for part, size in _in_backward_order(profile, leaves=leaves):
         gradients = gradients if part == last else 0
         if in_bucket and in_bucket + size > bucket:
@@ -67,7 +69,9 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
             )
             reduced[part] = (*reduced.get(part, ()), reduction)
             in_bucket = 0
-        in_bucket, gradients, last = in_bucket + size, gradients + size, part
+        in_bucket += size
+        gradients += size
+        last = part
     return Filling(reduced=reduced, rest=in_bucket)
 
 

@@ -22,7 +22,8 @@ ACTIVATIONS = "activations"
 FP32_BYTES = 4
 # Places in `activations`, behind those of all passages: when the forward pass comes to the last
 # layer, and of none.
-FORWARDED, NOTHING = -2, -1
+FORWARDED = -2
+NOTHING = -1
 _BYTES = itemgetter(1)  # of a cause
 
 
@@ -160,7 +161,8 @@ def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
     """Return, for each segment, how many of its parts are among the stage's first `full_layers` layers."""
     if not full_layers:
         return [0] * len(stage.segments)
-    counts, left = [], full_layers
+    counts = []
+    left = full_layers
     for segment in stage.segments:
         counts.append(min(left, segment.count) if segment.is_unit else 0)
         left -= counts[-1]
@@ -184,7 +186,8 @@ def passages(
     a gradient `updates` its parameter at once, so does the largest one of a part without declared peaks.
     """
     segments = stage.segments
-    last, chunks = segments[-1], segments[-1].chunks
+    last = segments[-1]
+    chunks = segments[-1].chunks
     in_forward = min(chunks.gradients, last.trained_parameters) if chunks is not None else 0
     fresh = min(in_forward, last.largest_gradient)
     points = [
@@ -215,7 +218,8 @@ def passages(
             positions.add(segment.count - 2)
         if 0 < full[place] < segment.count:
             positions |= {segment.count - full[place] - 1, segment.count - full[place]}
-        repeated, is_loss = segment.is_unit, has_loss and segment is last and segment.count == 1
+        repeated = segment.is_unit
+        is_loss = has_loss and segment is last and segment.count == 1
         for position in sorted(positions):
             layer = len(layers) - 1 - passed - position
             points += [
@@ -261,7 +265,9 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
     points = []
     come: dict[object, int] = {}
     for moment in stage.moments:
-        segment, ahead, behind = stage.segments[moment.segment], None, None
+        segment = stage.segments[moment.segment]
+        ahead = None
+        behind = None
         if segment.is_unit:
             layer = first[moment.segment] + segment.count - 1 - moment.position
             ahead = units[layer - 1] if layer > 0 else None
@@ -269,7 +275,9 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
         since = 0
         if moment.fresh:
             part = moment.mode, moment.turn, moment.segment, moment.position, moment.zero3
-            point, since, come[part] = Point.ARRIVAL, come.get(part, 0), moment.own
+            point = Point.ARRIVAL
+            since = come.get(part, 0)
+            come[part] = moment.own
         elif moment.backward:
             point = Point.START if moment.starts else Point.PEAK
         else:
@@ -311,7 +319,8 @@ def _backward(
     feed-forward) meet. A loss that holds all logits has its peak before the head has any gradient. One in chunks has
     the head's from the forward pass.
     """
-    trained, largest = segment.trained_parameters, segment.largest_gradient
+    trained = segment.trained_parameters
+    largest = segment.largest_gradient
     if is_loss and segment.chunks is not None:
         return [
             (Point.PEAK, min(segment.chunks.gradients, trained), None),

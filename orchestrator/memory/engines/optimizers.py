@@ -15,7 +15,8 @@ SGD_BYTES = 4  # the momentum buffer; counted where momentum is 0 too, since the
 # of fp32 values for
 # each moment (torchao/optim/subclass_8bit.py). Smaller tensors keep fp32
 # (training/engines/eight_bit.py).
-BLOCK, QUANTISED_MIN = 256, 4096
+BLOCK = 256
+QUANTISED_MIN = 4096
 TABLES_BYTES = 2 * 256 * FP32_BYTES
 # Held of each element while 8-bit AdamW updates its tensor. Compiled, two fp32 values (what
 # inductor allocates for

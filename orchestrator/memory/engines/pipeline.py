@@ -21,7 +21,8 @@ def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[R
     step has few micro-batches, fewer gradients exist while the most are in flight: ranks are listed twice.
     `full_layers`: number of first layers of each stage that are recomputed in full, for the ranks' passages.
     """
-    layout, per_rank = plan.layout, plan.pipeline_stages_per_rank
+    layout = plan.layout
+    per_rank = plan.pipeline_stages_per_rank
     in_flight = filling(layout.pp, per_rank, plan.gradient_accumulation_steps)
     if layout.pp == 1:
         is_alone = in_flight.is_one_round
@@ -58,7 +59,8 @@ def waiting(rank: int, pp: int, per_rank: int, filling: Filling) -> tuple[int, .
     """
     if per_rank == 1:
         return (pp - rank,)
-    at_a_time, whole_round = filling.at_a_time, per_rank * filling.at_a_time
+    at_a_time = filling.at_a_time
+    whole_round = per_rank * filling.at_a_time
     passes = (per_rank - 1) * at_a_time + 2 * (pp - 1 - rank) + 1
     rounds, rest = divmod(min(passes, whole_round) if filling.is_one_round else passes, whole_round)
     return tuple(
@@ -89,8 +91,10 @@ def _stages(
     per_rank = len(sizes) // pp
     kinds = []
     for rank in distinct_ranks(pp, sizes):
-        layer_counts, passes = sizes[rank::pp], waiting(rank, pp, per_rank, filling)
-        first, last = rank == 0, rank == pp - 1
+        layer_counts = sizes[rank::pp]
+        passes = waiting(rank, pp, per_rank, filling)
+        first = rank == 0
+        last = rank == pp - 1
         stages = [
             part(profile, layers, first=first and turn == 0, last=last and turn == per_rank - 1)
             for turn, layers in enumerate(layer_counts)
@@ -150,7 +154,9 @@ def _split_round(
 
 def distinct_ranks(pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the indices of the first rank, each middle rank with more layers than all before it, and the last rank."""
-    per_rank, chosen, most = len(sizes) // pp, [0], sum(sizes[0::pp])
+    per_rank = len(sizes) // pp
+    chosen = [0]
+    most = sum(sizes[0::pp])
     for rank in range(1, pp - 1):
         layers = sum(sizes[rank + turn * pp] for turn in range(per_rank))
         if layers > most:
@@ -191,7 +197,8 @@ def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tup
     """
     repeated = max(profile.segments, key=lambda segment: segment.count)
     place = profile.segments.index(repeated)
-    before, behind = profile.segments[:place], profile.segments[place + 1 :]
+    before = profile.segments[:place]
+    behind = profile.segments[place + 1 :]
     return (
         tuple(map(_with_shared, before)),
         replace(repeated, waiting_gradients=0),

@@ -23,7 +23,9 @@ def ddp_moments(
     in the backward pass of the last one: of two micro-batches the second has less and less of it. A single rank has no
     buckets, and its gradients appear as the backward pass goes on.
     """
-    profile, count, width = rank.profile, rank.trained_parameters, rank.profile.parameter_bytes
+    profile = rank.profile
+    count = rank.trained_parameters
+    width = rank.profile.parameter_bytes
     buckets = width * count if replicated.ranks > 1 else 0
     are_views = replicated.is_ours and buckets > 0
     fixed = (
@@ -56,7 +58,8 @@ def ddp_moments(
     if plan.optimizer_in_backward:
         return points
     gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
-    largest, before = profile.largest_trained, profile.updated_before_largest
+    largest = profile.largest_trained
+    before = profile.updated_before_largest
     temporary = temporaries(plan, largest, cuda=cuda, before=before)
     if cuda and not replicated.is_ours and plan.optimizer is not Optimizer.ADAMW_8BIT:
         temporary = width * count  # torch's foreach rules hold as much as all gradients
@@ -107,8 +110,11 @@ def fsdp_moments(
     It keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in the
     same file). Those to which they are added lie beside.
     """
-    profile, shards, compute = rank.profile, fsdp.shards, compute_bytes(plan)
-    device, fixed = _on_device(plan), _shards(rank, plan, shards)
+    profile = rank.profile
+    shards = fsdp.shards
+    compute = compute_bytes(plan)
+    device = _on_device(plan)
+    fixed = _shards(rank, plan, shards)
     of_turn: dict[
         int, int
     ] = {}  # gradients by the end of it, those of recipes out of turn among them
@@ -220,25 +226,20 @@ def _unit(
     nothing is gathered any more.
     """
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
-    segment, keeps, shards, alone = (
-        passage.segment,
-        fsdp.keeps_gathered,
-        fsdp.shards,
-        fsdp.shards == 1,
-    )
-    gathered, reducing, named = (
-        rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters,
-        0,
-        0,
-    )
-    ahead, behind = passage.ahead, passage.behind
+    segment = passage.segment
+    keeps = fsdp.keeps_gathered
+    shards = fsdp.shards
+    alone = fsdp.shards == 1
+    gathered = rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters
+    reducing = 0
+    named = 0
+    ahead = passage.ahead
+    behind = passage.behind
     if segment.experts and plan.expert_parallel > 1:
         return _mixture(rank, plan, fsdp, passage, compute, gathered, gloo=gloo)
     if segment.is_unit and passage.backward:
-        unit, reducing = (
-            0 if keeps else segment.parameters,
-            behind.trained_parameters if behind else 0,
-        )
+        unit = 0 if keeps else segment.parameters
+        reducing = behind.trained_parameters if behind else 0
         waiting = 0 if alone else unit
         arriving = ahead.parameters if ahead and not keeps and not alone else 0
         here = unit + arriving, 0, reducing
@@ -252,7 +253,9 @@ def _unit(
                 start,
                 key=lambda counts: compute * (counts[0] + counts[1]) + exchanged * counts[2],
             )
-        gathered, named, reducing = gathered + here[0], here[1], here[2]
+        gathered += here[0]
+        named = here[1]
+        reducing = here[2]
     elif segment.is_unit and rank.stage.moments:
         flat = 0 if alone else segment.parameters  # stays until the next unit's is there
         gathered += flat + (0 if keeps else segment.parameters)
@@ -279,9 +282,12 @@ def _mixture(
     `post_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where no other rank has
     the same experts they are copied, without flat buffers for weights.
     """
-    segment, keeps, shards = passage.segment, fsdp.keeps_gathered, plan.layout.dp
+    segment = passage.segment
+    keeps = fsdp.keeps_gathered
+    shards = plan.layout.dp
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
-    rest, experts = segment.parameters - segment.experts, segment.experts // plan.expert_parallel
+    rest = segment.parameters - segment.experts
+    experts = segment.experts // plan.expert_parallel
     of_rest, of_experts = (0, 0) if keeps else _flat(plan, segment)  # flat buffers
     unit = 0 if keeps else rest + experts
     reducing = exchanged * (rest + experts) if passage.behind else 0
@@ -326,12 +332,10 @@ def _update_behind(
 
     The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
     """
-    behind, keeps, shards, alone = (
-        passage.behind,
-        fsdp.keeps_gathered,
-        fsdp.shards,
-        fsdp.shards == 1,
-    )
+    behind = passage.behind
+    keeps = fsdp.keeps_gathered
+    shards = fsdp.shards
+    alone = fsdp.shards == 1
     assert behind is not None, passage
     ahead = 0 if alone else passage.segment.parameters
     gathered = rank.parameters - passage.units_done if keeps else rank.end_parameters + ahead
@@ -357,10 +361,8 @@ def _root_update(rank: Rank, plan: Plan, compute: int, shards: int, *, cuda: boo
     """
     ends = [segment for segment in rank.profile.segments if not segment.is_unit]
     last = next((segment.last_gradient for segment in reversed(ends)), 0)
-    trained, largest = (
-        rank.trained_end_parameters,
-        max((segment.largest_gradient for segment in ends), default=0),
-    )
+    trained = rank.trained_end_parameters
+    largest = max((segment.largest_gradient for segment in ends), default=0)
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     return (
         ("gradients", rank.profile.parameter_bytes * -(-trained // shards)),
@@ -423,9 +425,11 @@ def _reduced_once(
     )
     reduced = max(0, passage.done - passage.ends_done)
     behind = passage.behind.trained_parameters if passage.behind and passage.backward else 0
-    copies, named = 1, 0
+    copies = 1
+    named = 0
     if passage.behind and passage.point is Point.START:
-        copies, named = 1 + gloo, passage.behind.last_gradient
+        copies = 1 + gloo
+        named = passage.behind.last_gradient
     whole = (
         exchanged * (rank.trained_parameters - reduced + copies * behind + named)
         + compute * passage.fresh
@@ -457,12 +461,12 @@ def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bo
     torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its weights are still
     there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
-    compute, shards = compute_bytes(plan), fsdp.shards
-    width, exchanged = (
-        rank.profile.parameter_bytes,
-        exchanged_bytes(plan, rank.profile.parameter_bytes),
-    )
-    root, trained = rank.end_parameters, rank.trained_end_parameters
+    compute = compute_bytes(plan)
+    shards = fsdp.shards
+    width = rank.profile.parameter_bytes
+    exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
+    root = rank.end_parameters
+    trained = rank.trained_end_parameters
     adds_shards = plan.gradient_accumulation_steps > 1 and not fsdp.once_a_step
     reduced = (
         0
@@ -473,7 +477,8 @@ def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bo
         reduced += rank.trained_parameters - trained
     shard = width * -(-trained // shards)
     if fsdp.is_pipelined:
-        gathered, whole = compute * (root + -(-root // shards)), 2 * exchanged * trained + shard
+        gathered = compute * (root + -(-root // shards))
+        whole = 2 * exchanged * trained + shard
     else:
         last = next(
             (
@@ -485,10 +490,8 @@ def _root_reduction(rank: Rank, plan: Plan, fsdp: Fsdp, device: int, *, gloo: bo
         )
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
         made = exchanged if fsdp.once_a_step else compute
-        gathered, whole = (
-            0,
-            max((made + exchanged) * trained, copies * exchanged * trained + shard + named),
-        )
+        gathered = 0
+        whole = max((made + exchanged) * trained, copies * exchanged * trained + shard + named)
     return (
         ("gradients", device * width * -(-reduced // shards)),
         ("gathered parameters", gathered),

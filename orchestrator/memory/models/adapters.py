@@ -88,12 +88,15 @@ class AdaptedLayer:
         """
         inputs = sum(inputs for inputs, _ in self.adapted.values())
         outputs = sum(outputs for _, outputs in self.adapted.values())
-        forward, backward = 5 * self.width * outputs, self.width * (3 * inputs + 2 * outputs)
+        forward = 5 * self.width * outputs
+        backward = self.width * (3 * inputs + 2 * outputs)
         if self.autocast:
-            forward, backward = 12 * inputs + 10 * outputs, 18 * inputs + 4 * outputs
+            forward = 12 * inputs + 10 * outputs
+            backward = 18 * inputs + 4 * outputs
         if self.dropout:  # it reads, writes, and keeps a mask
             dropped = (2 * (4 if self.autocast else self.width) + self._mask_bytes) * inputs
-            forward, backward = forward + dropped, backward + dropped
+            forward += dropped
+            backward += dropped
         return forward, backward
 
     @property

@@ -96,8 +96,12 @@ def with_experts(
     byte (transformers 5.23, torch 2.13.0, 2026-11). Autocast does not reach the experts.
     """
     embedding, layer, head = profile.segments
-    h, f, shared, count = hidden, experts.width, experts.shared_width, experts.count
-    down, router = count * f * h, count * h
+    h = hidden
+    f = experts.width
+    shared = experts.shared_width
+    count = experts.count
+    down = count * f * h
+    router = count * h
     routing = _Routing(tokens=tokens, experts=experts, spread=spread, uneven=uneven)
     saved_bytes, selective_bytes = _saved_bytes(profile, routing, h, autocast=autocast)
     parts = (*((h, *(3 * (shared * h,))) if shared else ()), down, 2 * down, router)
@@ -169,11 +173,13 @@ def _routed_bytes(profile: ModelProfile, routing: _Routing, h: int, *, autocast:
     rank has the answers of its own copies, and of those that came everything else, with 8 bytes of places.
     """
     experts = routing.experts
-    k, low = experts.chosen, profile.precision is not Precision.FP32
+    k = experts.chosen
+    low = profile.precision is not Precision.FP32
     weights = (2 * k if low and not experts.weights_in_fp32 else 0) + (
         0 if experts.weights_add_up else 4 * k + 4
     )
-    w, places = _expert_width(profile, autocast=autocast), 8 if routing.spread > 1 else 0
+    w = _expert_width(profile, autocast=autocast)
+    places = 8 if routing.spread > 1 else 0
     return (
         routing.received * (w * (4 * experts.width + h) + places)
         + routing.sent * (w * h + 40)
@@ -193,7 +199,8 @@ def _saved_bytes(
     profile: ModelProfile, routing: _Routing, h: int, *, autocast: bool
 ) -> tuple[int, int]:
     """Return the bytes a sample's experts save: in all, and under selective checkpointing (products only)."""
-    width, experts = 4 if profile.precision is Precision.FP32 else 2, routing.experts
+    width = 4 if profile.precision is Precision.FP32 else 2
+    experts = routing.experts
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
     shared = _shared_bytes(profile, experts, h, autocast=autocast)
     shared_products = width * (2 * experts.shared_width + h + 1) if experts.shared_width else 0
@@ -210,17 +217,15 @@ def _peaks(
     A gradient of all experts of a rank is one tensor and made whole, whatever the routing was. Where they are spread,
     the gradients of copies go back to their tokens in between: as they came, in the order of ranks, and arrived.
     """
-    experts, tokens, sent, received = (
-        routing.experts,
-        routing.tokens,
-        routing.sent,
-        routing.received,
-    )
-    k, f, width = experts.chosen, experts.width, 4 if profile.precision is Precision.FP32 else 2
-    w, down = (
-        _expert_width(profile, autocast=autocast),
-        experts.count // routing.spread * experts.width * h,
-    )
+    experts = routing.experts
+    tokens = routing.tokens
+    sent = routing.sent
+    received = routing.received
+    k = experts.chosen
+    f = experts.width
+    width = 4 if profile.precision is Precision.FP32 else 2
+    w = _expert_width(profile, autocast=autocast)
+    down = experts.count // routing.spread * experts.width * h
     came_in = width * (h - 1) if experts.shared_width else 0  # of what the shared expert returned
     base = tokens * came_in - 8 * sent
     routed = _routed_bytes(profile, routing, h, autocast=autocast)
@@ -252,15 +257,14 @@ def _expert_width(profile: ModelProfile, *, autocast: bool) -> int:
 
 def _factored_elements(experts: Experts, h: int) -> int:
     """Return the rows and columns of all matrices; each expert of the two tensors has its own."""
-    f, shared = experts.width, experts.shared_width
+    f = experts.width
+    shared = experts.shared_width
     routed = experts.count * (2 * f + h + h + f) + experts.count + h
     return routed - 3 * h + (3 * (shared + h) + 1 + h if shared else 0)
 
 
 def _updated_before_largest(experts: Experts, table: int, h: int) -> int:
     """See ModelProfile: the first tensor of experts goes before the second, which is half of it."""
-    first, before = (
-        2 * experts.count * experts.width * h,
-        experts.count * h if experts.router_first else 0,
-    )
+    first = 2 * experts.count * experts.width * h
+    before = experts.count * h if experts.router_first else 0
     return max(2 * table, 2 * first + before) - 2 * max(table, first)

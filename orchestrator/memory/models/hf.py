@@ -101,7 +101,8 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
         return None  # attention through a mask
     if model.lora is not None and set(model.lora.target_modules) - set(PROJECTIONS):
         return None
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     activations = {config.get("hidden_act"), config.get("hidden_activation")} - {None}
     if config.get("attention_dropout") or head_dim > HEAD_DIM_MAX or activations - set(ACTIVATIONS):
@@ -132,13 +133,12 @@ def as_transformers(
     `is_script`: peft prepares a base of 4 bits, and not we.
     """
     embedding, layer, head = profile.segments
-    config, tp, low = (
-        config_of(model),
-        profile.tensor_parallel,
-        profile.precision is not Precision.FP32,
-    )
+    config = config_of(model)
+    tp = profile.tensor_parallel
+    low = profile.precision is not Precision.FP32
     family = ATTENTION.get(config["model_type"], config["model_type"])
-    q, kv = shape.num_attention_heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
+    q = shape.num_attention_heads * shape.head_dim // tp
+    kv = shape.kv_heads * shape.head_dim // tp
     more = 0
     if (family == "qwen2" and config.get("qkv_bias", True)) or config.get("attention_bias"):
         more += q + 2 * kv
@@ -206,8 +206,10 @@ def _moved(
     profile: ModelProfile, shape: DecoderShape, family: str, tokens: int, *, autocast: bool
 ) -> tuple[int, ...]:
     """Bytes of a sample that a layer's operators move, forwards and backwards, as its Python code runs uncompiled."""
-    tp, low = profile.tensor_parallel, profile.precision is not Precision.FP32
-    h, f = shape.hidden_size / profile.sequence_parallel, shape.intermediate_size // tp
+    tp = profile.tensor_parallel
+    low = profile.precision is not Precision.FP32
+    h = shape.hidden_size / profile.sequence_parallel
+    f = shape.intermediate_size // tp
     rotated = (shape.num_attention_heads + shape.kv_heads) * shape.head_dim // tp
     ways = MOVED["autocast" if autocast else "low" if low else "fp32"]
     more = NORMS_OF_HEADS if family == "qwen3" else (0, 0)
@@ -237,13 +239,12 @@ def _with_adapters(
     did. A norm whose weight is frozen does not keep what the weight is multiplied with.
     """
     embedding, layer, head = segments
-    sizes, h, f, width = (
-        list(beside.adapted.values()),
-        shape.hidden_size,
-        shape.intermediate_size,
-        beside.width,
-    )
-    low, autocast = width == 2, beside.autocast
+    sizes = list(beside.adapted.values())
+    h = shape.hidden_size
+    f = shape.intermediate_size
+    width = beside.width
+    low = width == 2
+    autocast = beside.autocast
     trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
     table = shape.vocab_size * h
     base_width = NF4_BYTES if lora.quantise_base else width
@@ -251,7 +252,8 @@ def _with_adapters(
     returned = tokens * width * sum(outputs for _, outputs in sizes)
     normed = tokens * (width if low and not autocast else 4) * h
     base_inputs = tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
-    inputs, forward = tokens * beside.inputs_bytes, tokens * beside.forward_bytes
+    inputs = tokens * beside.inputs_bytes
+    forward = tokens * beside.forward_bytes
     backward = tokens * beside.backward_bytes
     moved_forward, moved_backward = beside.moved_bytes
     frozen_layer = round(base_width * beside.matrices) + rest * (layer.parameters - beside.matrices)
@@ -319,8 +321,10 @@ def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
 def _adapted_layer(
     lora: LoraSpec, shape: DecoderShape, *, low: bool, autocast: bool, cuda: bool
 ) -> AdaptedLayer:
-    h, f = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    h = shape.hidden_size
+    f = shape.intermediate_size
+    q = shape.num_attention_heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
     sizes = (h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)
     return AdaptedLayer(
         projections=dict(zip(PROJECTIONS, sizes, strict=True)),

@@ -31,7 +31,8 @@ def apply_update(state: State, event: UpdateRequested) -> Transition:
         job = replace(job, attempts=(*job.attempts[:-1], replace(job.last, over_limit=False)))
     if spec.deadline != job.spec.deadline:
         job = replace(job, deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None)
-    was_held, job = job.held_by is not None, replace(job, spec=spec, held_by=event.held_by)
+    was_held = job.held_by is not None
+    job = replace(job, spec=spec, held_by=event.held_by)
     if event.held_by is None:
         reason = job.reason or ("was released" if was_held else "")
         return with_job(state, replace(job, reason=reason)), ()

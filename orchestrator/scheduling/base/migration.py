@@ -82,7 +82,8 @@ def expected_loss_s(job: Job, at_s: float) -> float:
 
 def _lost_s(attempt: Attempt) -> float | None:
     """Return the seconds between the last checkpoint of an ended attempt and its last step; None where unknown."""
-    evidence, step_s = attempt.evidence, attempt.measured_step_s
+    evidence = attempt.evidence
+    step_s = attempt.measured_step_s
     if evidence is None or evidence.checkpoint_step is None or step_s is None:
         return None
     steps = max(beat.step for beat in evidence.heartbeats) - evidence.checkpoint_step

@@ -198,7 +198,8 @@ def _find_swallowed_oom(job: Job, evidence: Evidence) -> OomReport | None:
 
     A job may accept what its script catches, but not where it hung afterwards or left without its artifacts.
     """
-    report, stood_still = find_refuting_report(evidence), evidence.hung_for_s is not None
+    report = find_refuting_report(evidence)
+    stood_still = evidence.hung_for_s is not None
     # an exception of another cause ended that rank, or a signal did
     if report is not None and not stood_still and _ended_otherwise(evidence, report.rank):
         return None

@@ -95,7 +95,9 @@ def bytes_per_parameter(plan: Plan) -> float:
     """Return the device bytes per parameter during the optimizer step (arXiv:1910.02054, section 5)."""
     if plan.offload is Offload.PARAMETERS:
         return 0.0
-    stage, shards, width = plan.mechanics.stage, plan.mechanics.shards, float(master_bytes(plan))
+    stage = plan.mechanics.stage
+    shards = plan.mechanics.shards
+    width = float(master_bytes(plan))
     weights = width / (shards if stage >= ZeroStage.PARAMETERS else 1)
     gradients = width / (shards if stage >= ZeroStage.GRADIENTS else 1)
     states = STATE_BYTES[plan.optimizer] / shards

@@ -37,10 +37,8 @@ def oom_failure(attempt: Attempt, report: OomReport, finding: Finding | None) ->
         report.foreign_bytes
         and oom_needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes
     ):
-        kind, facts = (
-            FailureKind.MEMORY_CONTENTION,
-            f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes",
-        )
+        kind = FailureKind.MEMORY_CONTENTION
+        facts = f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes"
     return Failure(
         kind=kind, rank=report.rank, phase=phase, reason=facts, excerpt=cut_tail(report.message)
     )

@@ -30,10 +30,9 @@ _OWN_CODES = (
     126,
     127,
 )  # no artifacts; argparse's usage; the shell's "cannot execute" and "not found"
-ELAPSED_SHARE, START_S = (
-    0.2,
-    60.0,
-)  # two ends without steps are at the same point where their times differ by less
+# two ends without steps are at the same point where their times differ by less
+ELAPSED_SHARE = 0.2
+START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,14 @@ def ending_of(
     phase = GUARD_PHASES.get(report.phase) if report is not None else None
     where = phase or phase_of_frames(frames)
     place = _own_place(frames)
-    is_own, passes = end.exit_code in _OWN_CODES, False
+    is_own = end.exit_code in _OWN_CODES
+    passes = False
     if kind:
         is_reported = report is not None and report.type.rpartition(".")[2] == kind
         bases = report.bases if report is not None and is_reported else ()
         blamed = _deciding_type((kind, *bases), message)
-        is_own, passes = _is_own(blamed, message, frames, command), may_pass(blamed, message)
+        is_own = _is_own(blamed, message, frames, command)
+        passes = may_pass(blamed, message)
         # a virtual device is no GPU, wherever the program is tried
         is_own = is_own or (evidence.virtual and is_device_error(f"{kind}: {message}"))
     return Ending(

@@ -7,7 +7,8 @@ import signal
 SHELL_BASE = 128  # a shell or a container reports signal N as exit code 128 + N
 NEGATIVE = range(241, 254)  # of signals 15 to 3: `sys.exit(-N)` of a launcher, cut to 8 bits
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-KILLED, SHARED_MEMORY_LOST = signal.SIGKILL, signal.SIGBUS
+KILLED = signal.SIGKILL
+SHARED_MEMORY_LOST = signal.SIGBUS
 ENDED_BY_US = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of survivors that we end
 
 

@@ -282,7 +282,8 @@ class LogScan:
         """The log line that explains the end, then at most FINDINGS_MAX - 1 others in order; () without any."""
         if self._calm > CALM_LINES:
             return ()
-        roots, lines = list[Finding](), list[Finding]()
+        roots = list[Finding]()
+        lines = list[Finding]()
         for stack in self._stacks.values():
             root = stack.find_root()
             if root is not None:
@@ -321,20 +322,24 @@ class LogScan:
             stack.is_raising = False
         elif is_named and not is_message and not _LOG_LINE.match(text):
             stack.message_lines = self._messages = MESSAGE_LINES_MAX
-            stack.is_traced, stack.is_raising = stack.is_raising, False
+            stack.is_traced = stack.is_raising
+            stack.is_raising = False
             return Role.EXCEPTION
         return Role.MESSAGE if self._continues_message(stack, text) else Role.LINE
 
     def _read_link(self, stack: _Stack, text: str) -> None:
         for phrase, link in _LINKS.items():
             if phrase in text and stack.chain:
-                stack.link, stack.message_lines = link, 0
+                stack.link = link
+                stack.message_lines = 0
         # a thread's exception ends no process: it counts only where no other is known
         is_known = bool(stack.chain) or stack.root is not None
         if text.startswith(_IGNORED) or (text.startswith(_OF_A_THREAD) and is_known):
-            stack.is_ignored, stack.message_lines = True, 0
+            stack.is_ignored = True
+            stack.message_lines = 0
         if HEAD in text:
-            stack.is_raising, stack.message_lines = True, 0
+            stack.is_raising = True
+            stack.message_lines = 0
             if _NESTED_HEAD in text and stack.chain:
                 stack.link = "nested"
 
@@ -359,7 +364,8 @@ class LogScan:
     def _forget_all(self) -> None:
         for stack in self._stacks.values():
             stack.forget()
-        self._count, self._last = 0, None
+        self._count = 0
+        self._last = None
 
     def _count_steps(self, line: str) -> None:
         """Forget what a rank wrote of failures once its steps are counted further."""
@@ -477,7 +483,8 @@ class LogScan:
             if rank := _ROOT_RANK.match(text):
                 self.root_rank = int(rank[1])
             elif code := _ROOT_EXIT.match(text):
-                self.root_exit_code, self._in_root_cause = int(code[1]), False
+                self.root_exit_code = int(code[1])
+                self._in_root_cause = False
 
 
 def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:

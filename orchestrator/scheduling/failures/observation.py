@@ -94,7 +94,8 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
     None where nothing was measured, some process was unwatched, an error was injected, or memory ran out outside
     training.
     """
-    evidence, failure = attempt.evidence, attempt.failure
+    evidence = attempt.evidence
+    failure = attempt.failure
     if (
         evidence is None
         or evidence.unwatched
@@ -117,7 +118,8 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
 
 def warnings(attempt: Attempt) -> tuple[str, ...]:
     """Return doubts about the record of an ended attempt, one sentence each."""
-    evidence, sentences = attempt.evidence, []
+    evidence = attempt.evidence
+    sentences = []
     if evidence is not None and evidence.unwatched:
         sentences.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
     if evidence is not None:

@@ -23,7 +23,8 @@ from orchestrator.specs.suspension import Suspension, UnexplainedEnd
 RECENT_S = 600.0  # ends of other jobs within it tell of the same place or the same service
 REMEMBERED_S = 86_400.0  # for so long an end counts against its device
 ENDS_MAX = 256  # remembered at a time
-SUSPENDED_FIRST_S, SUSPENDED_MAX_S = 1800.0, 43_200.0
+SUSPENDED_FIRST_S = 1800.0
+SUSPENDED_MAX_S = 43_200.0
 TRUSTED_S = 1800.0  # who ran for so long had no trouble with the place
 JOBS_MIN = 2  # whose ends suspend a place
 REASON_CHARACTERS_MAX = 200
@@ -36,11 +37,9 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
     two places, or is to blame itself, withdraws its accusations.
     """
     assert attempt.ended_at_s is not None
-    at_s, devices, nodes = (
-        attempt.ended_at_s,
-        devices_of(attempt.placement),
-        nodes_of(attempt.placement),
-    )
+    at_s = attempt.ended_at_s
+    devices = devices_of(attempt.placement)
+    nodes = nodes_of(attempt.placement)
     ends = tuple(end for end in state.ends if at_s - end.at_s <= REMEMBERED_S)
     suspensions = state.suspensions
     if failure is None or at_s - attempt.launched_at_s >= TRUSTED_S:
@@ -76,7 +75,8 @@ def suspects(
     Jobs of the same family do not count: a sweep whose trials all end alike says nothing of devices. Both are empty
     where no devices would be left without the suspects.
     """
-    at_s, devices = attempt.ended_at_s or 0.0, devices_of(attempt.placement)
+    at_s = attempt.ended_at_s or 0.0
+    devices = devices_of(attempt.placement)
     others = [end for end in others if end.family != job.spec.family_name and accuses(end.ending)]
     places: set[Device | str] = {
         device for end in others for device in devices & devices_of(end.placement)

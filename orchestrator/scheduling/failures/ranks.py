@@ -229,19 +229,24 @@ def _failure_of_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
 
     A crash by another signal says nothing of its cause.
     """
-    rank, code = end.rank, end.exit_code
+    rank = end.rank
+    code = end.exit_code
     if code == 1 and end.root_rank is not None and end.root_exit_code is not None:
-        rank, code = end.root_rank, end.root_exit_code
+        rank = end.root_rank
+        code = end.root_exit_code
     number = exit_signal(code)
     if number is None:
         return None
     name = signal_name(number)
     if number == KILLED and evidence.host_oom_kills:
-        kind, reason = FailureKind.HOST_OOM, f"rank {rank} was killed by the kernel for memory"
+        kind = FailureKind.HOST_OOM
+        reason = f"rank {rank} was killed by the kernel for memory"
     elif number in FROM_OUTSIDE:
-        kind, reason = FailureKind.PREEMPTED, f"rank {rank} was ended from outside by {name}"
+        kind = FailureKind.PREEMPTED
+        reason = f"rank {rank} was ended from outside by {name}"
     elif number == SHARED_MEMORY_LOST:
-        kind, reason = FailureKind.HOST_OOM, f"rank {rank} ended by SIGBUS: shared memory"
+        kind = FailureKind.HOST_OOM
+        reason = f"rank {rank} ended by SIGBUS: shared memory"
     else:
         return None
     return Failure(kind=kind, rank=rank, reason=reason, excerpt=cut_tail(end.log_tail))

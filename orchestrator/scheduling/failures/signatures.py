@@ -172,7 +172,8 @@ def is_quoted(text: str) -> bool:
     match = _match_of(text)
     if match is None:
         return False
-    before, after = text[: match.start()], text[match.end() :]
+    before = text[: match.start()]
+    after = text[match.end() :]
     is_zero = _ZERO_BEFORE.search(before) or _ZERO_AFTER.match(after)
     if is_zero and _COUNTER.search(text):
         return True

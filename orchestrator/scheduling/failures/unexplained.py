@@ -47,7 +47,8 @@ def unexplained_failure(
     if finding is None and end.exit_code == 1 and end.root_rank is not None:
         end = replace(end, rank=end.root_rank, exit_code=end.root_exit_code)
     ending = ending_of(attempt, evidence, end, finding, report, command)
-    rank, excerpt = end.rank, last_traceback(end.log_tail)
+    rank = end.rank
+    excerpt = last_traceback(end.log_tail)
     if finding is None:
         reason = _describe_exit(evidence, end)
     else:
@@ -92,9 +93,11 @@ def _describe_exit(evidence: Evidence, end: RankEnd) -> str:
     if end.exit_code == 0:
         return "exited 0 before the last of its steps (`success.steps` is all)"
     number = exit_signal(end.exit_code)
-    how, pattern = f"exited with code {end.exit_code}", _ANYTHING
+    how = f"exited with code {end.exit_code}"
+    pattern = _ANYTHING
     if number is not None:
-        how, pattern = f"crashed by {signal_name(number)}", _TELLS_OF_ABORT
+        how = f"crashed by {signal_name(number)}"
+        pattern = _TELLS_OF_ABORT
     lines = end.log_tail.splitlines()[-LINES_OF_END:]
     line = next((line.strip() for line in reversed(lines) if pattern.search(line)), "")
     reason = f"rank {end.rank} {how}"

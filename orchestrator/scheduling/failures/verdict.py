@@ -26,9 +26,13 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.suspension import UnexplainedEnd
 
-JOBS_OF_SERVICE, NODES_OF_SERVICE = 3, 2  # with earlier ending: an outside service fails
+# with earlier ending: an outside service fails
+JOBS_OF_SERVICE = 3
+NODES_OF_SERVICE = 2
 OUTSIDE_SERVICE = Shortage(missing="outside service")
-TRAINED_FIRST_S, TRAINED_MAX_S = 30.0, 600.0  # waits after an end within the training
+# waits after an end within the training
+TRAINED_FIRST_S = 30.0
+TRAINED_MAX_S = 600.0
 PROGRAM_WAIT_S = 2.0  # where the exception blames the program, time changes nothing
 STARTUP_WAITS_S = (30.0, 120.0)
 REFUSED_WAITS_S = (
@@ -36,10 +40,9 @@ REFUSED_WAITS_S = (
     1200.0,
 )  # a hub or a network that refused is most often back within 20 minutes
 ADVANCE_S = 600.0  # of training: an attempt that gains so much uses no budget
-REPEATED_SHARE, REPEATED_S = (
-    0.25,
-    7200.0,
-)  # what may be trained again: so much of the job, or so long
+# what may be trained again: so much of the job, or so long
+REPEATED_SHARE = 0.25
+REPEATED_S = 7200.0
 
 
 ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
@@ -86,7 +89,8 @@ def _judge_shortage(job: Job, attempt: Attempt, failure: Failure, shortage: Shor
     ]
     wait_s = _next_wait_s(waits, attempt.ended_at_s, shortage)
     if attempt.ended_at_s - attempt.launched_at_s > REPEATED_S and not _saved_step(attempt):
-        lost, wait_s = describe_missing(job.spec), None
+        lost = describe_missing(job.spec)
+        wait_s = None
         reason = f"{lost}: too much would be trained again{describe_unmatched(job.spec, attempt)}"
     elif wait_s is None:
         reason = f"no {shortage.missing} for {shortage.total_s / 3600:g} hours"
@@ -115,7 +119,8 @@ def _verdict(
     nodes: Sequence[Node],
 ) -> tuple[Verdict, str]:
     """Return the first row that fits. Rows of the job alone come before those that need several jobs to agree."""
-    retries, before = job.spec.retries, _unexplained_attempts(job, attempt)
+    retries = job.spec.retries
+    before = _unexplained_attempts(job, attempt)
     if _is_allowed(job, attempt) and len(_attempts_of_row(before, 4)) < retries.on_error:
         return ON_ERROR, f"retries.on_error allows {retries.on_error} restarts"
     if failure.near_limit and not _attempts_of_row(before, NEAR_LIMIT_ROW):
@@ -158,7 +163,8 @@ def _unexplained_attempts(job: Job, attempt: Attempt) -> list[Attempt]:
 
 def _is_allowed(job: Job, attempt: Attempt) -> bool:
     """Return whether `retries.exit_codes` names the exit code of the attempt, or no code at all."""
-    codes, evidence = job.spec.retries.exit_codes, attempt.evidence
+    codes = job.spec.retries.exit_codes
+    evidence = attempt.evidence
     return not codes or (
         evidence is not None and any(end.exit_code in codes for end in evidence.ranks)
     )
@@ -247,10 +253,8 @@ def _judge_in_training(
             if ending.is_own
             else min(TRAINED_FIRST_S * 2 ** len(before), TRAINED_MAX_S)
         )
-    saved, saved_before = (
-        _saved_step(attempt),
-        max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0),
-    )
+    saved = _saved_step(attempt)
+    saved_before = max(map(_saved_step, job.attempts[: attempt.number - 1]), default=0)
     if saved > saved_before:
         budget = "" if ending.elapsed_s >= ADVANCE_S else "unknown"
         return Verdict(
@@ -278,7 +282,8 @@ def describe_unmatched(spec: JobSpec, attempt: Attempt) -> str:
     """Return text on which checkpoint patterns matched nothing, and which files exist instead; "" without files."""
     if attempt.evidence is None or not attempt.evidence.unmatched:
         return ""
-    patterns, names = ", ".join(spec.resume.checkpoints), ", ".join(attempt.evidence.unmatched)
+    patterns = ", ".join(spec.resume.checkpoints)
+    names = ", ".join(attempt.evidence.unmatched)
     return f" (no file matches {patterns}; the output has {names}: set `resume.checkpoints` and `resume.step`)"
 
 

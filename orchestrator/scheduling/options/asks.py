@@ -86,7 +86,8 @@ def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
     """Yield the job with half its global batch, a quarter and so on, each with the matching learning rate."""
     if spec.is_script and spec.knobs.micro_batch_size is None:
         return  # nothing would tell the script
-    rule, batch = spec.degrade.global_batch_size, spec.global_batch_size
+    rule = spec.degrade.global_batch_size
+    batch = spec.global_batch_size
     least = max(1, batch >> BATCHES_MAX) if rule is None else rule.least
     while batch % 2 == 0 and batch // 2 >= least:
         batch //= 2
@@ -106,11 +107,10 @@ def learning_rate_factor(spec: JobSpec, share: float) -> float:
 
 def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
     """Return the job with this global batch, and its learning rate scaled by `degrade.global_batch_size`."""
-    changes, factor = (
-        dict[str, object](global_batch_size=batch),
-        learning_rate_factor(spec, batch / spec.global_batch_size),
-    )
-    rate, knob = spec.learning_rate, spec.knobs.learning_rate
+    changes = dict[str, object](global_batch_size=batch)
+    factor = learning_rate_factor(spec, batch / spec.global_batch_size)
+    rate = spec.learning_rate
+    knob = spec.knobs.learning_rate
     if rate is not None and knob is not None and spec.is_script:
         smaller = knob.model_copy(update={"default": rate * factor})
         changes["knobs"] = spec.knobs.model_copy(update={"learning_rate": smaller})

@@ -59,7 +59,9 @@ def faster_option(
     attempt = job.last
     assert attempt is not None, job.id
     assert attempt.pace is not None, job.id
-    left, device, pace = steps_left(job, attempt), group.hardware.device, attempt.pace
+    left = steps_left(job, attempt)
+    device = group.hardware.device
+    pace = attempt.pace
     if left is None or attempt.step_s <= 0:
         return None
     try:
@@ -71,7 +73,8 @@ def faster_option(
         return None
     steps = left - pace.steps_done
     factors = {step_kind(attempt.plan): pace.step_s / attempt.step_s}, calibrated.step_factors
-    steps_s, peaks = measured_step_s(job, device.name), measured_peaks(job, device.name)
+    steps_s = measured_step_s(job, device.name)
+    peaks = measured_peaks(job, device.name)
     timed = [
         (
             steps_s.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors),

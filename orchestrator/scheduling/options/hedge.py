@@ -37,7 +37,8 @@ def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
         order, worst_s
     )  # each place -> what is expected once that plan has run out of memory
     for index in reversed(range(len(order))):
-        here, share = order[index], plans[order[index]][1]
+        here = order[index]
+        share = plans[order[index]][1]
         later = [place for place in order[index + 1 :] if plans[place][1] > share]
         after_s[here] = min(
             (expected_s(place, share, after_s[place]) for place in later), default=worst_s

@@ -319,7 +319,8 @@ def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate
     Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or declared step times,
     since only the order of its plans is known.
     """
-    spec, trained = job.spec, job.trained
+    spec = job.spec
+    trained = job.trained
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
     incumbents = {
@@ -368,7 +369,8 @@ def calibration_for(state: State, job: Job, device: str) -> Calibration:
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     """Return the optimizer steps from the newest checkpoint before `before` to the end; None where unknown."""
-    steps, done = job.spec.optimizer_steps, job.continues_step
+    steps = job.spec.optimizer_steps
+    done = job.continues_step
     if steps is None:
         return None
     for attempt in job.attempts if before is None else job.attempts[: before.number - 1]:
@@ -388,7 +390,8 @@ def attempt_length(
     """Return the predicted length of an attempt from its launch to its end."""
     if attempt.probe:
         return Length(lengths.probe_s(), lengths.probe_s())
-    left, pace = steps_left(job, attempt), attempt.pace
+    left = steps_left(job, attempt)
+    pace = attempt.pace
     if left is not None and pace is not None:
         past_s = pace.at_s - attempt.launched_at_s
         return told_length(past_s + max(0, left - pace.steps_done) * pace.step_s)
@@ -396,7 +399,8 @@ def attempt_length(
     factors = step_factors(job, attempt.device, attempt.number), calibrated.step_factors
     if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
         unknown = _unknown_length(job, group, attempt.step_s, left, lengths)
-        seconds, open_s = launch_cost_s + unknown.seconds, launch_cost_s + unknown.open_s
+        seconds = launch_cost_s + unknown.seconds
+        open_s = launch_cost_s + unknown.open_s
         return unknown._replace(seconds=seconds, open_s=open_s)
     step_s = ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
     return told_length(launch_cost_s + left * step_s)
@@ -446,7 +450,8 @@ def _lengths(
     lengths: Lengths,
 ) -> list[Length]:
     """Return the length of training left on each candidate, by measured steps of the family where there are any."""
-    left, device = steps_left(job), group.hardware.device.name
+    left = steps_left(job)
+    device = group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}
     factors = step_factors(job, device), calibrated.step_factors
     if left is None or (
@@ -506,7 +511,8 @@ def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Itera
 
     Plans are compared by the current correction of activations. A job that keeps its plan has no other.
     """
-    spec, trained = job.spec, job.trained
+    spec = job.spec
+    trained = job.trained
     if trained and spec.degrade.keeps_plan:
         spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
     candidates = frontier(

@@ -69,7 +69,8 @@ class Lengths:
         if predicted_s is not None and self._ratios:
             spread, values = predicted_s, [*self._ratios.values()]
         else:
-            spread, values = share, self._jobs_s
+            spread = share
+            values = self._jobs_s
         if not values:
             seconds = min(UNKNOWN_LENGTH_S, limit_s)
             return Length(seconds * share, min(UNKNOWN_OPEN_S, limit_s), is_known=False)
@@ -101,7 +102,8 @@ def learn_length(
     A probe counts from its launch. A training counts once it has succeeded, with all its attempts.
     """
     assert attempt.ended_at_s is not None, attempt.name
-    seconds, step_s = None, attempt.measured_step_s
+    seconds = None
+    step_s = attempt.measured_step_s
     if attempt.probe and failure is not None and failure.kind is FailureKind.PROBED:
         seconds = attempt.ended_at_s - attempt.launched_at_s
     elif failure is None:

@@ -108,7 +108,8 @@ def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpe
     least = probe_bytes(candidate, probed[-1])
     if least is None or least <= device.memory:
         return least is not None
-    first, last = probed[0], probed[-1]
+    first = probed[0]
+    last = probed[-1]
     more = last.plan.micro_batch_size - first.plan.micro_batch_size
     sample_bytes = (last.forward_bytes - first.forward_bytes) / max(1, more)
     if sample_bytes <= 0 or not first.forward_bytes:

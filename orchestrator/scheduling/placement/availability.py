@@ -170,7 +170,8 @@ class AvailabilityProfile:
         self._promised.setdefault(number, []).append(promise)
         if is_later:
             insort(self._later.setdefault(number, []), promise)
-        free_s, next_s = future.free_s, future.next_s
+        free_s = future.free_s
+        next_s = future.next_s
         for device in devices:
             if free_s[device] < end_s and not is_later:
                 free_s[device] = end_s
@@ -187,7 +188,8 @@ class AvailabilityProfile:
         self._promised.clear()
         self._later.clear()
         self._open_until_s.clear()
-        self._when, self._unpromised = self._unpromised, {}
+        self._when = self._unpromised
+        self._unpromised = {}
         for times in self._when.values():
             times.unread |= self._changed_since
         self._changed_since.clear()
@@ -362,7 +364,8 @@ class AvailabilityProfile:
         number = self.numbers.get(name)
         if number is None:
             return  # a node that is gone
-        until, idle = self._until_s[number], self._idle[number]
+        until = self._until_s[number]
+        idle = self._idle[number]
         for device in devices:
             if device < len(until):
                 self._idle[number] += (until_s == IDLE) - (until[device] == IDLE)
@@ -410,7 +413,8 @@ class AvailabilityProfile:
             times = self._when[share] = _Times(by_node, order, set())
         order = times.order
         for number in times.unread:
-            old_s, new_s = times.by_node[number], sorted(self._free_from(number))[share - 1]
+            old_s = times.by_node[number]
+            new_s = sorted(self._free_from(number))[share - 1]
             if old_s != new_s:
                 del order[bisect_left(order, (old_s, number))]
                 insort(order, (new_s, number))
@@ -526,7 +530,8 @@ class AvailabilityProfile:
 
     def _shares_open_until_s(self, nodes: int, share: int) -> float:
         """Return until when `share` idle devices of each of so many nodes stay unpromised and open."""
-        promised_s, unpromised = [], 0
+        promised_s = []
+        unpromised = 0
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
                 if number not in self._promised and number not in self._closed:

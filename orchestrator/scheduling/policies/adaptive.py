@@ -167,7 +167,8 @@ class AdaptivePolicy:
         late: Sequence[Turn],
     ) -> Preemption:
         """Return jobs to stop: for a guarantee, a deadline, a larger gain of others, or to use idle devices."""
-        index, at_s = self._index, state.at_s
+        index = self._index
+        at_s = state.at_s
         if (for_promise := room_for_promises(state, index)) is not None:
             return for_promise
         moves = preempt_for_deadline(index, late, at_s) or preempt_for_priority(index, waits, at_s)
@@ -184,7 +185,8 @@ class AdaptivePolicy:
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def _in_time_first(self, waiting: Waiting) -> Iterator[Turn]:
-        by_s, at_s = waiting.job.deadline_s, self._index.state.at_s
+        by_s = waiting.job.deadline_s
+        at_s = self._index.state.at_s
         if by_s is not None and at_s < by_s:
             if self._could_end_by(waiting, by_s):
                 yield waiting, by_s

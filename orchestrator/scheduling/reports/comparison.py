@@ -115,7 +115,8 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
 
 def setup_of(jobs: Sequence[Job], rows: Sequence[Row]) -> Setup:
     """Return what the strategies have in common; several versions of the same program stand side by side."""
-    spec, attempts = jobs[0].spec, [job.last for job in jobs if job.last is not None]
+    spec = jobs[0].spec
+    attempts = [job.last for job in jobs if job.last is not None]
     texts = {
         name: dict.fromkeys(attempt.versions.get(name, "") for attempt in attempts)
         for name in VERSIONS
@@ -193,7 +194,8 @@ def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
         if row.device != first.device or not row.predicted_device_bytes or not row.predicted_step_s:
             continue
         mark = Mark.TOO_BIG if row.outcome is Outcome.DOES_NOT_FIT else Mark.PREDICTED
-        measured, ended = _measured_device_bytes(row), MEASURED_MARKS.get(row.outcome)
+        measured = _measured_device_bytes(row)
+        ended = MEASURED_MARKS.get(row.outcome)
         is_measured = measured is not None and ended is not None
         label = "" if is_measured else str(number)
         points.append(

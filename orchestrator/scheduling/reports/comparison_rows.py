@@ -143,7 +143,8 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     predicted_bytes = predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
     device = device_of(state, last.device)
-    step_s, devices = last.measured_step_s, last.plan.world_size
+    step_s = last.measured_step_s
+    devices = last.plan.world_size
     losses = dict(curve.losses) if curve is not None else {}
     last_loss = losses[max(losses)] if losses else None
     tokens = median(curve.tokens) if curve is not None and curve.tokens else None
@@ -193,7 +194,8 @@ def learning_rate_of(job: Job) -> float | None:
 
 
 def _predicted_row(state: State, job: Job) -> Row:
-    closest, outcome = _closest(state, job), _outcome(job)
+    closest = _closest(state, job)
+    outcome = _outcome(job)
     pinned = in_words(job.spec.plan)
     row = Row(
         job_id=job.id,
@@ -209,7 +211,9 @@ def _predicted_row(state: State, job: Job) -> Row:
     if closest is None:
         return row
     group, candidate, needed = closest
-    plan, estimate, device = candidate.plan, candidate.estimate, group.hardware.device
+    plan = candidate.plan
+    estimate = candidate.estimate
+    device = group.hardware.device
     return replace(
         row,
         strategy=strategy_of(plan),

@@ -82,10 +82,8 @@ def picture_of(state: State, job: Job) -> Picture | None:
     if group is None or not (candidates := _frontier(state, job, group)):
         return None
     device = group.hardware.device
-    calibrated, measured = (
-        calibration_for(state, job, device.name),
-        measured_peaks(job, device.name),
-    )
+    calibrated = calibration_for(state, job, device.name)
+    measured = measured_peaks(job, device.name)
     if not is_known(candidates[0].estimate, calibrated.correction):
         return None
     tried: dict[object, list[str]] = {}
@@ -93,7 +91,8 @@ def picture_of(state: State, job: Job) -> Picture | None:
         tried.setdefault(attempt.plan, []).append(str(attempt.number))
     points = []
     for candidate in candidates:
-        peak_bytes, estimate = measured.get(candidate.plan), candidate.estimate
+        peak_bytes = measured.get(candidate.plan)
+        estimate = candidate.estimate
         around = estimate.device_bytes - estimate.allocated_bytes
         needed = needed_bytes(candidate, calibrated) if peak_bytes is None else peak_bytes + around
         points.append(
@@ -136,7 +135,8 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
 
 def _around_bytes(attempt: Attempt) -> int:
     """Return the predicted device bytes outside of allocated tensors."""
-    estimate, factor = attempt.estimate, attempt.correction
+    estimate = attempt.estimate
+    factor = attempt.correction
     return corrected_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
 
 
@@ -174,7 +174,8 @@ def _describe_overhead(state: State, attempt: Attempt, observation: Observation)
     if observation.overhead_bytes is None:
         return []
     predicted_bytes = attempt.estimate.device_bytes - attempt.estimate.reserved_bytes
-    measured, predicted = format_bytes(observation.overhead_bytes), format_bytes(predicted_bytes)
+    measured = format_bytes(observation.overhead_bytes)
+    predicted = format_bytes(predicted_bytes)
     was, now = (
         calibrated.overhead.bytes_of(observation.plan)
         for calibrated in _before_and_after(state, observation)

@@ -175,7 +175,8 @@ def is_timed(
 
 
 def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
-    length, pool = index.length_of(job, attempt), index.pool_of(attempt)
+    length = index.length_of(job, attempt)
+    pool = index.pool_of(attempt)
     if length is None or pool is None:
         return False
     return length.is_known and is_timed(
@@ -187,9 +188,12 @@ class _Placing:
     """A forecast that places jobs one after the other, each with its predicted length."""
 
     def __init__(self, index: SchedulerIndex, hurried: Collection[str]) -> None:
-        self._index, self._state, self._hurried = index, index.state, hurried
+        self._index = index
+        self._state = index.state
+        self._hurried = hurried
         self._forecasts: dict[str, Expected] = {}
-        self._arrays, self._price = _Arrays(), price_of(index)
+        self._arrays = _Arrays()
+        self._price = price_of(index)
         self._vague = _VagueDevices(index.state.at_s)
         self._later: list[
             tuple[float, int, str]
@@ -212,9 +216,11 @@ class _Placing:
     def _keep_running(self) -> None:
         at_s = self._state.at_s
         for job in self._index.running.values():
-            attempt, end_s = job.last, at_s
+            attempt = job.last
+            end_s = at_s
             if attempt is not None and attempt.ended_at_s is None:
-                end_s, launched_s = self._index.end_of(job, attempt), attempt.launched_at_s
+                end_s = self._index.end_of(job, attempt)
+                launched_s = attempt.launched_at_s
                 end_s = end_s if end_s > at_s else at_s + OVERDUE_S
                 self._index.expect(attempt, end_s)
                 self._forecasts[job.id] = self._vague.expect(
@@ -258,7 +264,8 @@ class _Placing:
         knows_length = True
         for profile, menu in self._index.options.options_of(waiting):
             if isinstance(menu, JobOptions):
-                entry, device = menu.entries[0], profile.group.hardware.device
+                entry = menu.entries[0]
+                device = profile.group.hardware.device
                 is_known = entry.is_known and not entry.probe
                 source = entry.candidate.estimate.source
                 knows_length &= is_known and is_timed(self._index, job, device, source, None)
@@ -282,7 +289,8 @@ class _VagueDevices:
     """Devices of which nobody knows when they come free, in a forecast from `at_s` on."""
 
     def __init__(self, at_s: float) -> None:
-        self._at_s, self._devices = at_s, set[Device]()
+        self._at_s = at_s
+        self._devices = set[Device]()
 
     def expect(
         self, start_s: float, end_s: float, placement: Placement, *, knows_length: bool
@@ -327,8 +335,12 @@ class Play:
         more: Callable[[State], Iterable[Submitted]] = lambda state: (),  # noqa: ARG005
     ) -> None:
         """`saved` has the steps that stopped jobs have saved; `more` gives further submissions after each event."""
-        self._scheduler, self._spreads, self._sample = Scheduler(state), spreads, sample
-        self._saved, self._more, self._going = saved, more, set[str]()
+        self._scheduler = Scheduler(state)
+        self._spreads = spreads
+        self._sample = sample
+        self._saved = saved
+        self._more = more
+        self._going = set[str]()
         self.stints: list[Stint] = []
         self._newest: dict[str, Stint] = {}  # by job
         # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
@@ -355,7 +367,8 @@ class Play:
                 self._tell(Released(job_id=job.id, number=attempt.number, at_s=self._state.at_s))
             elif attempt.status is AttemptStatus.STOPPING:
                 self._stop(job.id)
-        before, count = self._state.submitted - len(self._state.jobs), 0
+        before = self._state.submitted - len(self._state.jobs)
+        count = 0
         while (count := count + 1) <= EVENTS_MAX * (self._state.submitted - before):
             wake_s = self._scheduler.wake_at_s() if going else None
             if not going or (wake_s is None and not self._ends):
@@ -399,7 +412,8 @@ class Play:
                 self._stop(action.job_id)
 
     def _begin(self, job: Job, attempt: Attempt) -> None:
-        launched_s, at_s = attempt.launched_at_s, self._state.at_s
+        launched_s = attempt.launched_at_s
+        at_s = self._state.at_s
         length = self._index.length_of(job, attempt)
         length_s = self._index.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
         if job.id not in self._longer and 0 < length_s < inf and self._sample:
@@ -450,7 +464,8 @@ def saved_step(
     index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, at_s: float
 ) -> int | None:
     """Return the step that a job reaches by `at_s` if it would end at `end_s`; None where that is unknown."""
-    pool, left = index.pool_of(attempt), steps_left(job, attempt)
+    pool = index.pool_of(attempt)
+    left = steps_left(job, attempt)
     if pool is None or left is None or job.spec.optimizer_steps is None:
         return None
     from_s = attempt.launched_at_s + pool.launch_cost_s
@@ -490,7 +505,8 @@ def _share(job: Job, sample: int) -> float:
     A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without chance: SAMPLES is a prime, so that
     each line through it is a permutation.
     """
-    steps, offset = 1 + job.order % (SAMPLES - 1), job.order // (SAMPLES - 1)
+    steps = 1 + job.order % (SAMPLES - 1)
+    offset = job.order // (SAMPLES - 1)
     return ((sample * steps + offset) % SAMPLES + 0.5) / SAMPLES
 
 

@@ -35,7 +35,8 @@ def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval
     if min(len(values), len(others)) < 2:
         return None
     (mean, square), (other_mean, other_square) = _moments(values), _moments(others)
-    total, half = square + other_square, 0.0
+    total = square + other_square
+    half = 0.0
     if total > 0:
         freedom = total**2 / (square**2 / (len(values) - 1) + other_square**2 / (len(others) - 1))
         half = STUDENT[max(1, min(int(freedom + 1e-9), len(STUDENT))) - 1] * sqrt(total)

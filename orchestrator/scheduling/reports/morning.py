@@ -282,7 +282,8 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
     misses = []
     for job in jobs:
         for attempt in job.attempts:
-            predicted, measured = predicted_peak_bytes(attempt), attempt.peak_bytes
+            predicted = predicted_peak_bytes(attempt)
+            measured = attempt.peak_bytes
             if predicted is None or not measured or attempt.end_or(since_s) < since_s:
                 continue
             miss = Miss(
@@ -346,10 +347,8 @@ def _has_trained(attempt: Attempt) -> bool:
 def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span]:
     for job in jobs:
         for attempt in job.attempts:
-            from_s, to_s = (
-                max(since_s, attempt.launched_at_s),
-                min(until_s, attempt.end_or(until_s)),
-            )
+            from_s = max(since_s, attempt.launched_at_s)
+            to_s = min(until_s, attempt.end_or(until_s))
             if from_s >= to_s:
                 continue
             outcome = "running" if attempt.status is not AttemptStatus.ENDED else "succeeded"

@@ -9,12 +9,15 @@ from orchestrator.specs.job.spec import JobSpec
 
 COMMIT_CHARACTERS = 12
 NAMED_MAX = 3  # data files that are named; the others are counted
-BILLION, MILLION = 1e9, 1e6
+BILLION = 1e9
+MILLION = 1e6
 
 
 def provenance_of(spec: JobSpec) -> dict[str, str]:
     """Return model, size, data, optimizer, learning rate, seed and commit by name, without what is unknown."""
-    training, source, rate = spec.training, spec.source, spec.knobs.learning_rate
+    training = spec.training
+    source = spec.source
+    rate = spec.knobs.learning_rate
     texts = {
         "model": name_model(spec) * (spec.known_model is not None),
         "parameters": _size_words(spec),

@@ -93,7 +93,8 @@ class Waits:
 
     def __init__(self, state: State, zone: str = "UTC") -> None:
         """`zone` is the time zone of the times in sentences."""
-        self._state, self._zone = state, zone
+        self._state = state
+        self._zone = zone
         holding = [
             job
             for job in state.jobs.values()
@@ -126,7 +127,8 @@ class Waits:
 
     def why(self, job: Job) -> str:
         """Return why the job waits, as text; the stored reason of a job that does not wait for devices."""
-        state, index = self._state, self._index
+        state = self._state
+        index = self._index
         if not _waits_for_devices(job, state):
             return reason_of(job)
         if not state.nodes and job.pending is Pending.DEVICES:
@@ -245,7 +247,8 @@ class Waits:
 
     def _promise_of(self, device: Device, job: Job) -> Promise:
         """Return the first promise of the device that counts against the job: those before its own reservation do."""
-        number, jobs = self._numbers.get(job.id, len(self._numbers)), self._state.jobs
+        number = self._numbers.get(job.id, len(self._numbers))
+        jobs = self._state.jobs
         before = [
             promise
             for promise in self._promises.get(device, ())
@@ -339,13 +342,16 @@ class Waits:
 
     def _why_not_now(self, waiting: Waiting, startable: Sequence[Blocked]) -> str:
         """Say why a job leaves devices that nothing keeps from it: its hours, the order, a better start."""
-        state, spec, at_s = self._state, waiting.job.spec, self._state.at_s
+        state = self._state
+        spec = waiting.job.spec
+        at_s = self._state.at_s
         opening = opening_of(
             self._index, waiting, [blocked.offer for blocked in startable], at_s, inf
         )
         times_s = [(opening(blocked.offer, at_s), blocked) for blocked in startable]
         start_s, blocked = min(times_s, key=lambda pair: pair[0])
-        needed, device = blocked.offer.entry.devices, blocked.offer.pool.group.hardware.device.name
+        needed = blocked.offer.entry.devices
+        device = blocked.offer.pool.group.hardware.device.name
         if start_s > at_s and spec.start_window is not None:
             return waiting_sentence(Pending.START_WINDOW, window_facts(spec, start_s))
         if start_s > at_s:
@@ -382,13 +388,13 @@ class Waits:
 
     def _start(self, job: Job, offers: Sequence[Offer]) -> str:
         """Say when the job starts as things are, and whose ends it waits for."""
-        state, number = self._state, self._numbers.get(job.id)
+        state = self._state
+        number = self._numbers.get(job.id)
         if number is not None:
-            start_s, placement = (
-                state.reservations[number].start_s,
-                state.reservations[number].placement,
-            )
-            begin, bound = "It starts about", ""
+            start_s = state.reservations[number].start_s
+            placement = state.reservations[number].placement
+            begin = "It starts about"
+            bound = ""
         else:
             slots = [
                 (slot.start_s, offer.pool.devices_of(slot, offer.entry.least_bytes))
@@ -398,7 +404,8 @@ class Waits:
             if not slots:
                 return ""
             start_s, placement = min(slots, key=lambda slot: slot[0])
-            begin, bound = "It starts", " at the earliest"
+            begin = "It starts"
+            bound = " at the earliest"
         devices = devices_in(placement)
         ends = dict.fromkeys(self._holders[device] for device in devices if device in self._holders)
         after = f", after the end of {join_first(ends, NAMES_MAX)}" if ends else ""
@@ -407,7 +414,8 @@ class Waits:
 
     def _quota(self, job: Job) -> str:
         """Say which teams' jobs come before the job's, since they hold less than their quotas."""
-        policy, state = self._state.policy, self._state
+        policy = self._state.policy
+        state = self._state
         if not policy.has_quotas:
             return ""
         devices = held_by_teams(policy, self._index.running.values())
@@ -451,8 +459,11 @@ class Waits:
 
     def _remedies(self, waiting: Waiting, blocked: Blocked) -> Iterator[str]:
         """Say what would let the job start now on the free devices: each remedy is tried."""
-        job, offer, at_s = waiting.job, blocked.offer, self._state.at_s
-        entry, pool = offer.entry, offer.pool
+        job = waiting.job
+        offer = blocked.offer
+        at_s = self._state.at_s
+        entry = offer.entry
+        pool = offer.pool
         free, hidden = self._free[self._index.pools.index(pool)], self._hidden(waiting)
 
         def starts(entry: SizeOption, lifted: Obstacle | None = None) -> bool:
@@ -463,7 +474,8 @@ class Waits:
         begins = {self._window_of(node)[0] for node, _ in free} | {
             self._promise_of(device, job).start_s for device in free
         }
-        least_s, most_s = at_s + pool.launch_cost_s, at_s + max(entry.seconds, entry.open_s)
+        least_s = at_s + pool.launch_cost_s
+        most_s = at_s + max(entry.seconds, entry.open_s)
         for end_s in sorted((end_s for end_s in begins if least_s < end_s < most_s), reverse=True):
             length_s = end_s - at_s
             if starts(replace(entry, seconds=length_s, open_s=length_s)):

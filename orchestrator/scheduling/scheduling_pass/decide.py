@@ -236,10 +236,8 @@ def expected_reservation(
 
     None where that is unknown or impossible.
     """
-    offers, now_s = (
-        offers_of(index, index.options.options_of(waiting), price, waiting.job.spec),
-        index.state.at_s,
-    )
+    offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
+    now_s = index.state.at_s
     opening = opening_of(index, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _pick_soonest(offers, opening, from_s)
@@ -267,8 +265,10 @@ def wait_reason(
     if not offers:
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
-    spec, now_s = waiting.job.spec, state.at_s
-    lengths_s, fill_s = (option.seconds for _, option in offers), FILL_LAUNCHES * pool.launch_cost_s
+    spec = waiting.job.spec
+    now_s = state.at_s
+    lengths_s = (option.seconds for _, option in offers)
+    fill_s = FILL_LAUNCHES * pool.launch_cost_s
     start_s = hours_of(spec, lengths_s, now_s, fill_s=fill_s).start_s(now_s, entry.seconds)
     if start_s == now_s:
         return _wait_for_devices(pool, entry, now_s)
@@ -305,7 +305,8 @@ def opening_of(
     index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer], now_s: float, by_s: float
 ) -> Opening:
     """Return when the job may start, by its start window and by the headroom that it must leave for shorter jobs."""
-    spec, wanted = waiting.job.spec, index.wanted(now_s)
+    spec = waiting.job.spec
+    wanted = index.wanted(now_s)
     fill_s = FILL_LAUNCHES * max((offer.pool.launch_cost_s for offer in offers), default=0.0)
     hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
@@ -360,7 +361,8 @@ def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bo
 
 def place_now(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> Placement | None:
     """Return the devices of an option that starts now; None where there are too few."""
-    end_s, open_until_s = now_s + entry.seconds, now_s + entry.open_s
+    end_s = now_s + entry.seconds
+    open_until_s = now_s + entry.open_s
     return pool.place(entry.shape, end_s, entry.least_bytes, open_until_s)
 
 
@@ -387,7 +389,8 @@ def find_slot(offer: Offer, from_s: float) -> Slot | None:
 
 
 def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
-    pool, entry = later.offer.pool, later.offer.entry
+    pool = later.offer.pool
+    entry = later.offer.entry
     reservation = Reservation(
         job_id=job.id,
         start_s=later.slot.start_s,
@@ -436,10 +439,12 @@ def maintenance_facts(entry: SizeOption, nodes: str) -> Facts:
 
 def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -> StartDecision:
     """Return the start of an offer, with its probability to fit the fullest of its devices."""
-    pool, entry = offer.pool, offer.entry
+    pool = offer.pool
+    entry = offer.entry
     placement = place_now(pool, entry, now_s)
     assert placement is not None, (job.id, entry)
-    device, candidate = pool.group.hardware.device.name, entry.candidate
+    device = pool.group.hardware.device.name
+    candidate = entry.candidate
     calibrated = index.options.calibrated(job, device)
     judged = candidate.plan not in measured_peaks(job, device)
     capacity_bytes = min(

@@ -89,7 +89,8 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
     if job is None or not may_climb(job):
         return state, ()
     attempt = job.attempts[-1]
-    pool, observation = index.pool_of(attempt), observe_running(job, attempt)
+    pool = index.pool_of(attempt)
+    observation = observe_running(job, attempt)
     if pool is None or observation is None:
         return state, ()
     calibrated = calibration(
@@ -154,11 +155,9 @@ def schedule(state: State, index: SchedulerIndex) -> Transition:
     actions: list[Action] = []
     arrived = list(index.arrived)
     undecided = {waiting.job.id: waiting for waiting in arrived}
-    is_settled, waits, late = (
-        False,
-        list[Promised](),
-        list[Turn](),
-    )
+    is_settled = False
+    waits = list[Promised]()
+    late = list[Turn]()
     while not is_settled:
         waited = len(index.waiting)
         state, done, waits, late = _decide_waiting(state, index, undecided)
@@ -286,10 +285,8 @@ def _decide_waiting(
             index.clear_reservations()
             index.reserve((*slots.values(), *promised))
         if held_placement := held_placement_of(waiting.job):
-            devices_max, job_price = (
-                device_count(held_placement),
-                index.tuning.price_idle,
-            )
+            devices_max = device_count(held_placement)
+            job_price = index.tuning.price_idle
         else:
             job_price = price
         limited = array_limit_reason(index, waiting.job, of_array)
@@ -406,10 +403,8 @@ def _begin(
 def _changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
     """Return what differs from the plan before, with the learning rate where it followed a smaller batch."""
     different = changes(before, plan)
-    rate, factor = (
-        spec.learning_rate,
-        learning_rate_factor(spec, plan.global_batch_size / before.global_batch_size),
-    )
+    rate = spec.learning_rate
+    factor = learning_rate_factor(spec, plan.global_batch_size / before.global_batch_size)
     if rate is None or factor == 1:
         return different
     return (

@@ -114,7 +114,8 @@ class SchedulerIndex:
         job = after or before
         assert job is not None
         has_other_limit = _limit_s(before) != _limit_s(after)
-        held_before, held_after = _attempts_of(before), _attempts_of(after)
+        held_before = _attempts_of(before)
+        held_after = _attempts_of(after)
         if held_before != held_after or has_other_limit:
             self._hold_devices(before, after, held_before, held_after)
         runs = bool(held_after)
@@ -239,13 +240,15 @@ class SchedulerIndex:
 
     def observe(self, state: State) -> None:
         """Read new observations, and recompute the expected ends of running jobs of their families."""
-        self.state, self.all_wait = state, False
+        self.state = state
+        self.all_wait = False
         families = self.options.observe(state.observations)
         self._expect_anew(lambda job: job.spec.family_name in families)
 
     def learn(self, state: State) -> None:
         """Read new lengths, and recompute the expected ends of running jobs that follow from them."""
-        self.state, self.all_wait = state, False
+        self.state = state
+        self.all_wait = False
         self.options.learn(state.runs)
         self._expect_anew(lambda job: needs_lengths(job.spec))
 
@@ -414,7 +417,8 @@ class SchedulerIndex:
     def queue_entry(self, job: Job) -> Waiting:
         """Return the job's queue entry, even if it does not wait. It ranks first where devices are reserved for it."""
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
-        size, priority = self.options.size_of(job), self.priority_of(job)
+        size = self.options.size_of(job)
+        priority = self.priority_of(job)
         return Waiting(job, rank, size.device_s, priority, self.policy.presses_s(job))
 
     def priority_of(self, job: Job) -> int:
@@ -486,7 +490,8 @@ class SchedulerIndex:
             pool = self._pool_of.get(node)
             if pool is not None and (node, device) not in busy:
                 pool.occupy(node, (device,), until_s.get((node, device), IDLE))
-        self._suspended, self.is_stale = until_s, True
+        self._suspended = until_s
+        self.is_stale = True
 
     def _is_idle_before(self, reservation: Reservation, *, backfill: bool) -> bool:
         """Return whether all of the reserved devices are idle before; with `backfill`, whether any is."""

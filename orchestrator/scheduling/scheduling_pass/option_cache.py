@@ -58,7 +58,8 @@ class OptionCache:
         observations: Sequence[Observation],
         runs: Sequence[RunLength],
     ) -> None:
-        self._pools, self._observations = pools, observations
+        self._pools = pools
+        self._observations = observations
         self.lengths = Lengths(runs)
         self._lengths_version = 0
         self._devices = sum(pool.group.devices for pool in pools)

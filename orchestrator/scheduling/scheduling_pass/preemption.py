@@ -42,7 +42,9 @@ PRUNED_MAX = 16
 # Between two stops of a job: for a priority, a deadline or an owner; for a gain at least GAIN_REST_S
 # and GAIN_RESTS times what it costs. base.csv, four shaken inputs with launches of 20, 60 and 260 s, mean
 # completion: 568, 674, 1,116 s; with 1,800 s and 50 times 712, 907, 1,189 s; with neither 557, 724, 1,303 s.
-STOP_REST_S, GAIN_REST_S, GAIN_RESTS = 1800.0, 600.0, 10.0
+STOP_REST_S = 1800.0
+GAIN_REST_S = 600.0
+GAIN_RESTS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,14 +281,16 @@ def _search(
     """Return the best set for any way to spread the option over nodes."""
     delays = {moving.job.id: moving.delay(entry.seconds) for moving in able}
     ordered = sorted(able, key=lambda moving: delays[moving.job.id])[:VICTIMS_MAX]
-    best, least = list[Moving](), inf
+    best = list[Moving]()
+    least = inf
     for share in entry.shape.shares:
         stopped = _free_share(pool, ordered, share, entry.devices // share, delays)
         if stopped and place_after(pool, stopped, entry, at_s) is not None:
             stopped = _without_needless(pool, stopped, entry, at_s)
             delay = sum(delays[moving.job.id] for moving in stopped)
             if delay < least:
-                best, least = stopped, delay
+                best = stopped
+                least = delay
     return best
 
 
@@ -374,7 +378,8 @@ def preempt_for_waiting(
         way = next(starts, None)
         if way is not None and way.is_worth(index.tuning.worth):
             others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
-            gain, cost = format_seconds(way.gain_s), format_seconds(way.cost_s)
+            gain = format_seconds(way.gain_s)
+            cost = format_seconds(way.cost_s)
             why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
             if way.priority > moving.priority:
                 move = Move(job=moving.job, from_s=moving.from_s, cause=StopCause.PRIORITY, why=why)
@@ -403,11 +408,10 @@ def _ahead_of(
     """
     if moving.slack_s < inf:
         return []
-    room, place = (
-        moving.devices + moving.pool.idle,
-        _place(moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s),
-    )
-    worth, holds_twice = index.tuning.worth, None
+    room = moving.devices + moving.pool.idle
+    place = _place(moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s)
+    worth = index.tuning.worth
+    holds_twice = None
     shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
     ahead = []
     for waiting, promised in waits:
@@ -447,7 +451,10 @@ def _way(
     moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float
 ) -> _PreemptionGain:
     """Return gain and cost if the first of these replaces the job, then each other that still fits."""
-    room, gain_s, away_s, jobs = moving.devices + moving.pool.idle, 0.0, 0.0, 0
+    room = moving.devices + moving.pool.idle
+    gain_s = 0.0
+    away_s = 0.0
+    jobs = 0
     for waiting, promised, entry in ahead:
         if not room:
             break

@@ -78,7 +78,8 @@ class QuotaPass:
         )
         index.all_wait = is_calm
         ahead: list[tuple[Waiting, float, int | None]] = []
-        idle, could_start = index.idle, False
+        idle = index.idle
+        could_start = False
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
             is_first = of_others < LOOKED_AT_MAX

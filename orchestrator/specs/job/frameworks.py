@@ -46,7 +46,8 @@ def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str,
     """Return the job data, with missing keys filled from the preset."""
     merged = {**preset, **data}
     for section in MERGED:
-        base, part = preset.get(section), data.get(section)
+        base = preset.get(section)
+        part = data.get(section)
         if isinstance(base, Mapping) and isinstance(part, Mapping):
             merged[section] = {**base, **part}
             for name in base.keys() & part.keys() if section == "knobs" else ():
@@ -79,7 +80,8 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     Recomputation in the command stays there, and then has no knob. Without a precision anywhere, the script keeps its
     default. The function is idempotent.
     """
-    trainer, argv = data.get("trainer"), split_words(data.get("command"))
+    trainer = data.get("trainer")
+    argv = split_words(data.get("command"))
     defaults = load_preset(trainer) if trainer in get_args(Framework) else None
     if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
         return dict(data)
@@ -199,7 +201,8 @@ def _take_default(
     """Return a knob and its `also` with their values in the command as defaults, and the rest of the command."""
     value, rest = take_flag(argv, knob["flag"]) if "flag" in knob else (None, argv)
     if value is not None and value.isdecimal():
-        knob, argv = {**knob, "default": int(value)}, rest
+        knob = {**knob, "default": int(value)}
+        argv = rest
     also = []
     for companion in knob.get("also", ()):
         changed, argv = _take_default(companion, argv)
@@ -219,5 +222,6 @@ def _take_precision(
         }
         choice = value if value in get_args(_Precision) else names.get(str(value))
         if choice is not None or value == "false":
-            precision, argv = choice or precision or "fp32", rest
+            precision = choice or precision or "fp32"
+            argv = rest
     return precision, argv

@@ -197,7 +197,8 @@ class TrainingSpec(Strict):
 
 def model_from_json(data: dict[str, Any]) -> ModelSpec:
     """Return the ModelSpec from the JSON form of `dataclasses.asdict`."""
-    decoder, lora = data["decoder"], data["lora"]
+    decoder = data["decoder"]
+    lora = data["lora"]
     return ModelSpec(
         **{
             **data,

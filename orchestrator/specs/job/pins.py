@@ -49,7 +49,8 @@ def unknown_setting(key: str, raw: object, source: str = "") -> SpecError:
 
 def setting_value(setting: Setting, key: str, raw: object, source: str = "") -> Any:
     """Return the typed value of a setting from a text or a number. Raises SpecError."""
-    choices, text = setting.choices, text_of(raw)
+    choices = setting.choices
+    text = text_of(raw)
     if text in choices:
         return choices[text]
     if choices:

@@ -214,7 +214,8 @@ def templates(
 
 def sweep_json_schema() -> dict[str, Any]:
     """Return the `$defs` of `sweep:` for the JSON Schema of a job file."""
-    schema, parameter = json_schema_of(Sweep), json_schema_of(Parameter)
+    schema = json_schema_of(Sweep)
+    parameter = json_schema_of(Parameter)
     schema["properties"]["parameters"]["additionalProperties"] = {"$ref": "#/$defs/Parameter"}
     definitions = {"Sweep": schema, "Parameter": parameter}
     plain = {

@@ -181,7 +181,8 @@ class Knobs(SpecModel):
                 )
         rate = None if self.learning_rate is None else self.learning_rate.default
         if rate is not None and not _is_positive(rate):
-            what, allowed = "a learning rate is a number", "above 0, finite"
+            what = "a learning rate is a number"
+            allowed = "above 0, finite"
             raise SpecError(what, path="learning_rate.default", got=rate, allowed=allowed)
         if self.derives_accumulation and self.micro_batch_size is None:
             what = "accumulation is derived from a micro-batch, which the script cannot be told"

@@ -182,7 +182,9 @@ class _Checksummed(io.RawIOBase):
     """A sequentially written file with its size and CRC-32."""
 
     def __init__(self, raw: io.IOBase) -> None:
-        self._raw, self.size_bytes, self.crc = raw, 0, 0
+        self._raw = raw
+        self.size_bytes = 0
+        self.crc = 0
 
     def write(self, data: Any) -> int:
         count: int = self._raw.write(data)

@@ -214,7 +214,8 @@ def _file_damage(path: Path, expected: Written, read: bool) -> list[str]:
 
 
 def _crc32(path: Path) -> str:
-    crc, buffer = 0, bytearray(_READ_BYTES)
+    crc = 0
+    buffer = bytearray(_READ_BYTES)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(memoryview(buffer)[:count], crc)

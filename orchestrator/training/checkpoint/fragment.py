@@ -63,7 +63,8 @@ class Chunks:
     stored_dtype: torch.dtype | None = None
 
     def __init__(self, parts: Mapping[Shape, Tensor], shape: torch.Size) -> None:
-        self.parts, self._shape = parts, shape
+        self.parts = parts
+        self._shape = shape
 
     def size(self) -> torch.Size:
         return self._shape
@@ -143,7 +144,8 @@ def chunks_of(value: Tensor | Chunks) -> Chunks:
     if value.device_mesh.get_coordinate() is None:  # other ranks have it
         return Chunks({}, value.size())
     (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    local, offsets = value.to_local(), tuple(chunk.offsets)
+    local = value.to_local()
+    offsets = tuple(chunk.offsets)
     return Chunks({offsets: local} if local.numel() or not value.numel() else {}, value.size())
 
 

@@ -70,7 +70,9 @@ class HostCopy:
         """Drop the memory; it is freed once no other reference holds it."""
         if self._pinned is not None:
             _check(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
-        self._pinned, self._buffers, self.state = None, {}, {}
+        self._pinned = None
+        self._buffers = {}
+        self.state = {}
 
     def _allocate(
         self, parts: Sequence[tuple[str, Shape, Chunks]]
@@ -90,7 +92,8 @@ class HostCopy:
         if self._copied:
             _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
             self._pinned = whole
-        buffers, offset = {}, 0
+        buffers = {}
+        offset = 0
         for (name, start, value), size in zip(parts, sizes, strict=True):
             part = value.parts[start]
             dtype = value.dtype_of(part)

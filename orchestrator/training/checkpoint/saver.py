@@ -34,7 +34,9 @@ class Saver:
 
     def __init__(self, run: TrainingRun, device: torch.device, group: dist.ProcessGroup) -> None:
         """`group`: all ranks, on gloo, reserved for this saver. `prepare` and `save` are collective."""
-        self._run, self._device, self._group = run, device, group
+        self._run = run
+        self._device = device
+        self._group = group
         self._checkpoints = Path(run.job_folder) / "checkpoints"
         self._copy: HostCopy | None = None
         self._thread: threading.Thread | None = None
@@ -99,7 +101,8 @@ class Saver:
         """Publish the checkpoint once all ranks have written; no rank returns earlier."""
         everyone: list[dict[str, Written]] = [{} for _ in range(self._group.size())]
         dist.all_gather_object(everyone, written, group=self._group)
-        outcome, failure = [""], None
+        outcome = [""]
+        failure = None
         if self._group.rank() == 0:
             try:
                 checkpoint_folder.write_manifest(
@@ -111,7 +114,8 @@ class Saver:
                     keep = self._run.training.keep_checkpoints
                     checkpoint_folder.publish(self._checkpoints, self._run.epoch, step, keep)
             except OSError as error:
-                outcome, failure = [str(error)], error
+                outcome = [str(error)]
+                failure = error
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome == [STALE]:
             raise StaleAttempt

@@ -27,7 +27,9 @@ class Context:
     """A context-parallel group, whose ranks hold equal runs of every sample's tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self.group = group
+        self.ranks = group.size()
+        self.rank = group.rank()
         self._windows: dict[tuple[int, int], Tensor] = {}  # by length and window; layers share one
 
     def own(self, x_BT: Tensor) -> Tensor:

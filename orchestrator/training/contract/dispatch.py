@@ -29,7 +29,8 @@ class Dispatch:
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:
         assert count % group.size() == 0, f"{count} experts on {group.size()} ranks"
-        self.group, self._own = group, count // group.size()
+        self.group = group
+        self._own = count // group.size()
 
     def answer(
         self, x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: OwnExperts

@@ -134,7 +134,8 @@ def materialise(
             if not parameter.is_meta and is_placed and dtype in (None, parameter.dtype):
                 continue
             if id(parameter) not in real:
-                name, values = names[id(parameter)], parameter.detach()
+                name = names[id(parameter)]
+                values = parameter.detach()
                 if parameter.is_meta:
                     assert recipe.initialise, "a module on the meta device needs Recipe.initialise"
                     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

@@ -38,7 +38,8 @@ class TokenStreams:
         trained: Sequence[np.ndarray] | None = None,
     ) -> None:
         self.sequence_length = sequence_length
-        self._streams, self._trained = streams, trained
+        self._streams = streams
+        self._trained = trained
         self._ends = list(
             accumulate(-(-max(0, len(stream) - 1) // sequence_length) for stream in streams)
         )
@@ -127,7 +128,8 @@ def sample_at(position: int, size: int, seed: int) -> int:
 def _feistel(value: int, half_bits: int, key: str) -> int:
     """A permutation of the numbers below 4 ** half_bits."""
     mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
+    left = value >> half_bits
+    right = value & mask
     for turn in range(FEISTEL_ROUNDS):
         digest = hashlib.blake2b(f"{key}:{turn}:{right}".encode(), digest_size=8).digest()
         left, right = right, left ^ (int.from_bytes(digest, "big") & mask)

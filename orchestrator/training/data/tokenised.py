@@ -46,8 +46,10 @@ class PairDataset:
     def __init__(
         self, tokens: np.ndarray, bounds: np.ndarray, sequence_length: int, padding: int
     ) -> None:
-        self._tokens, self._bounds = tokens, bounds
-        self._length, self._padding = sequence_length, padding
+        self._tokens = tokens
+        self._bounds = bounds
+        self._length = sequence_length
+        self._padding = padding
 
     def __len__(self) -> int:
         return len(self._bounds) // 2
@@ -73,7 +75,8 @@ def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dat
 
     Raises SpecError if files cannot be read, hold no sample, or hold tokens outside the model's vocabulary.
     """
-    data, length = run.data, run.plan.sequence_length or run.data.sequence_length
+    data = run.data
+    length = run.plan.sequence_length or run.data.sequence_length
     if padding is not None and not data.chat:
         raise SpecError(
             "an encoder-decoder needs inputs and targets: running text has none",
@@ -258,7 +261,8 @@ def _pieces(name: str) -> Iterator[str]:
                 size += len(line)
                 if size >= PIECE_CHARACTERS:
                     yield "".join(lines_read)
-                    lines_read, size = [], 0
+                    lines_read = []
+                    size = 0
     except UnicodeDecodeError as error:
         raise SpecError(
             f"not UTF-8 text: {error.reason}", source=f"{name}:{number}", path="data.text"

@@ -45,7 +45,8 @@ def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> Non
     """
     if not layers:
         return
-    samples, path = training.batch_norm_samples, "training.batch_norm_samples"
+    samples = training.batch_norm_samples
+    path = "training.batch_norm_samples"
     if samples is None and plan.world_size == plan.gradient_accumulation_steps == 1:
         samples = plan.micro_batch_size
     if samples is None:
@@ -106,7 +107,8 @@ class RunningStatistics:
         self._layers = [layer for layer in layers if layer.running_mean is not None]
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        before, counted = self._statistics(), self._counted()
+        before = self._statistics()
+        counted = self._counted()
         result = self._engine.step(step, micro_batches, tokens)
         self._combine(before, counted)
         return result
@@ -115,8 +117,10 @@ class RunningStatistics:
         return self._engine.state()
 
     def _combine(self, before: list[Tensor], counted: list[int]) -> None:
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        added, faded = [], []
+        ranks = dist.get_world_size()
+        rank = dist.get_rank()
+        added = []
+        faded = []
         for layer, old, new, count, now in zip(
             self._layers, before, self._statistics(), counted, self._counted(), strict=True
         ):

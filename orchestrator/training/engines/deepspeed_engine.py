@@ -68,7 +68,10 @@ class DeepSpeedEngine:
     ) -> None:
         """`training` is the run's, or one recipe's share of it. Raises SpecError: see deepspeed_nvme."""
         plan = run.plan
-        self._recipe, self._plan, self._training, self._device = recipe, plan, training, device
+        self._recipe = recipe
+        self._plan = plan
+        self._training = training
+        self._device = device
         self._module = recipe.module
         self._randomness = Randomness(recipe, training.seed)
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
@@ -94,7 +97,8 @@ class DeepSpeedEngine:
         self._start(resume_from, exact)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        plan, engine = self._plan, self._engine
+        plan = self._plan
+        engine = self._engine
         first = dist.get_rank() * plan.gradient_accumulation_steps
         self._updates.prepare(step)
         if self._loss_scale:
@@ -217,7 +221,8 @@ class DeepSpeedEngine:
 
     def _materialise(self, config: dict[str, Any], resume_from: checkpoint.Saved | None) -> None:
         """Make the parameters; at stage 3 layer by layer, each partitioned before the next is made."""
-        recipe, low = self._recipe, LOW_PRECISION.get(self._plan.precision)
+        recipe = self._recipe
+        low = LOW_PRECISION.get(self._plan.precision)
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             materialise(recipe.module, recipe.module, recipe, self._device)
             return
@@ -251,7 +256,8 @@ class DeepSpeedEngine:
 
     def _runs(self, names: Iterable[str]) -> dict[str, Any]:
         """`model.<name>` of this rank's runs of parameters that stage 3 has partitioned."""
-        named, runs = dict(self._module.named_parameters()), {}
+        named = dict(self._module.named_parameters())
+        runs = {}
         for name in names:
             start, count = own_run(self._shapes[name].numel())
             run = named[name].ds_tensor[:count]  # type: ignore[attr-defined]  # private
@@ -303,7 +309,8 @@ class DeepSpeedEngine:
         """Yield the rank's fragments of every master and of every known moment."""
         thaws = {name: thaw for thaw, group in self._updates.groups.items() for name in group}
         for piece in self._pieces():
-            flat, shape = piece.flat, self._shapes[piece.name]
+            flat = piece.flat
+            shape = self._shapes[piece.name]
             values = in_files.get(id(flat)) or {
                 deepspeed_nvme.MASTER: flat,
                 **self._updates.optimizer.state[flat],

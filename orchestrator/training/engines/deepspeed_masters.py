@@ -59,7 +59,8 @@ def _locate_flat(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
     if mapping is None:  # another rank has all of it
         return None
     flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
-    master, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+    master = mapping.hp_fragment_address
+    whole = mapping.lp_fragment_address
     return Piece(name=name, flat=flat, offset=master.start, start=whole.start, count=whole.numel)
 
 

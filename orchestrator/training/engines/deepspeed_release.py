@@ -16,7 +16,8 @@ def release_with(owner: object, engine: Any, optimizer: Any) -> None:
 
 
 def _take_apart(engine: Any, optimizer: Any) -> None:
-    zero, parameters = engine.optimizer, list(engine.module.parameters())
+    zero = engine.optimizer
+    parameters = list(engine.module.parameters())
     engine.destroy()
     for parameter in parameters:
         vars(parameter).clear()

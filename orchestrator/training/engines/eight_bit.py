@@ -18,14 +18,17 @@ from torch.distributed.tensor import DTensor
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.training.checkpoint.fragment import Chunks, Narrow, chunks_of
 
-BLOCK, QUANTISED_MIN = 256, 4096  # elements
+# elements
+BLOCK = 256
+QUANTISED_MIN = 4096
 
 
 def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
     """Return the 8-bit AdamW optimizer over these parameter groups."""
     from torchao.optim import AdamW8bit  # only here: it takes a second
 
-    betas, decay = (training.beta1, training.beta2), training.weight_decay
+    betas = (training.beta1, training.beta2)
+    decay = training.weight_decay
     return AdamW8bit(
         groups,
         lr=training.learning_rate,
@@ -58,7 +61,9 @@ def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
         )
     if not isinstance(tensor, DTensor):
         return moment
-    mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+    mesh = tensor.device_mesh
+    placements = tensor.placements
+    shape = tensor.shape
     return DTensor.from_local(
         moment, mesh, placements, run_check=False, shape=shape, stride=tensor.stride()
     )

@@ -30,7 +30,9 @@ class ExpertParallel:
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
         """Raises SpecError where the recipe's experts cannot be spread so, or not by this torch."""
-        degree, path, experts = plan.expert_parallel, "plan.expert_parallel", recipe.experts
+        degree = plan.expert_parallel
+        path = "plan.expert_parallel"
+        experts = recipe.experts
         if experts is None:
             raise SpecError(
                 "this model has no experts to spread", path=path, got=degree, allowed="1"
@@ -80,7 +82,8 @@ class ExpertParallel:
         """
         if not isinstance(parameter, DTensor):
             return None
-        ranks, local = self._mesh["expert_shard"].size(), parameter.to_local()
+        ranks = self._mesh["expert_shard"].size()
+        local = parameter.to_local()
         return self._result(Shard(0 if len(local) % ranks == 0 else 1), self._shared)
 
     def of(self, named: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, ...]:

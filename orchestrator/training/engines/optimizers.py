@@ -48,7 +48,8 @@ class Updates:
 
         Where updates are rounded stochastically, `seed` seeds for that of the parameter of a name.
         """
-        self._training, self._thaws = training, thaw_steps(training.freeze)
+        self._training = training
+        self._thaws = thaw_steps(training.freeze)
         groups: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in named:
             thaw = thaw_step(name, training.freeze)
@@ -62,7 +63,8 @@ class Updates:
         )  # a pipeline stage may have none of a group
         self.optimizer = _optimizer(self.groups, training, device)
         self._alone: dict[nn.Parameter, _Alone] = {}
-        self._device, self._seed = device, seed
+        self._device = device
+        self._seed = seed
         if seed:
             self._update_alone()
 
@@ -209,11 +211,9 @@ def _optimizer(
     chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [
         {"params": []}
     ]
-    decay, betas, fused = (
-        training.weight_decay,
-        (training.beta1, training.beta2),
-        device.type == "cuda",
-    )
+    decay = training.weight_decay
+    betas = (training.beta1, training.beta2)
+    fused = device.type == "cuda"
     if training.optimizer is Optimizer.SGD:
         momentum = training.momentum
         return torch.optim.SGD(

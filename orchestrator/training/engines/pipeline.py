@@ -66,7 +66,8 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
     ranges = plan_ranges(len(recipe.layers), plan)
     names, shared = _names(recipe, ranges)
     stage_indices = range(rank, count, plan.layout.pp)
-    first, last = recipe.stages.first, recipe.stages.last
+    first = recipe.stages.first
+    last = recipe.stages.last
     layer_names = _layer_names(recipe)
     initialise = recipe.initialise
 
@@ -123,8 +124,11 @@ class Stage(nn.Module):
         """`tokens`: how the hidden states that come in are spread; None where they are not, or none come."""
         super().__init__()
         assert recipe.stages
-        self.module, self._stages, self._tokens = recipe.module, recipe.stages, tokens
-        self._autocast, self._is_last = autocast, is_last
+        self.module = recipe.module
+        self._stages = recipe.stages
+        self._tokens = tokens
+        self._autocast = autocast
+        self._is_last = is_last
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         with self._autocast():
@@ -151,9 +155,12 @@ class Pipeline:
         """`roots`: the rank's stages, each a Stage or its wrapper; `mesh`: the pipeline axis."""
         self._randomness = randomness
         self._place = (0, 0)
-        self._device, self._scale = device, 1.0
+        self._device = device
+        self._scale = 1.0
         self._replicated = [root for root in roots if isinstance(root, DistributedDataParallel)]
-        self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        self._rank = mesh.get_local_rank()
+        self._ranks = mesh.size()
+        self._group = mesh.get_group()
         count = len(roots) * self._ranks
         kind = _Stage if len(roots) == 1 else _InterleavedStage
         stages = [
@@ -182,7 +189,8 @@ class Pipeline:
         `first` is the index of the first micro-batch in the global batch of the step after `step` steps. Gradients are
         those of the loss sum times `scale`.
         """
-        self._place, self._scale = (step, first), scale
+        self._place = (step, first)
+        self._scale = scale
         inputs: list[Tensor] = []
         keywords: dict[str, Any] = {}
         target = None
@@ -372,7 +380,8 @@ def _layer_names(recipe: Recipe) -> list[str]:
 def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tuple[str, ...]]:
     """First name of every name, and the parameters of both end stages. Raises SpecError if sharing forbids the cut."""
     assert recipe.stages
-    layers, count = _layer_names(recipe), len(ranges)
+    layers = _layer_names(recipe)
+    count = len(ranges)
     stage_of = {layers[index]: stage for stage, indices in enumerate(ranges) for index in indices}
     stage_of |= dict.fromkeys(recipe.stages.first, 0) | dict.fromkeys(recipe.stages.last, count - 1)
     names: dict[str, str] = {}

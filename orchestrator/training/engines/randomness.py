@@ -29,7 +29,9 @@ class Randomness:
 
     def __init__(self, recipe: Recipe, seed: int, part: int = 0) -> None:
         """`part`: which of a sample's tokens this rank's layers have; other parts draw other numbers."""
-        self._seed, self._micro_batch, self._part = seed, 0, part
+        self._seed = seed
+        self._micro_batch = 0
+        self._part = part
         # Not torch.manual_seed: it checks every kind of accelerator, 0.1 ms a call.
         self._generators = [torch.default_generator]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -13,7 +13,8 @@ def learning_rate(training: TrainingSpec, step: int) -> float:
     It rises linearly over `warmup_steps`. Then it stays constant, or decays to `min_learning_rate` at the last step:
     linearly, or on half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
     """
-    peak, warmup = training.learning_rate, training.warmup_steps
+    peak = training.learning_rate
+    warmup = training.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     if training.schedule is Schedule.CONSTANT:

@@ -28,7 +28,8 @@ class Tokens:
     def __init__(self, group: dist.ProcessGroup, samples: int, length: int) -> None:
         """`samples` and `length`: B and T of every micro-batch."""
         self.group = group
-        self._samples, self._length = samples, length
+        self._samples = samples
+        self._length = length
         self._own_count = -(-samples * length // group.size())  # N, padding included
 
     def sum_tokens(self, x_BTD: Tensor) -> Tensor:
@@ -101,10 +102,8 @@ def own_tokens(x_BTD: Tensor) -> Tensor:
     """Return this rank's tokens behind a stand-in. Raises SpecError if the model replaced it by another tensor."""
     own_1ND: Tensor | None = getattr(x_BTD, "own", None)
     if own_1ND is None:
-        problem, hint = (
-            "the model changes hidden states before its first layer",
-            "leave out `gathered`",
-        )
+        problem = "the model changes hidden states before its first layer"
+        hint = "leave out `gathered`"
         raise SpecError(
             problem, path="tensor_parallel", allowed="an embedding that layers follow", hint=hint
         )
@@ -225,7 +224,8 @@ SUMMED_PRODUCT = torch.ops.orchestrator.summed_product.default
 
 
 def _reduce_scatter(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    rows, ranks = x_RD.shape[0], group.size()
+    rows = x_RD.shape[0]
+    ranks = group.size()
     count = -(-rows // ranks)
     if count * ranks > rows:
         x_RD = functional.pad(x_RD, (0, 0, 0, count * ranks - rows))

@@ -173,7 +173,8 @@ def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
     """Raise SpecError if a model with gathered modules does not begin and end with own tokens."""
     for word in ("embedding", "head"):
         if word not in chosen.values():
-            got, allowed = f"gathered, without {word}", "gathered beside embedding and head"
+            got = f"gathered, without {word}"
+            allowed = "gathered beside embedding and head"
             raise SpecError(
                 "own tokens go from embedding to head",
                 path="tensor_parallel",
@@ -259,7 +260,8 @@ def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int
         return None
     cuts = {"weight": 1} if word == "colwise" and isinstance(module, nn.Embedding) else CUTS[word]
     if key not in cuts:
-        got, allowed = f"{name} of a {type(module).__name__}", f"parameters {', '.join(cuts)}"
+        got = f"{name} of a {type(module).__name__}"
+        allowed = f"parameters {', '.join(cuts)}"
         raise SpecError(
             f"{word} does not say how to cut this parameter",
             path="tensor_parallel",

@@ -87,7 +87,9 @@ class TorchEngine:
         device: torch.device,
         resume_from: checkpoint.Saved | None,
     ) -> None:
-        self._recipe, self._plan, self._device = recipe, plan, device
+        self._recipe = recipe
+        self._plan = plan
+        self._device = device
         self._clip_norm = training.clip_norm
         self._mesh = device_mesh(plan, device)
         self._context = _context(recipe, plan) if plan.layout.cp > 1 else None
@@ -138,7 +140,9 @@ class TorchEngine:
 
     def _build(self) -> None:
         """Build what a step calls: the whole model, or the rank's pipeline stages."""
-        recipe, plan, mesh = self._recipe, self._plan, self._mesh
+        recipe = self._recipe
+        plan = self._plan
+        mesh = self._mesh
         self._model: nn.Module = recipe.module
         self._share: Share | None = None
         self._pipeline: Pipeline | None = None
@@ -167,7 +171,8 @@ class TorchEngine:
         self._pipeline = pipeline.Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        layout, turns = self._plan.layout, self._plan.gradient_accumulation_steps
+        layout = self._plan.layout
+        turns = self._plan.gradient_accumulation_steps
         factor = self._loss_scale.factor if self._loss_scale else 1.0
         scale = factor * layout.dp_cp / tokens  # DDP and FSDP2 average gradients over so many ranks
         first = layout.dp_rank(dist.get_rank()) * turns
@@ -285,7 +290,8 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     Context-parallel ranks hold the same parameters, and are the fastest in dp_shard. Axes of one rank are left out,
     except dp_shard: each axis costs a communicator.
     """
-    layout, copies = plan.layout, plan.dp_replicate
+    layout = plan.layout
+    copies = plan.dp_replicate
     degrees = {
         "pp": layout.pp,
         "dp_replicate": copies,
@@ -298,13 +304,15 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 def _context(recipe: Recipe, plan: Plan) -> Context:
     """The ranks that share samples with this one, for which the recipe's module is prepared. Raises SpecError."""
-    layout, path = plan.layout, "plan.layout.cp"
+    layout = plan.layout
+    path = "plan.layout.cp"
     if recipe.context_parallel is None:
         hint = "a factory may return a Recipe with `context_parallel`"
         raise SpecError(
             "this model cannot share a context", path=path, got=layout.cp, allowed="1", hint=hint
         )
-    sizes, length = recipe.tensor_parallel_sizes, recipe.dataset.batch([0])[0].shape[1]
+    sizes = recipe.tensor_parallel_sizes
+    length = recipe.dataset.batch([0])[0].shape[1]
     if length % layout.cp:
         raise SpecError(f"no divisor of sequence_length = {length}", path=path, got=layout.cp)
     heads, kv_heads = (sizes.get(name, layout.cp * layout.tp) for name in HEADS)

@@ -38,7 +38,8 @@ def attach() -> None:
                 raise RuntimeError(f"the build of {self.lock_file_path} was killed: start it again")
             time.sleep(self.wait_seconds)
 
-    baton.try_acquire, baton.wait = try_acquire, wait
+    baton.try_acquire = try_acquire
+    baton.wait = wait
 
 
 def _remove_left(path: str) -> bool:

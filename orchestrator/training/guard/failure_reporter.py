@@ -35,7 +35,9 @@ class FailureReporter:
     """Writes this rank's failure reports; remembers the last out-of-memory error that was raised."""
 
     def __init__(self, monitor: Monitor, folder: Any) -> None:
-        self.monitor, self.folder, self.pid = monitor, folder, os.getpid()
+        self.monitor = monitor
+        self.folder = folder
+        self.pid = os.getpid()
         self._noted: OomReport | None = None
         self._is_wrapped = False  # guard.py runs the script and sees how it ends
         os.register_at_fork(after_in_child=self._after_fork)
@@ -99,7 +101,8 @@ class FailureReporter:
         """
         if threading.current_thread() is not threading.main_thread():
             return  # only there may a handler be set
-        register, current = signal.signal, signal.getsignal
+        register = signal.signal
+        current = signal.getsignal
 
         def watched(number: int, handler: Any) -> Any:
             if number not in (signal.SIGTERM, signal.SIGINT) or not callable(handler):
@@ -191,7 +194,8 @@ class FailureReporter:
         return True
 
     def _oom_report(self, error: BaseException, requested_bytes: int | None) -> OomReport:
-        message, monitor = str(error), self.monitor
+        message = str(error)
+        monitor = self.monitor
         live_bytes, capacity_bytes = _device_memory(monitor.device)
         foreign_bytes = 0 if monitor.device else oom_report.foreign_bytes(message)
         room_bytes = None if oom_report.is_capped(message) else monitor.allocator_room_bytes()

@@ -42,7 +42,9 @@ REQUEST_S = 5.0
 REQUEST_BYTES_MAX = 2**20
 AVAILABLE_MIN = 0.05  # of the machine's memory: with less, the server ends
 PR_SET_PDEATHSIG = 1
-ARGUMENTS_FIELD, ENVIRONMENT_FIELD = 45, 47  # arg_start and env_start behind the name, proc(5)
+# arg_start and env_start behind the name, proc(5)
+ARGUMENTS_FIELD = 45
+ENVIRONMENT_FIELD = 47
 
 
 class Request(NamedTuple):
@@ -80,7 +82,8 @@ class Imports:
     """The imported modules, and the doubt that they leave."""
 
     def __init__(self) -> None:
-        before, printed = _open_files(), os.memfd_create("printed")
+        before = _open_files()
+        printed = os.memfd_create("printed")
         for stream in (1, 2):
             os.dup2(printed, stream)
         self._doubt = ""
@@ -138,7 +141,8 @@ class Imports:
 
 def _serve(listener: socket.socket) -> Request | None:
     """Answer until idle, stale or short of memory: None. In a forked rank, its request is returned."""
-    imports, last_s = Imports(), time.monotonic()
+    imports = Imports()
+    last_s = time.monotonic()
     while time.monotonic() - last_s < IDLE_S and not _is_short_of_memory():
         if not select.select([listener], [], [], LOOK_S)[0]:
             continue
@@ -178,7 +182,8 @@ def _user_of(connection: socket.socket) -> int:
 def _hold(request: Request, imports: Imports) -> None:
     """Fork the rank, and return in it. The holder ends here, with the exit code told."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    connection, holder = request.connection, os.getpid()
+    connection = request.connection
+    holder = os.getpid()
     connection.settimeout(None)
     rank = os.fork()
     if not rank:
@@ -263,7 +268,8 @@ def _reseed() -> None:
 
 def _run(request: Request) -> None:
     """Run the guard with the rank's program, as `python guard.py GUARD_JSON -- ...` does."""
-    sys.orig_argv, sys.argv = list(request.argv), request.argv[1:]
+    sys.orig_argv = list(request.argv)
+    sys.argv = request.argv[1:]
     sys.path.insert(0, str(GUARD.parent))
     importlib.invalidate_caches()
     sys.modules["_orchestrator_guard"].main(request.argv[2:])

@@ -326,7 +326,8 @@ class _ImportHook(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
-        self._name, self._then = name, then
+        self._name = name
+        self._then = then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None

@@ -58,22 +58,26 @@ class Monitor:
     """
 
     def __init__(self, settings: GuardSettings, rank: int | None) -> None:
-        self._rank, self.is_rank, self.phase = rank, rank is not None, "startup"
+        self._rank = rank
+        self.is_rank = rank is not None
+        self.phase = "startup"
         self.device: VirtualDevice | None = None
         self._passes = PassProgress(self._allocations)
         self._capacity_bytes = settings.virtual_capacity_bytes
-        self.step, self.steps_done, self._backwards, self._forward_bytes = 0, 0, 0, 0
+        self.step = 0
+        self.steps_done = 0
+        self._backwards = 0
+        self._forward_bytes = 0
         self.injected = False
         self._signal = 0
-        self._is_mixing_known, self._mixing = False, tuple[str, ...]()
+        self._is_mixing_known = False
+        self._mixing = tuple[str, ...]()
         self.beat_after_next_step = False  # memory ran out since the last step
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
-        self._fault, self._fault_rank, self._fault_step = (
-            settings.fault_kind,
-            settings.fault_rank,
-            settings.fault_step,
-        )
+        self._fault = settings.fault_kind
+        self._fault_rank = settings.fault_rank
+        self._fault_step = settings.fault_step
         self._loop_reports = False  # the training loop reports its own steps
         self._loss: float | None = None
         self._cycle: set[int] = set()  # ids of the optimizers that stepped in this cycle
@@ -89,7 +93,8 @@ class Monitor:
 
     def become(self, rank: int) -> None:
         """Write heartbeats as this rank from now on."""
-        self._rank, self.is_rank = rank, True
+        self._rank = rank
+        self.is_rank = True
 
     @property
     def rank(self) -> int:
@@ -314,8 +319,14 @@ class Monitor:
 
     def _after_fork(self) -> None:
         """Reset the counters: a forked child is a rank once it trains, and counts from there."""
-        self._rank, self.is_rank, self._next_beat_s, self._signal = None, False, 0.0, 0
-        self.step, self.steps_done, self._backwards, self._last_step_s = 0, 0, 0, None
+        self._rank = None
+        self.is_rank = False
+        self._next_beat_s = 0.0
+        self._signal = 0
+        self.step = 0
+        self.steps_done = 0
+        self._backwards = 0
+        self._last_step_s = None
         self._group_size = 0
         self._durations.clear()
 
@@ -334,8 +345,10 @@ class Monitor:
             and self.rank == self._fault_rank
             and self.step + 1 >= self._fault_step
         ):
-            kind, self._fault = self._fault, None
-            self.phase, self.injected = "optimizer", kind == "oom"
+            kind = self._fault
+            self._fault = None
+            self.phase = "optimizer"
+            self.injected = kind == "oom"
             self.beat()
             raise_fault(kind, self.device.capacity_bytes if self.device else None)
         self._depth += 1
@@ -357,7 +370,9 @@ class Monitor:
 
     def _on_reported_step(self, step: int, loss: float | None) -> None:
         if not self._loop_reports:
-            self._loop_reports, self.steps_done, self._last_step_s = True, 0, None
+            self._loop_reports = True
+            self.steps_done = 0
+            self._last_step_s = None
             self._durations.clear()
         self._loss = loss
         self._complete(step)

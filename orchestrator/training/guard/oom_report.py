@@ -90,7 +90,8 @@ def allocated_bytes(message: str) -> int | None:
 
 def unallocated_bytes(message: str) -> int | None:
     """Return the bytes reserved by PyTorch but not allocated; None if the message lacks them."""
-    reserved, allocated = _first(RESERVED, message), _first(ALLOCATED, message)
+    reserved = _first(RESERVED, message)
+    allocated = _first(ALLOCATED, message)
     if reserved is not None and allocated is not None:
         return max(reserved - allocated, 0)
     return _first(UNALLOCATED, message)
@@ -103,7 +104,8 @@ def foreign_bytes(message: str) -> int:
     reports host process ids. Then the smallest listed process that can hold PyTorch's bytes counts as this one.
     """
     named = [_amount(match) or 0 for match in NAMED.finditer(message)]
-    own_bytes, allocated = _first(OWN, message), _first(ALLOCATED, message)
+    own_bytes = _first(OWN, message)
+    allocated = _first(ALLOCATED, message)
     torch_bytes = None if allocated is None else allocated + (unallocated_bytes(message) or 0)
     if (
         own_bytes is None
@@ -112,16 +114,16 @@ def foreign_bytes(message: str) -> int:
     ):
         named.remove(min(count for count in named if count >= torch_bytes))
         return sum(named)
-    total, free = _first(CAPACITY, message), free_bytes(message)
+    total = _first(CAPACITY, message)
+    free = free_bytes(message)
     if named or total is None or free is None:
         return sum(named)
     if own_bytes is not None:
-        rest, tolerance_bytes = total - free - own_bytes, ROUNDING_BYTES
+        rest = total - free - own_bytes
+        tolerance_bytes = ROUNDING_BYTES
     else:
-        rest, tolerance_bytes = (
-            (0 if torch_bytes is None else total - free - torch_bytes),
-            max(OVERHEAD_BYTES, total // 4),
-        )
+        rest = 0 if torch_bytes is None else total - free - torch_bytes
+        tolerance_bytes = max(OVERHEAD_BYTES, total // 4)
     return rest if rest > tolerance_bytes else 0
 
 

@@ -17,31 +17,36 @@ class PassProgress:
     """
 
     def __init__(self, allocations: Callable[[], int]) -> None:
-        self._allocations, self._began = allocations, 0
+        self._allocations = allocations
+        self._began = 0
         self._forward: int | None = None  # allocations of the forward pass whose backward pass runs
         self._now: list[tuple[int, int]] = []  # (forward, backward) of each pass of this step
         self._last: list[tuple[int, int]] = []  # the same for the last complete step
 
     def begin_forward(self) -> None:
         """Record that a forward pass begins."""
-        self._began, self._forward = self._allocations(), None
+        self._began = self._allocations()
+        self._forward = None
 
     def begin_backward(self) -> None:
         """Record that the backward pass begins."""
         now = self._allocations()
-        self._forward, self._began = now - self._began, now
+        self._forward = now - self._began
+        self._began = now
 
     def end_backward(self) -> None:
         """Record that the backward pass is done."""
         now = self._allocations()
         if self._forward is not None:
             self._now.append((self._forward, now - self._began))
-        self._began, self._forward = now, None
+        self._began = now
+        self._forward = None
 
     def complete_step(self) -> None:
         """Record that an optimizer step is complete."""
         if self._now:
-            self._last, self._now = self._now, []
+            self._last = self._now
+            self._now = []
 
     def fraction_done(self, phase: str) -> float | None:
         """Return the done fraction of the pass in `phase`; None if no such pass has completed before."""

@@ -31,7 +31,8 @@ def list_mixing(loss: Any) -> tuple[str, ...]:
 
 def _walk(root: Any) -> Iterator[Any]:
     """Yield each node of a graph once, at most NODES_MAX."""
-    left, visited = [root], set[Any]()
+    left = [root]
+    visited = set[Any]()
     while left and len(visited) < NODES_MAX:
         node = left.pop()
         if node is not None and node not in visited:
@@ -55,7 +56,8 @@ def _kind_of(node: Any) -> str | None:
 
 def _numbers_its_samples(node: Any) -> bool:
     """Return whether the classes of a loss are the samples: the n-th target is the n-th column, or group of columns."""
-    target, scores = node._saved_target, node._saved_self
+    target = node._saved_target
+    scores = node._saved_self
     if target.dim() != 1 or scores.dim() != 2 or not 2 <= len(target) <= SAMPLES_MAX:
         return False
     rows, columns = scores.shape

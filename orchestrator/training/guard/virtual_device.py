@@ -107,7 +107,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def __enter__(self) -> VirtualDevice:
-        resize, count = torch.UntypedStorage.resize_, self._count_resized
+        resize = torch.UntypedStorage.resize_
+        count = self._count_resized
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -159,13 +160,15 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> int:
         """Bytes by which the storage grew since it was last counted; negative if it shrank."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         counted = self._sizes.get(key)
         if counted is None:
             if storage.device.type != "cpu":  # a fake tensor reports the CPU, its storage does not
                 return 0
             death = self._deaths[key] = _Death(storage, self._forget)
-            death.key, death.host = key, self.host
+            death.key = key
+            death.host = self.host
             self.allocations += not self.host
             counted = 0
         self._sizes[key] = size

@@ -35,7 +35,8 @@ def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) ->
     if not isinstance(weight, DTensor):
         return _LinearCrossEntropy.apply(hidden_ND, weight, labels_N, 0, None)  # type: ignore[no-untyped-call]
     assert weight.placements == (Shard(0),), weight.placements
-    mesh, width = weight.device_mesh, weight.shape[0]
+    mesh = weight.device_mesh
+    width = weight.shape[0]
     first = mesh.get_local_rank() * -(-width // mesh.size())  # torch.chunk's cut
     local_VD = weight.to_local()
     return _LinearCrossEntropy.apply(hidden_ND, local_VD, labels_N, first, mesh.get_group())  # type: ignore[no-untyped-call]
@@ -71,9 +72,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             for start in range(0, len(hidden_ND), step):
                 rows = slice(start, start + step)
-                chunk_CD, labels_C = hidden_ND[rows].to(dtype), labels_N[rows]
+                chunk_CD = hidden_ND[rows].to(dtype)
+                labels_C = labels_N[rows]
                 if spread:
-                    chunk_CD, labels_C = spread.gather(chunk_CD), spread.labels(rows)
+                    chunk_CD = spread.gather(chunk_CD)
+                    labels_C = spread.labels(rows)
                 chunk_loss, grad_CV = _loss_and_gradient(
                     chunk_CD @ cast_VD.T, labels_C - first, group
                 )
@@ -93,7 +96,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_grad, weight_grad = ctx.hidden_grad, ctx.weight_grad
+        hidden_grad = ctx.hidden_grad
+        weight_grad = ctx.weight_grad
         ctx.hidden_grad = ctx.weight_grad = None
         for grad_part in (hidden_grad, weight_grad):
             if grad_part is not None:
@@ -105,7 +109,8 @@ class _Spread:
     """Tokens that the ranks of a group have in equal shares, chunk by chunk."""
 
     def __init__(self, group: dist.ProcessGroup, own_count: int, labels_N: Tensor) -> None:
-        self._group, ranks = group, group.size()
+        self._group = group
+        ranks = group.size()
         padding = own_count * ranks - len(labels_N)
         self._labels = functional.pad(labels_N, (0, padding), value=IGNORED_LABEL).view(
             ranks, own_count
@@ -162,7 +167,9 @@ def _loss_and_gradient(
     if group is not None:
         sums = torch.stack((total_C, label_logit_C, counted_C.float()))
         dist.all_reduce(sums, group=group)
-        total_C, label_logit_C, counted_C = sums[0], sums[1], sums[2] > 0
+        total_C = sums[0]
+        label_logit_C = sums[1]
+        counted_C = sums[2] > 0
     loss = ((total_C.log() - label_logit_C) * counted_C).sum()
     logits_CV.div_(total_C.unsqueeze(1))
     logits_CV.scatter_add_(1, at_C, -here_C.float().unsqueeze(1))

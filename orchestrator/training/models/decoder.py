@@ -27,11 +27,9 @@ class Attention(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width = (
-            spec.num_attention_heads,
-            spec.kv_heads,
-            spec.head_dim,
-        )
+        self.heads = spec.num_attention_heads
+        self.kv_heads = spec.kv_heads
+        self.width = spec.head_dim
         self.context: Context | None = None  # where other ranks have tokens of the same samples
         self.q_proj = nn.Linear(spec.hidden_size, self.heads * self.width, bias=False)
         self.k_proj = nn.Linear(spec.hidden_size, self.kv_heads * self.width, bias=False)
@@ -42,7 +40,8 @@ class Attention(nn.Module):
         q_BNTH = self.q_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         k_BKTH = self.k_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
         v_BKTH = self.v_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
-        q_BNTH, k_BKTH = _rotate(q_BNTH, cos_TH, sin_TH), _rotate(k_BKTH, cos_TH, sin_TH)
+        q_BNTH = _rotate(q_BNTH, cos_TH, sin_TH)
+        k_BKTH = _rotate(k_BKTH, cos_TH, sin_TH)
         if self.context is not None:
             out_BTNH = self.context.attend(q_BNTH, k_BKTH, v_BKTH, self._attend)
         else:

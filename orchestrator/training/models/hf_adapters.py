@@ -96,7 +96,8 @@ def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     Raises SpecError if the device, the plan or the model does not support it.
     """
     plan = run.plan
-    path, hf = "model.lora.quantise_base", run.model.hf
+    path = "model.lora.quantise_base"
+    hf = run.model.hf
     if run.device != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
         raise SpecError("4-bit layers need CUDA and bitsandbytes", path=path, got=run.device)
     if not isinstance(plan.mechanics, Replicated):

@@ -109,7 +109,9 @@ class OwnBatch:
     def __init__(
         self, head: type[PreTrainedModel], config: PreTrainedConfig, any_samples: AnySamples
     ) -> None:
-        self._head, self._config, self._length = head, config, any_samples.tokens.token_count(0)
+        self._head = head
+        self._config = config
+        self._length = any_samples.tokens.token_count(0)
         self.at, self.places = any_samples.batch
 
     def __len__(self) -> int:
@@ -292,10 +294,8 @@ def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
     sides = [*sizes_of(config, "image_size"), IMAGE, 224]
     patch = _size(config, 16, "patch_size")
     if "image_grid_thw" in takes:
-        depth, side = (
-            _size(config, 1, "temporal_patch_size"),
-            2 * _size(config, 1, "spatial_merge_size"),
-        )
+        depth = _size(config, 1, "temporal_patch_size")
+        side = 2 * _size(config, 1, "spatial_merge_size")
         grid = torch.tensor([[1, side, side]] * samples)
         yield {
             "pixel_values*": torch.zeros(samples, side**2, channels * depth * patch**2),
@@ -327,19 +327,16 @@ def _signals(takes: set[str], config: Any, samples: int) -> Iterator[Named]:
         yield {"input_values": torch.zeros(samples, 1, AUDIO)}
         yield {"input_values": torch.zeros(samples, _size(config, FRAMES, "max_length"), mels)}
     if "past_values" in takes:
-        time, width = (
-            _size(config, FRAMES, "context_length"),
-            _size(config, 1, "num_input_channels"),
-        )
+        time = _size(config, FRAMES, "context_length")
+        width = _size(config, 1, "num_input_channels")
         yield {"past_values": torch.zeros(samples, time, width)}
 
 
 def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterator[Named]:
-    tokens, image = inputs.get("input_ids"), inputs.get("pixel_values")
-    ones, kinds = (
-        torch.ones(samples, dtype=torch.int64),
-        max(1, getattr(config, "num_labels", 0) or 1),
-    )
+    tokens = inputs.get("input_ids")
+    image = inputs.get("pixel_values")
+    ones = torch.ones(samples, dtype=torch.int64)
+    kinds = max(1, getattr(config, "num_labels", 0) or 1)
     if "start_positions" in takes:
         yield {"start_positions": ones, "end_positions": ones}
     if "mask_labels" in takes:

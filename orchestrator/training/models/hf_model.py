@@ -128,7 +128,8 @@ def build(
 
     `own_samples`: the samples have the tensors that the head takes, as those of `data.tensors`.
     """
-    spec, plan = run.model, run.plan
+    spec = run.model
+    plan = run.plan
     assert spec.hf is not None, "a job with a transformers model"
     config = _causal_where_named(config or read_config(spec.hf))
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -314,7 +315,8 @@ def _causal_where_named(config: PreTrainedConfig) -> PreTrainedConfig:
 
     A configuration of transformers has `is_decoder` false. Without the switch, the loss could be read off the input.
     """
-    named, kind = named_head(config), type(config)
+    named = named_head(config)
+    kind = type(config)
     is_encoder = not config.is_encoder_decoder and kind in AutoModelForMaskedLM._model_mapping
     if (
         not is_encoder
@@ -492,7 +494,8 @@ def has_plain_head(module: Any) -> bool:
     The model's own code is run with a stub base and a stub head, whose values must pass unchanged. Some families scale
     hidden states or logits, or soft-cap the logits.
     """
-    base, head = module.base_model, module.get_output_embeddings()
+    base = module.base_model
+    head = module.get_output_embeddings()
     if base is module or type(head) is not nn.Linear or head.bias is not None:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -504,7 +507,8 @@ def has_plain_head(module: Any) -> bool:
         inputs.append(hidden)
         return logits_BTV
 
-    base.forward, head.forward = lambda *_, **__: _Hidden(hidden_BTD), answer
+    base.forward = lambda *_, **__: _Hidden(hidden_BTD)
+    head.forward = answer
     try:
         out = module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
     finally:

@@ -158,7 +158,8 @@ def positions(module: Any, x: Tensor) -> dict[str, Tensor]:
     context: Context | None = getattr(module, "context", None)
     if context is None:
         return {}
-    first, count = context.first(x.shape[1]), x.shape[1]
+    first = context.first(x.shape[1])
+    count = x.shape[1]
     return {"position_ids": torch.arange(first, first + count, device=x.device).unsqueeze(0)}
 
 

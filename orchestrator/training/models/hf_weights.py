@@ -116,7 +116,8 @@ def _read(files: Mapping[str, str], key: str) -> Tensor:
 def untie(model: PreTrainedModel, name: str) -> tuple[Tensor, Tensor]:
     """Give the named parameter its own tensor; return (the tensor that it shared, the new one)."""
     path, _, leaf = name.rpartition(".")
-    owner, shared = model.get_submodule(path), model.get_parameter(name)
+    owner = model.get_submodule(path)
+    shared = model.get_parameter(name)
     parameter = torch.nn.Parameter(torch.empty_like(shared), requires_grad=shared.requires_grad)
     owner.register_parameter(leaf, parameter)
     model.all_tied_weights_keys.pop(name, None)

@@ -34,7 +34,9 @@ class Block:
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
     def __init__(self, address: int, size: int, pool: list[tuple[int, int, Block]]) -> None:
-        self.address, self.size, self.pool = address, size, pool
+        self.address = address
+        self.size = size
+        self.pool = pool
         self.is_free = False
         self.before: Block | None = None
         self.after: Block | None = None
@@ -45,7 +47,8 @@ class CachingAllocator:
 
     def __init__(self, capacity_bytes: float = float("inf")) -> None:
         self.reserved_bytes = 0
-        self._capacity_bytes, self._next_address = capacity_bytes, 0
+        self._capacity_bytes = capacity_bytes
+        self._next_address = 0
         self._small: list[tuple[int, int, Block]] = []  # free blocks: size, address
         self._large: list[tuple[int, int, Block]] = []
 
@@ -59,7 +62,10 @@ class CachingAllocator:
         rest = block.size - size
         if rest >= LEAST_BYTES if is_small else rest > SMALL_BYTES:
             left = Block(block.address + size, rest, pool)
-            left.before, left.after, block.after, block.size = block, block.after, left, size
+            left.before = block
+            left.after = block.after
+            block.after = left
+            block.size = size
             if left.after is not None:
                 left.after.before = left
             self._keep(left)
@@ -68,16 +74,19 @@ class CachingAllocator:
 
     def give(self, block: Block) -> None:
         """Free the block and merge it with its free neighbours."""
-        before, after = block.before, block.after
+        before = block.before
+        after = block.after
         if before is not None and before.is_free:
             self._drop(before)
-            before.size, before.after = before.size + block.size, after
+            before.size += block.size
+            before.after = after
             if after is not None:
                 after.before = before
             block = before
         if after is not None and after.is_free:
             self._drop(after)
-            block.size, block.after = block.size + after.size, after.after
+            block.size += after.size
+            block.after = after.after
             if after.after is not None:
                 after.after.before = block
         self._keep(block)
@@ -136,7 +145,8 @@ class Ledger:
 
     def begin(self) -> None:
         """Mark all storages so far as resident: they exist before every step."""
-        self.resident, self.requests = len(self.sizes), []
+        self.resident = len(self.sizes)
+        self.requests = []
 
     @property
     def peak_bytes(self) -> int:
@@ -160,8 +170,10 @@ def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, L
     for wanted in MICRO_BATCHES:
         if wanted not in steps:
             ledger = steps[wanted] = Ledger()
-            ledger.resident, ledger.requests = many.resident, many.requests
-            beyond, apart = wanted - samples[1], samples[1] - samples[0]
+            ledger.resident = many.resident
+            ledger.requests = many.requests
+            beyond = wanted - samples[1]
+            apart = samples[1] - samples[0]
             pairs = zip(few.sizes, many.sizes, strict=True)
             ledger.sizes = [
                 max(0, second + (second - first) * beyond // apart) for first, second in pairs
@@ -190,7 +202,8 @@ def _factor(steps_up: int) -> float:
 
 
 def _runs(step: Ledger, states: Sequence[int], capacity_bytes: float) -> bool:
-    allocator, sizes = CachingAllocator(capacity_bytes), step.sizes
+    allocator = CachingAllocator(capacity_bytes)
+    sizes = step.sizes
     try:
         for size in (*sizes[: step.resident], *states):
             allocator.take(size)

@@ -23,7 +23,8 @@ from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.tracing.allocator import Ledger
 from orchestrator.training.tracing.timeline import Event, Phase, Place
 
-aten, prim = torch.ops.aten, torch.ops.prim
+aten = torch.ops.aten
+prim = torch.ops.prim
 NO_LAYER = NO_PLACE = -1
 # Modules that DeepSpeed's stage 3 gathers and reduces as one (DEFAULT_LEAF_MODULE_CLASSES in
 # deepspeed/runtime/zero/leaf_module_config.py, 0.19.8).
@@ -71,7 +72,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
         self.is_alike_on_cuda = True
         self.buffer_bytes = 0
-        self._recipes, self._held_bytes = recipes, held_bytes
+        self._recipes = recipes
+        self._held_bytes = held_bytes
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
         self._parameters = list(
             {
@@ -119,7 +121,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in recipe.module.modules()
             if isinstance(module, nn.MultiheadAttention)
         }
-        self._is_first_step, self._is_ahead = True, False
+        self._is_first_step = True
+        self._is_ahead = False
         self._live_bytes = self._resident_bytes = 0
         self.ledger = Ledger()  # of the latest step
         # With size, number in the ledger, and the place that made it.
@@ -135,7 +138,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def step(self, samples: int) -> Iterator[None]:
         """Open a context for a step of `samples` samples: parameters and buffers are live, gradients are not."""
         self.phases, self.ledger, self._samples = [], Ledger(), samples
-        self._live_bytes, self._storages = 0, {}
+        self._live_bytes = 0
+        self._storages = {}
         for parameter in self._parameters:
             self._count(parameter)
         weights = self._live_bytes
@@ -171,7 +175,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
         """Open a context for forward and backward of recipe `number`; its gradients are dropped at the end."""
-        self._turn, self._layers_passed, self._is_forward, self._is_outside = number, 0, True, False
+        self._turn = number
+        self._layers_passed = 0
+        self._is_forward = True
+        self._is_outside = False
         self._gradients: Counter[int] = Counter()  # layer or NO_LAYER -> elements
         self._come: Counter[int] = Counter()  # id of a place -> elements of its gradients
         self._gradient_bytes = 0
@@ -231,7 +238,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves: Counter[int] = Counter()
         for parameter in self._parameters:
             if id(parameter) in self._in_leaf:
-                home, leaf = self._home[id(parameter)], self._in_leaf[id(parameter)]
+                home = self._home[id(parameter)]
+                leaf = self._in_leaf[id(parameter)]
                 leaves[leaf] += parameter.numel()
                 home.side_by_side = max(home.side_by_side, leaves[leaf])
                 home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
@@ -303,7 +311,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger.give(number)
 
     def _event(self) -> Event:
-        place, total = self.phases[-1].place, self._gradients.total()
+        place = self.phases[-1].place
+        total = self._gradients.total()
         gradients = self._gradients[self._layer_at[place]] if place in self._layer_at else 0
         return Event(
             live_bytes=self._live_bytes - self._resident_bytes - self._gradient_bytes,
@@ -319,11 +328,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._arrived.setdefault(id(parameter), parameter)
         self._gradients[self._layer_of[id(parameter)]] += parameter.numel()
         self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
-        home, place = self._home.get(id(parameter)), self.places[self.phases[-1].place]
+        home = self._home.get(id(parameter))
+        place = self.places[self.phases[-1].place]
         if home is place and len(self._recipes) == 1:
             self._come[id(home)] += parameter.numel()
-            event, ready = self._event(), self._come[id(home)]
-            total, fresh = event.gradients + event.done, parameter.numel()
+            event = self._event()
+            ready = self._come[id(home)]
+            total = event.gradients + event.done
+            fresh = parameter.numel()
             arrival = event._replace(gradients=ready, done=total - ready, fresh=fresh)
             self.phases[-1].events.append(arrival)
 
@@ -429,11 +441,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_products(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an operation's FLOPs and matrix products; note which attention runs, and dropout."""
-        place, samples, packet = (
-            self.places[self.phases[-1].place],
-            self._samples,
-            op._overloadpacket,
-        )
+        place = self.places[self.phases[-1].place]
+        samples = self._samples
+        packet = op._overloadpacket
         if packet in (
             aten._scaled_dot_product_flash_attention_for_cpu,
             aten._scaled_dot_product_efficient_attention,
@@ -469,7 +479,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 (-(-rows // samples), inner, columns) for rows, inner, columns in products
             )
         elif packet is aten._safe_softmax:
-            self.attention, self.is_alike_on_cuda = MATRICES, False
+            self.attention = MATRICES
+            self.is_alike_on_cuda = False
         elif packet is aten.bernoulli_:  # dropout of any kind
             self.is_alike_on_cuda = False
         elif packet is aten._softmax and out.dim() == 4:
@@ -477,7 +488,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _settle(self, parameter: nn.Parameter, place_index: int) -> None:
         """Assign the parameter to the place."""
-        place, count = self.places[place_index], parameter.numel()
+        place = self.places[place_index]
+        count = parameter.numel()
         self._home[id(parameter)] = place
         self._unread.discard(id(parameter))
         if not place.is_layer and count > place.largest_parameter:
@@ -511,7 +523,9 @@ def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int]
         left, right = args[-2:]
         return ((left.shape[0], left.shape[1], right.shape[1]),)
     if packet is aten.convolution:
-        x, weight, transposed = args[0], args[1], args[6]
+        x = args[0]
+        weight = args[1]
+        transposed = args[6]
         output = x if transposed else out
         rows = output.shape[0] * math.prod(output.shape[2:])
         patch = math.prod(weight.shape[1:])

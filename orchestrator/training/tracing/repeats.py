@@ -40,7 +40,8 @@ class Stack:
 
 def stack_of(kinds: Sequence[Hashable], length: int) -> Stack | None:
     """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace all."""
-    best, numbers = None, dict[Hashable, int]()
+    best = None
+    numbers = dict[Hashable, int]()
     same = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
     for period in range(1, length // 3 if len(kinds) >= length else 1):
         lead = length - period

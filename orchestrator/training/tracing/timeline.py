@@ -162,7 +162,8 @@ class _More:
     """
 
     def __init__(self, places: Sequence[Place], stack: Stack, depth: int) -> None:
-        self._recorded, self._stack = places, stack
+        self._recorded = places
+        self._stack = stack
         self._layers = [index for index, place in enumerate(places) if place.is_layer][:depth]
         if len(self._layers) < depth:
             raise Unlike("some layers do not run")
@@ -226,7 +227,8 @@ class _More:
             kind = _kind(start)[1:]
             if kind not in slopes:
                 raise Unlike("a pass does not reach the layers")
-            slope, before = slopes[kind], holdings[start.mode, start.sharded, start.zero3]
+            slope = slopes[kind]
+            before = holdings[start.mode, start.sharded, start.zero3]
             is_behind = start.segment >= self._from
             if start.backward:
                 growth = (
@@ -351,10 +353,12 @@ def _lines(steps: Steps) -> list[Stretch]:
             second.backward,
         ):
             raise Unlike("the micro-batch changes the order of layers")
-        ones, twos = first.events, second.events
+        ones = first.events
+        twos = second.events
         if [event[1:] for event in ones] != [event[1:] for event in twos]:
             both = {event[1:] for event in ones} & {event[1:] for event in twos}
-            ones, twos = _by_gradients(ones, both), _by_gradients(twos, both)
+            ones = _by_gradients(ones, both)
+            twos = _by_gradients(twos, both)
         stretch = []
         for number, (at_first, at_second) in enumerate(zip(ones, twos, strict=False)):
             sample_bytes = -((at_first.live_bytes - at_second.live_bytes) // (many - few))
@@ -399,7 +403,8 @@ def _saved_bytes(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationChec
     """Saved bytes per sample of a place's forward pass: live bytes after it minus before it."""
     saved: dict[tuple[int, ActivationCheckpointing], int] = {}
     for this, following in itertools.pairwise(stretches):
-        start, end = this[0], following[0]
+        start = this[0]
+        end = following[0]
         passes = [
             (moment.mode, moment.turn, moment.sharded, moment.zero3) for moment in (start, end)
         ]

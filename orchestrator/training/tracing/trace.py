@@ -159,7 +159,8 @@ def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bo
     config = _config(request.model)
     whole = build(request, arithmetic, config)
     length = layer_count(config)
-    kinds, buffer_bytes = kinds_of(whole.layers, config, length), _buffer_bytes(whole)
+    kinds = kinds_of(whole.layers, config, length)
+    buffer_bytes = _buffer_bytes(whole)
     stack = stack_of(kinds, length)
     if stack is not None:
         # A model's code may refuse what it never had; then the whole model says what is wrong, if
@@ -200,7 +201,8 @@ class _Traced:
         self, request: Request, arithmetic: Arithmetic, recipe: Recipe, *, reads: bool = False
     ) -> None:
         """`reads`: the model's code reads values."""
-        self._request, self._arithmetic = request, arithmetic
+        self._request = request
+        self._arithmetic = arithmetic
         self._recipes = (recipe, *recipe.then)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = (

@@ -97,7 +97,8 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor in self._values or not isinstance(tensor, FakeTensor)
 
     def _run(self, op: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tree_map(self._real, args), tree_map(self._real, kwargs)
+        args = tree_map(self._real, args)
+        kwargs = tree_map(self._real, kwargs)
         with _disable_current_modes():
             return op(*args, **kwargs)
 
@@ -150,7 +151,8 @@ class _Shape:
     """A tensor without its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -160,7 +162,10 @@ class _Later:
     """An operator to be run when its values are read."""
 
     def __init__(self, op: Any, args: Any, kwargs: Any, index: int) -> None:
-        self.op, self.args, self.kwargs, self.at = op, args, kwargs, index
+        self.op = op
+        self.args = args
+        self.kwargs = kwargs
+        self.at = index
 
 
 def _describe(value: Any) -> Any:
