@@ -82,6 +82,7 @@ def keep_running(name: str, run: Callable[[], None], stop: threading.Event) -> N
             FAULTS.note(name, error, is_running=True)
         else:
             return
-        pause_s = AGAIN_FIRST_S if time.monotonic() - began_s > WELL_AFTER_S else pause_s
+        if time.monotonic() - began_s > WELL_AFTER_S:
+            pause_s = AGAIN_FIRST_S
         stop.wait(pause_s)
         pause_s = min(2 * pause_s, AGAIN_MAX_S)

@@ -326,7 +326,8 @@ def decoder_profile(
     if (
         spread > 1
     ):  # one cast is gathered for all projections, and theirs are made again in the backward pass
-        norms = norms - 6 if low and stream == 4 else norms
+        if low and stream == 4:
+            norms -= 6
         casts = 0
     saved = norms * stream_width + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
     selective = stream * stream_width + width * (2 * stream_width + 2 * q + 2 * kv + 2 * f) + 4 * n

@@ -138,11 +138,8 @@ def why_nothing_fits(
     else:
         lines += number_ways(ways)
     lines += missing_knobs(case)
-    lines += (
-        ["other changes were not searched: the job allows too many plans"]
-        if case.is_worn_out
-        else []
-    )
+    if case.is_worn_out:
+        lines.append("other changes were not searched: the job allows too many plans")
     return "\n".join(lines)
 
 

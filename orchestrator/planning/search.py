@@ -311,9 +311,8 @@ def _unbeaten_plans(
                 Timed(plan.plan, plan.step_s, plan.estimate.device_bytes, plan.rank)
                 for plan in costed
             ]
-            costed = (
-                _pareto(spec, [*first, *others], estimate, most_bytes, needed) if others else costed
-            )
+            if others:
+                costed = _pareto(spec, [*first, *others], estimate, most_bytes, needed)
             if costed:
                 return costed
         return []

@@ -158,14 +158,16 @@ def _adapted(
         {f"{key}.lora.quantise_base": "true"} if in_4_bits else {}
     )
     label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
-    label += ", where its trainer has a switch for them" if case.spec.is_script else ""
+    if case.spec.is_script:
+        label += ", where its trainer has a switch for them"
     try:
         adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
     except SpecError:
         return
     changed = replace(case, spec=adapted)
     for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
-        label = label if way.settings == settings else f"{label}, and {way.label}"
+        if way.settings != settings:
+            label = f"{label}, and {way.label}"
         # a script gets no adapters from its job file
         settings = {} if case.spec.is_script else {**settings, **way.settings}
         job = None if case.spec.is_script else way.job

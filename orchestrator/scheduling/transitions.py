@@ -198,9 +198,11 @@ def _apply_finished(state: State, event: Finished) -> Transition:
     if job.status is JobStatus.QUEUED and is_over(job, event.at_s):
         over = over_limit(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
-    job = job if failure is None else _with_unread(job, event.evidence)
+    if failure is not None:
+        job = _with_unread(job, event.evidence)
     runs = learn_length(state.runs, job, attempt, failure)
-    state = state if runs is state.runs else replace(state, runs=runs)
+    if runs is not state.runs:
+        state = replace(state, runs=runs)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)

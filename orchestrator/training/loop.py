@@ -79,7 +79,8 @@ def _phase(
     stopping = False
     thaw = freezing.next_thaw(cursor.step, run.training.freeze)
     last = run.training.max_steps
-    last = last if thaw is None else min(thaw, last)
+    if thaw is not None:
+        last = min(thaw, last)
     recipe = build_recipe(run)
     engine = build_engine(run, recipe, ranks.device, saved)
     saver.prepare(engine.state())

@@ -361,7 +361,8 @@ def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Find
     capacity = oom_report.capacity_bytes(finding.line)
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
         return finding
-    rank = rank if finding.rank is None else finding.rank
+    if finding.rank is not None:
+        rank = finding.rank
     report = OomReport(
         rank=rank,
         step=next((beat.step for beat in beats if beat.rank == rank), 0),

@@ -57,8 +57,10 @@ class LogCounter:
                 text = line[:LINE_CHARACTERS_MAX].decode("utf-8", errors="replace")
                 numbers = map(count_of, self.pattern.list_groups(text))
                 for number in numbers:
-                    self.last = self.last if number is None else number
-                    self.first = self.last if self.first is None else self.first
+                    if number is not None:
+                        self.last = number
+                    if self.first is None:
+                        self.first = self.last
 
     @property
     def counts(self) -> tuple[int, int] | None:
@@ -170,7 +172,8 @@ class Progress:
         still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)
         if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
             saved_s = last_saved_s(self._spec, self._output, self._access)
-            still_s = still_s if saved_s is None else min(still_s, max(0.0, time.time() - saved_s))
+            if saved_s is not None:
+                still_s = min(still_s, max(0.0, time.time() - saved_s))
         return still_s if still_s > limit_s else None
 
     def _backwards(self) -> int:

@@ -90,7 +90,8 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
     if end_s is not None:
         metrics["total_s"] = end_s - job.submitted_at_s
     spec = job.spec.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
-    spec |= {"env": {name: "(not shown)" for name, _ in job.spec.env}} if job.spec.env else {}
+    if job.spec.env:
+        spec |= {"env": {name: "(not shown)" for name, _ in job.spec.env}}
     tags = {
         "status": job.status,
         "reason": hide(shown_reason(job)),

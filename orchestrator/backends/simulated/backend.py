@@ -260,7 +260,8 @@ class SimulatedBackend:
         """End the attempt after `step`; at None, after the steps that its running time allows."""
         if process.evidence is not None:
             return
-        step = self._step_of(process) if step is None else step
+        if step is None:
+            step = self._step_of(process)
         every = process.job.spec.training.checkpoint_every_steps
         saves = ending is FailureKind.CANCELLED and saves_on_request(process.job.spec)
         saved = step if saves else step - step % every

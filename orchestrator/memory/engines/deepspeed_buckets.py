@@ -59,7 +59,8 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
     gradients = 0
     last = None
     for part, size in _in_backward_order(profile, leaves=leaves):
-        gradients = gradients if part == last else 0
+        if part != last:
+            gradients = 0
         if in_bucket and in_bucket + size > bucket:
             segment = profile.segments[part[0]]
             until = segment.leaf_until if leaves else 0

@@ -247,9 +247,11 @@ def passages(
                 )
             ]
         done += segment.count * segment.trained_parameters
-        units += segment.count * stage.gathered(segment) if repeated else 0
-        passed += segment.count if repeated else 0
-        ends += 0 if repeated else segment.trained_parameters
+        if repeated:
+            units += segment.count * stage.gathered(segment)
+            passed += segment.count
+        else:
+            ends += segment.trained_parameters
     return tuple(points)
 
 
@@ -337,6 +339,7 @@ def _backward(
     points += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [
         (Point.PEAK, largest, None)
     ]
-    points += [(Point.GRADIENT, largest, None)] if updates and not segment.peaks else []
+    if updates and not segment.peaks:
+        points.append((Point.GRADIENT, largest, None))
     points += [(Point.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
     return [*points, (Point.END, trained, None)]

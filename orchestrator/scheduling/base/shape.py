@@ -34,7 +34,8 @@ def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
     devices = plan.world_size
     layout = plan.layout
     inside = layout.cp * layout.tp if layout.cp * layout.tp <= devices_per_node else layout.tp
-    inside = inside if facts_of(plan.engine).is_ours else 1
+    if not facts_of(plan.engine).is_ours:
+        inside = 1
     shares = [
         share
         for share in range(min(devices, devices_per_node), 0, -1)

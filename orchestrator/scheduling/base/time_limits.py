@@ -54,7 +54,8 @@ def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float
     if job.spec.time_limit is None:
         return inf
     begin_s = _began_s(attempt)
-    begin_s = attempt.launched_at_s + launch_cost_s if begin_s is None else begin_s
+    if begin_s is None:
+        begin_s = attempt.launched_at_s + launch_cost_s
     earlier_s = sum(_ran_s(earlier, begin_s) for earlier in job.attempts[: attempt.number - 1])
     return begin_s + job.spec.time_limit - earlier_s
 

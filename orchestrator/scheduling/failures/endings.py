@@ -56,7 +56,8 @@ def read_exceptions(text: str) -> tuple[Raised, ...]:
         if HEAD in line:
             frames = []
         elif frame := FRAME.match(line):
-            frames = [] if frames is None else frames
+            if frames is None:
+                frames = []
             frames.append(Frame(frame[1], frame[2] or ""))
         elif frames is None:
             continue

@@ -52,7 +52,8 @@ def unexplained_failure(
     if finding is None:
         reason = _describe_exit(evidence, end)
     else:
-        rank = rank if finding.rank is None else finding.rank
+        if finding.rank is not None:
+            rank = finding.rank
         excerpt = finding.excerpt if report is None else report.traceback
         reason = f"rank {rank} raised {_describe_exception(finding)}"
     if report is not None:

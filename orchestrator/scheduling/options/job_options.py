@@ -129,7 +129,8 @@ def job_options(
         text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
         return Infeasible(why=lambda: text)
     probe, probe_least = _probe_within(device, job, calibrated, candidates)
-    candidates = candidates if probe is None else [probe]
+    if probe is not None:
+        candidates = [probe]
     measured = measured_peaks(job, device.name)
     shapes = partial(
         shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes
@@ -347,7 +348,8 @@ def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption,
     by_devices: dict[int, list[SizeOption]] = {}
     mildest: Degradation | None = None
     for option in fitting:
-        mildest = option.candidate.degradation if mildest is None else mildest
+        if mildest is None:
+            mildest = option.candidate.degradation
         if option.candidate.degradation is not mildest:
             break
         by_devices.setdefault(option.devices, []).append(option)

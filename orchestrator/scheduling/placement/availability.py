@@ -225,7 +225,8 @@ class AvailabilityProfile:
         such node; a larger one to as few nodes as possible, and of these to as few racks as possible.
         """
         crowded = not self.has_room(least_bytes)
-        open_until_s = end_s if open_until_s is None else open_until_s
+        if open_until_s is None:
+            open_until_s = end_s
         for share in shape.shares:
             wanted = shape.devices // share
             able = self._able_nodes(share, end_s, least_bytes if crowded else 0, open_until_s)
@@ -296,7 +297,8 @@ class AvailabilityProfile:
         closes or a later reservation where the time suffices, else behind them.
         """
         best: Slot | None = None
-        open_s = seconds if open_s is None else open_s
+        if open_s is None:
+            open_s = seconds
         for share in shape.shares:
             wanted = shape.devices // share
             order = self._open_for(share, wanted, from_s, seconds, least_bytes, open_s)
@@ -523,7 +525,8 @@ class AvailabilityProfile:
             next_s = [inf] * self.devices_per_node
             for start_s, end_s, devices, is_later in self._promised.get(number, ()):
                 for device in devices:
-                    free_s[device] = free_s[device] if is_later else max(free_s[device], end_s)
+                    if not is_later:
+                        free_s[device] = max(free_s[device], end_s)
                     next_s[device] = min(next_s[device], start_s)
             future = self._futures[number] = _Future(free_s, next_s)
         return future

@@ -30,7 +30,8 @@ def verdict(rows: Sequence[Row]) -> str:
         [row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit"
     )
     pending = sum(row.outcome is Outcome.PENDING for row in rows)
-    sentences += [f"{pending} of {len(rows)} have not ended"] if pending else []
+    if pending:
+        sentences.append(f"{pending} of {len(rows)} have not ended")
     if not pending and not any(map(is_finished, rows)):
         sentences.insert(0, "No strategy finished")
     return "".join(f"{sentence}. " for sentence in sentences).rstrip()

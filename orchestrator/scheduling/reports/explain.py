@@ -52,7 +52,8 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
     if observation is not None and (
         observation.ran_out or _is_underestimated(attempt, observation)
     ):
-        sentences += [] if predicted is None else [_wrong_term(attempt, observation)]
+        if predicted is not None:
+            sentences.append(_wrong_term(attempt, observation))
         sentences.append(_describe_learning(state, attempt, observation))
     if ran_out(attempt) and attempt.number < len(job.attempts):
         sentences.append(_describe_next(state, job, attempt, job.attempts[attempt.number]))
@@ -122,7 +123,8 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     if attempt.needed_bytes is None:
         return f"{text}; it was judged by the peak measured before"
     around = _around_bytes(attempt)
-    text += f" + {format_bytes(around)} around it" if around else ""
+    if around:
+        text += f" + {format_bytes(around)} around it"
     text += f", {format_bytes(attempt.needed_bytes)} with margin"
     if (device := device_of(state, attempt.device)) is not None:
         text += f", of {format_bytes(device.memory)}"

@@ -221,7 +221,8 @@ class _Placing:
             if attempt is not None and attempt.ended_at_s is None:
                 end_s = self._index.end_of(job, attempt)
                 launched_s = attempt.launched_at_s
-                end_s = end_s if end_s > at_s else at_s + OVERDUE_S
+                if end_s <= at_s:
+                    end_s = at_s + OVERDUE_S
                 self._index.expect(attempt, end_s)
                 self._forecasts[job.id] = self._vague.expect(
                     launched_s,
@@ -422,7 +423,8 @@ class Play:
             self._longer[job.id] = _longer(length_s, at_s - launched_s, spread, share) / length_s
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
         end_s = min(end_s, self._index.limit_end_s(job, attempt))
-        end_s = end_s if end_s > at_s else at_s + OVERDUE_S
+        if end_s <= at_s:
+            end_s = at_s + OVERDUE_S
         expected = self._vague.expect(
             launched_s,
             inf,

@@ -352,7 +352,8 @@ def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span
             if from_s >= to_s:
                 continue
             outcome = "running" if attempt.status is not AttemptStatus.ENDED else "succeeded"
-            outcome = attempt.failure.kind.value if attempt.failure else outcome
+            if attempt.failure:
+                outcome = attempt.failure.kind.value
             for part in attempt.placement:
                 yield Span(
                     node=part.node,
@@ -377,7 +378,8 @@ def _cost(
     for span in spans:
         device_s = len(span.devices) * (span.until_s - span.from_s)
         by_use[_use(span.outcome)] += device_s
-        saved_s += device_s if span.job in recovered and _use(span.outcome) == "trained" else 0.0
+        if span.job in recovered and _use(span.outcome) == "trained":
+            saved_s += device_s
     capacity_s = sum(node.devices for node in state.nodes) * max(0.0, until_s - since_s)
     return Cost(
         trained_s=by_use["trained"],
@@ -441,7 +443,8 @@ def _summary(report: MorningReport) -> str:
         sentence = "no job ended"
     else:
         sentence = f"{len(report.succeeded)} of {ended} ended jobs succeeded"
-        sentence += f", {len(report.recovered)} of them after a failure" if report.recovered else ""
+        if report.recovered:
+            sentence += f", {len(report.recovered)} of them after a failure"
     groups = {
         "failed": report.failed,
         "refused": report.refused,

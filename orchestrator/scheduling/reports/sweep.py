@@ -124,6 +124,8 @@ def _state(trials: Sequence[TrialReport], live: int, most: int, ended: str) -> s
     stopped = sum(trial.status == STOPPED_EARLY for trial in trials)
     failed = sum(trial.status in (JobStatus.FAILED, JobStatus.REFUSED) for trial in trials)
     text = f"{len(trials) - live} of {most} trials ended"
-    text += f", {stopped} stopped early" if stopped else ""
-    text += f", {failed} failed" if failed else ""
+    if stopped:
+        text += f", {stopped} stopped early"
+    if failed:
+        text += f", {failed} failed"
     return f"{ended}: {text}" if ended else text

@@ -275,9 +275,8 @@ class Waits:
             for pool, free in zip(self._index.pools, self._free, strict=True)
             if free and isinstance(menus.get(id(pool)), Infeasible)
         ]
-        needed += (
-            f" ({' and '.join(small)} are free, but no plan of it fits there)" if small else ""
-        )
+        if small:
+            needed += f" ({' and '.join(small)} are free, but no plan of it fits there)"
         unreadable = describe_unreadable(
             node
             for pool in {id(offer.pool): offer.pool for offer in offers}.values()

@@ -424,7 +424,8 @@ def _wait_for_devices(pool: AvailabilityProfile, entry: SizeOption, now_s: float
     if not closed or not open_devices < entry.devices <= pool.idle:
         return Wait(code=Pending.DEVICES)
     names = ", ".join([name for name, _, _ in closed][:NAMED_MAX])
-    names += ", ..." if len(closed) > NAMED_MAX else ""
+    if len(closed) > NAMED_MAX:
+        names += ", ..."
     if all(closes_s <= now_s for _, closes_s, _ in closed):
         return Wait(code=Pending.DRAIN, facts=(("node" if len(closed) == 1 else "nodes", names),))
     return Wait(code=Pending.MAINTENANCE, facts=maintenance_facts(entry, names))

@@ -304,13 +304,15 @@ def _decide_waiting(
             break
         outcome = apply_guarantee(state, waiting, outcome, slot)
         if outcome is None:
-            late += [(waiting, by_s)] if by_s < inf and waiting.presses_s <= state.at_s else []
+            if by_s < inf and waiting.presses_s <= state.at_s:
+                late.append((waiting, by_s))
             continue
         if isinstance(outcome, Wait) and outcome.reservation is not None:
             index.reserve((outcome.reservation,))
             promised.append(outcome.reservation)
             of_array[waiting.job.array] += 1
-            looks_s += [] if outcome.reevaluate_at_s is None else [outcome.reevaluate_at_s]
+            if outcome.reevaluate_at_s is not None:
+                looks_s.append(outcome.reevaluate_at_s)
             if outcome.reevaluate_at_s is None and waiting.job.spec.start_window is None:
                 waits.append((waiting, outcome.reservation))
         quota_pass.record_decision(waiting, outcome)
@@ -318,7 +320,8 @@ def _decide_waiting(
         state, done = _apply_decision(state, index, waiting, outcome)
         actions += done
     look_s = index.policy.reevaluate_at_s()
-    looks_s += [] if look_s is None else [look_s]
+    if look_s is not None:
+        looks_s.append(look_s)
     state = replace(state, reservations=tuple(promised), reevaluate_at_s=min(looks_s, default=None))
     return state, tuple(actions), waits, [turn for turn in late if turn[0].job.id in index.waiting]
 

@@ -393,7 +393,8 @@ def preempt_for_waiting(
                 )
             if move.from_s <= at_s:
                 return move
-            later = move if later is None or move.from_s < later.from_s else later
+            if later is None or move.from_s < later.from_s:
+                later = move
     return later
 
 
@@ -494,7 +495,8 @@ def movable(
     between two stops of a job.
     """
     between_s = STOP_REST_S if rest is None else 0.0
-    rest = index.tuning.rest if rest is None else rest
+    if rest is None:
+        rest = index.tuning.rest
     for job_id in job_ids:
         job = index.running[job_id]
         attempt = job.last

@@ -98,11 +98,14 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
         knobs["activation_checkpointing"] = None
     if "precision" in knobs and "precision" not in data:
         precision, argv = _take_precision(knobs["precision"], argv)
-        additions |= {} if precision is None else {"precision": precision}
-        knobs |= {"precision": None} if precision is None else {}
+        if precision is not None:
+            additions |= {"precision": precision}
+        else:
+            knobs |= {"precision": None}
     if "config" not in data:
         config, argv = _take_config(defaults, argv)
-        additions |= {} if config is None else {"config": config}
+        if config is not None:
+            additions |= {"config": config}
     for section in ("resume", "phases"):
         if isinstance(data.get(section, {}), Mapping):
             additions[section] = {**defaults.get(section, {}), **data.get(section, {})}
@@ -126,7 +129,8 @@ def _knobs_for(
     knobs: dict[str, Any] = {}
     for name, knob in defaults.items():
         if knob == "derived":
-            knobs |= {} if name in job_knobs else {name: knob}
+            if name not in job_knobs:
+                knobs |= {name: knob}
         elif name not in job_knobs and (knob.get("accelerate") is None or launch == "accelerate"):
             knobs[name] = knob
         elif (

@@ -140,10 +140,10 @@ def materialise(
                     assert recipe.initialise, "a module on the meta device needs Recipe.initialise"
                     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     recipe.initialise(name, values)
-                values = (
-                    values.to(dtype) if dtype is not None and values.is_floating_point() else values
-                )
-                values = place(name, values.to(device)) if place else values
+                if dtype is not None and values.is_floating_point():
+                    values = values.to(dtype)
+                if place:
+                    values = place(name, values.to(device))
                 real[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             module._parameters[key] = real[id(parameter)]
 

@@ -92,7 +92,8 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
         pieces = [
             (tokenizer(text, add_special_tokens=False)["input_ids"], mark) for text, mark in parts
         ]
-        pieces += [(end, True)] if is_learnt else []
+        if is_learnt:
+            pieces.append((end, True))
         pieces.append((tokenizer("\n", add_special_tokens=False)["input_ids"], False))
         for piece, mark in pieces:
             tokens += piece
@@ -122,7 +123,8 @@ def _render_marked(
         alone = _render(tokenizer, messages[: turn + 1], place)
         closing = alone[alone.rfind(content) + len(content) :]
         stop = begin + len(content)
-        stop += len(closing) if whole.startswith(closing, stop) else 0
+        if whole.startswith(closing, stop):
+            stop += len(closing)
         spans.append((opened if whole.startswith(before) and before else begin, stop))
     return whole, spans
 

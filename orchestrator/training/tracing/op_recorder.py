@@ -242,7 +242,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 leaf = self._in_leaf[id(parameter)]
                 leaves[leaf] += parameter.numel()
                 home.side_by_side = max(home.side_by_side, leaves[leaf])
-                home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
+                if id(parameter) in self._trained:
+                    home.leaf += (parameter.numel(),)
 
     def _find_last_parameters(self) -> None:
         """Find the last parameter of each layer, and of those outside layers: FSDP2 reduces each group together."""

@@ -394,7 +394,8 @@ def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[E
     largest: dict[tuple[int, ...], Event] = {}
     gradients = events[0][1:]
     for event in events[1:]:
-        gradients = event[1:] if event[1:] in both else gradients
+        if event[1:] in both:
+            gradients = event[1:]
         largest[gradients] = max(largest.get(gradients, event), Event(event.live_bytes, *gradients))
     return [events[0], *largest.values()]
 

@@ -401,7 +401,8 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
             epoch=1,
             device="cpu",
         )
-        samples = AnySamples(samples, request.batch) if request.any_samples else samples
+        if request.any_samples:
+            samples = AnySamples(samples, request.batch)
         recipe = hf_recipe(run, samples, config, whole_logits=request.whole_logits)
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
