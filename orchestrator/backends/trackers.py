@@ -23,12 +23,11 @@ def check_trackers(names: Sequence[str], source: str) -> None:
         if name not in TRACKERS:
             near = closest(name, TRACKERS)
             hint = f"did you mean {near!r}?" if near else ""
-            allowed = ", ".join(TRACKERS)
             raise SpecError(
                 "no such tracker",
                 source=source,
                 path="trackers",
                 got=name,
-                allowed=allowed,
+                allowed=", ".join(TRACKERS),
                 hint=hint,
             )

@@ -288,8 +288,11 @@ def _count_used(job: Job, budget: str) -> int:
 
 def _fail_used_up(job: Job, failure: Failure, budget: str) -> Job:
     allowed = getattr(job.spec.retries, budget)
-    reason = f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)"
-    return replace(job, status=JobStatus.FAILED, reason=reason)
+    return replace(
+        job,
+        status=JobStatus.FAILED,
+        reason=f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)",
+    )
 
 
 def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:

@@ -118,8 +118,11 @@ def catalogue_device(name: str) -> DeviceSpec:
 
 def _check_device_id(device_id: DeviceId) -> DeviceId:
     if not DEVICE_ID.fullmatch(str(device_id)):
-        allowed = "an index up to 9999, or a UUID, such as GPU-... or MIG-..."
-        raise SpecError("names no device", got=device_id, allowed=allowed)
+        raise SpecError(
+            "names no device",
+            got=device_id,
+            allowed="an index up to 9999, or a UUID, such as GPU-... or MIG-...",
+        )
     return device_id
 
 

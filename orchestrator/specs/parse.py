@@ -80,9 +80,12 @@ def parse_job(
             hint="`orc submit` it",
         )
     if spec.trial is not None:
-        got = f"{spec.trial.sweep.trials} trials"
         raise SpecError(
-            "a sweep is many jobs", source=source, path="sweep", got=got, hint="`orc submit` it"
+            "a sweep is many jobs",
+            source=source,
+            path="sweep",
+            got=f"{spec.trial.sweep.trials} trials",
+            hint="`orc submit` it",
         )
     return spec
 
@@ -182,13 +185,12 @@ def _first_trial(document: Document) -> JobSpec:
     )
     names = {name for name, _ in sweep.parameters}
     if unused := sorted(names - set(placeholders(rest))):
-        hint = f"write {{{unused[0]}}} where it belongs, such as in `command`"
         raise SpecError(
             "no part of the job says this parameter",
             source=source,
             path="sweep.parameters",
             got=unused[0],
-            hint=hint,
+            hint=f"write {{{unused[0]}}} where it belongs, such as in `command`",
         )
     template = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
     parts = [(keys, json.dumps(part)) for keys, part in template]

@@ -52,13 +52,12 @@ def with_preset_file(document: Document, read_text: Callable[[str], str] | None)
             )
     base = preset.pop("extends", None)
     if base is not None and base not in get_args(Framework):
-        allowed = ", ".join(get_args(Framework))
         raise SpecError(
             "a preset extends a framework",
             source=trainer,
             path="extends",
             got=base,
-            allowed=allowed,
+            allowed=", ".join(get_args(Framework)),
         )
     data = {key: value for key, value in document.data.items() if key != "trainer"}
     return replace(document, data=with_preset({**data, "trainer": base}, preset))

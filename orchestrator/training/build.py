@@ -33,9 +33,10 @@ def build_recipe(run: TrainingRun) -> Recipe:
         try:
             from orchestrator.training.models.hf_model import hf_recipe
         except ImportError as error:
-            hint = "pip install 'orchestrator[finetune]'"
             raise SpecError(
-                f"not installed here: {error.name}", path="model.hf", hint=hint
+                f"not installed here: {error.name}",
+                path="model.hf",
+                hint="pip install 'orchestrator[finetune]'",
             ) from None
         return hf_recipe(run)
     assert run.model.factory is not None, "a job names a decoder, a transformers model or a factory"

@@ -67,9 +67,12 @@ def identity_of(name: str, users: Mapping[str, UserSpec], source: str) -> Identi
         return None
     user = users.get(name)
     if user is None:
-        hint = "the cluster file's `users` gives each user a user id, as whom jobs run"
         raise SpecError(
-            "the user has no user id here", source=source, path="user", got=name, hint=hint
+            "the user has no user id here",
+            source=source,
+            path="user",
+            got=name,
+            hint="the cluster file's `users` gives each user a user id, as whom jobs run",
         )
     return Identity(name=name, uid=user.uid, gid=user.uid if user.gid is None else user.gid)
 

@@ -212,8 +212,12 @@ def _parse_url(url: str) -> sa.URL:
         ) from None
     in_file = parsed.drivername == "sqlite" and parsed.database not in (None, "", ":memory:")
     if not in_file and parsed.drivername != "postgresql+psycopg":
-        got = parsed.render_as_string(hide_password=True)
-        raise SpecError("no journal can be kept there", path="journal", got=got, allowed=ALLOWED)
+        raise SpecError(
+            "no journal can be kept there",
+            path="journal",
+            got=parsed.render_as_string(hide_password=True),
+            allowed=ALLOWED,
+        )
     if not in_file and find_spec("psycopg") is None:
         raise SpecError(
             "the driver psycopg is missing",

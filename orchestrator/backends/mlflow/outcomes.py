@@ -29,9 +29,11 @@ def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
     exists, since the client would create one.
     """
     if not tracking_uri.startswith(SERVERS) and not _sqlite_file(tracking_uri).is_file():
-        allowed = f"http://HOST:PORT, or {SQLITE}FILE of a file that is there"
         raise SpecError(
-            "no MLflow is there", path="--from-mlflow", got=tracking_uri, allowed=allowed
+            "no MLflow is there",
+            path="--from-mlflow",
+            got=tracking_uri,
+            allowed=f"http://HOST:PORT, or {SQLITE}FILE of a file that is there",
         )
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_S))

@@ -24,9 +24,11 @@ def provider_of(spec: OidcSpec | None, environment: MutableMapping[str, str]) ->
         raise SpecError("Authlib is missing", path="oidc", hint="pip install 'orchestrator[oidc]'")
     secret = None if spec.client_secret is None else environment.pop(spec.client_secret, "").strip()
     if secret == "":
-        hint = "set it where you start the service"
         raise SpecError(
-            "the variable is missing", path="oidc.client_secret", got=spec.client_secret, hint=hint
+            "the variable is missing",
+            path="oidc.client_secret",
+            got=spec.client_secret,
+            hint="set it where you start the service",
         )
     from orchestrator.backends.oidc.provider import Provider
 

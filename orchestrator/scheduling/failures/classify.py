@@ -144,8 +144,11 @@ def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
     if (
         evidence.collect_error is not None and not job.cancelling
     ):  # whether it had succeeded is not known
-        reason = f"its evidence cannot be read: {evidence.collect_error}"
-        return Failure(kind=FailureKind.UNKNOWN, reason=reason, verdict=UNREADABLE)
+        return Failure(
+            kind=FailureKind.UNKNOWN,
+            reason=f"its evidence cannot be read: {evidence.collect_error}",
+            verdict=UNREADABLE,
+        )
     if evidence.no_program:
         return Failure(
             kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}"

@@ -43,8 +43,11 @@ def failure_of_ranks(
     suspects = suspects_of(evidence)
     stale = next((end for end in suspects if end.exit_code == STALE_EXIT_CODE), None)
     if stale is not None:
-        reason = "a newer attempt had taken its place"
-        return Failure(kind=FailureKind.PREEMPTED, rank=stale.rank, reason=reason)
+        return Failure(
+            kind=FailureKind.PREEMPTED,
+            rank=stale.rank,
+            reason="a newer attempt had taken its place",
+        )
     judged = [_judge_rank(attempt, evidence, end, command, capacity_bytes) for end in suspects]
     # the exception of the rank that ended first decides, whatever others met later
     if suspects[0].rank == evidence.first_ended_rank and judged[0][0] is Weight.RAISED:
@@ -264,8 +267,12 @@ def check_oom_kills(evidence: Evidence, failure: Failure) -> Failure:
     )
     if not evidence.host_oom_kills or not is_open or is_mistake or failure.broken is not None:
         return failure
-    reason = f"the kernel killed for memory while it ran: {failure.reason}"
-    return replace(failure, kind=FailureKind.HOST_OOM, reason=reason, ending=None)
+    return replace(
+        failure,
+        kind=FailureKind.HOST_OOM,
+        reason=f"the kernel killed for memory while it ran: {failure.reason}",
+        ending=None,
+    )
 
 
 def findings_of(end: RankEnd, command: tuple[str, ...]) -> tuple[Finding, ...]:

@@ -180,9 +180,11 @@ def with_allowed(
             spec = _with_learning_rate(spec, global_batch_size, learning_rate)
         spec = with_global_batch(spec, global_batch_size)
     elif learning_rate is not None:
-        hint = "say --global-batch-size N, too"
         raise SpecError(
-            "a learning rate follows a batch", path="learning_rate", got=learning_rate, hint=hint
+            "a learning rate follows a batch",
+            path="learning_rate",
+            got=learning_rate,
+            hint="say --global-batch-size N, too",
         )
     return spec.model_copy(update=changes)
 

@@ -251,8 +251,12 @@ def _sweep(sweep: SweepReport) -> Line:
         if sweep.ended
         else "no best yet"
     )
-    sentence = "; ".join((sweep.state, best, sweep.cost_text))
-    return Line(id=sweep.id, name=sweep.name, user=sweep.user, sentence=sentence)
+    return Line(
+        id=sweep.id,
+        name=sweep.name,
+        user=sweep.user,
+        sentence="; ".join((sweep.state, best, sweep.cost_text)),
+    )
 
 
 def _late(state: State, jobs: Iterable[Job]) -> Lines:

@@ -93,13 +93,12 @@ def _read_rows(array: object, source: str) -> Iterator[dict[str, Any]]:
         raise SpecError("not the values of an array", source=source, path="array", allowed=ALLOWED)
     for row in rows:
         if set(row) != set(rows[0]):
-            allowed = ", ".join(rows[0])
             raise SpecError(
                 "each entry says the same placeholders",
                 source=source,
                 path="array",
                 got=row,
-                allowed=allowed,
+                allowed=", ".join(rows[0]),
             )
         wrong = [
             name for name, value in row.items() if isinstance(value, dict | list) or name == INDEX

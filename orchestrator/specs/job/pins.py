@@ -64,8 +64,13 @@ def setting_value(setting: Setting, key: str, raw: object, source: str = "") -> 
             hint=f"did you mean {near!r}?" if near else "",
         )
     if not text.isdecimal() or int(text) < setting.least:
-        allowed = f"{setting.least} or more"
-        raise SpecError("not a number of things", source=source, path=key, got=raw, allowed=allowed)
+        raise SpecError(
+            "not a number of things",
+            source=source,
+            path=key,
+            got=raw,
+            allowed=f"{setting.least} or more",
+        )
     return int(text)
 
 

@@ -182,12 +182,15 @@ class Knobs(SpecModel):
         rate = None if self.learning_rate is None else self.learning_rate.default
         if rate is not None and not _is_positive(rate):
             what = "a learning rate is a number"
-            allowed = "above 0, finite"
-            raise SpecError(what, path="learning_rate.default", got=rate, allowed=allowed)
+            raise SpecError(what, path="learning_rate.default", got=rate, allowed="above 0, finite")
         if self.derives_accumulation and self.micro_batch_size is None:
             what = "accumulation is derived from a micro-batch, which the script cannot be told"
-            hint = "say knobs.micro_batch_size: {flag: ...}, or leave this knob out"
-            raise SpecError(what, path="gradient_accumulation_steps", got="derived", hint=hint)
+            raise SpecError(
+                what,
+                path="gradient_accumulation_steps",
+                got="derived",
+                hint="say knobs.micro_batch_size: {flag: ...}, or leave this knob out",
+            )
         if self.zero_stage is not None and self.deepspeed_config is not None:
             raise ValueError("a script is sharded in one way: `zero_stage` or `deepspeed_config`")
         return self
@@ -303,9 +306,10 @@ def _check_knob(
     name: str, knob: Knob, launch: LaunchStyle, config: ConfigFile | None, phases: tuple[str, ...]
 ) -> None:
     if knob.key is not None and config is None:
-        hint = "say `config: {file: config.yaml}`, with `flag` where the script is told its path"
         raise SpecError(
-            "a key of a config file, but no file is told", path=f"knobs.{name}.key", hint=hint
+            "a key of a config file, but no file is told",
+            path=f"knobs.{name}.key",
+            hint="say `config: {file: config.yaml}`, with `flag` where the script is told its path",
         )
     if knob.accelerate is not None and launch != "accelerate":
         raise SpecError("needs `launch: accelerate`", path=f"knobs.{name}.accelerate", got=launch)

@@ -187,9 +187,10 @@ def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
     made = function(config)
     recipes = tuple(made) if isinstance(made, list | tuple) else (made,)
     if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
-        got = [type(recipe).__qualname__ for recipe in recipes]
         raise SpecError(
-            "the factory must return a Recipe, or several", path="model.factory", got=got
+            "the factory must return a Recipe, or several",
+            path="model.factory",
+            got=[type(recipe).__qualname__ for recipe in recipes],
         )
     return _in_turn(recipes) if len(recipes) > 1 else recipes[0]
 
@@ -213,8 +214,11 @@ def _in_turn(recipes: tuple[Recipe, ...]) -> Recipe:
     if any(
         recipe.tensor_parallel or recipe.stages or recipe.context_parallel for recipe in recipes
     ):
-        got = "tensor_parallel, context_parallel or stages"
-        raise SpecError("several recipes run data parallel only", path="model.factory", got=got)
+        raise SpecError(
+            "several recipes run data parallel only",
+            path="model.factory",
+            got="tensor_parallel, context_parallel or stages",
+        )
     shared = Counter(
         id(parameter) for recipe in recipes for parameter in recipe.module.parameters()
     )

@@ -25,9 +25,11 @@ class TensorFiles:
         for name, file in zip(files, self._files, strict=True):
             sizes = {file.get_slice(key).get_shape()[0] for key in file.keys()}  # noqa: SIM118  # no dict
             if tuple(sorted(file.keys())) != self.names or len(sizes) != 1:
-                got = f"tensors {sorted(file.keys())} of {sorted(sizes)} samples"
                 raise SpecError(
-                    "files differ in tensors or samples", source=name, path="data.tensors", got=got
+                    "files differ in tensors or samples",
+                    source=name,
+                    path="data.tensors",
+                    got=f"tensors {sorted(file.keys())} of {sorted(sizes)} samples",
                 )
             counts.append(sizes.pop())
         self._ends = list(accumulate(counts))

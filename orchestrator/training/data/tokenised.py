@@ -123,12 +123,11 @@ def _bytes(data: DataSpec, length: int, vocabulary: int) -> Dataset:
             allowed="a folder, or a hub's name",
         )
     if vocabulary < BYTE_VOCABULARY:
-        hint = "set `data.tokenizer`, or a larger vocabulary"
         raise SpecError(
             "text without a tokenizer is bytes",
             path="model.hf.vocab_size",
             got=vocabulary,
-            hint=hint,
+            hint="set `data.tokenizer`, or a larger vocabulary",
         )
     return TextDataset(data.text, length)
 
@@ -149,12 +148,11 @@ def _token_file(name: str) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise SpecError(f"not a .npy file: {error}", source=name, path="data.tokens") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-        got = f"{array.dtype} {list(array.shape)}"
         raise SpecError(
             "not token numbers",
             source=name,
             path="data.tokens",
-            got=got,
+            got=f"{array.dtype} {list(array.shape)}",
             allowed="integers [tokens]",
         )
     return array
@@ -193,14 +191,12 @@ def _once(folder: Path, write: Callable[[Path], None]) -> None:
 def _check(folder: Path, vocabulary: int) -> None:
     largest = json.loads((folder / "about.json").read_text())["largest"]
     if largest >= vocabulary:
-        hint = "use the tokenizer of this model"
-        allowed = f"tokens below {vocabulary}, the model's vocabulary"
         raise SpecError(
             "the data hold tokens that the model does not know",
             path="data",
             got=largest,
-            allowed=allowed,
-            hint=hint,
+            allowed=f"tokens below {vocabulary}, the model's vocabulary",
+            hint="use the tokenizer of this model",
         )
 
 

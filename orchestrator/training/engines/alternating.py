@@ -39,9 +39,10 @@ class AlternatingEngine:
         """`build` makes a recipe's engine. Raises SpecError if the plan or the job does not support several recipes."""
         recipes = (recipe, *recipe.then)
         if plan.world_size > plan.layout.dp:
-            got = plan.layout
             raise SpecError(
-                "recipes that train in turn run data parallel only", path="plan.layout", got=got
+                "recipes that train in turn run data parallel only",
+                path="plan.layout",
+                got=plan.layout,
             )
         if plan.optimizer_in_backward:
             what = "recipes that train in turn get gradients out of turn, which would be updates"

@@ -215,11 +215,10 @@ def _optimizer(
     betas = (training.beta1, training.beta2)
     fused = device.type == "cuda"
     if training.optimizer is Optimizer.SGD:
-        momentum = training.momentum
         return torch.optim.SGD(
             chosen,
             lr=training.learning_rate,
-            momentum=momentum,
+            momentum=training.momentum,
             weight_decay=decay,
             foreach=False,
             fused=fused,

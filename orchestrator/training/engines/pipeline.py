@@ -55,13 +55,12 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
     """
     count = plan.layout.pp * plan.pipeline_stages_per_rank
     if recipe.stages is None:
-        hint = "a factory may return a Recipe with `stages`"
         raise SpecError(
             "this model defines no pipeline stages",
             path="plan.layout.pp",
             got=plan.layout.pp,
             allowed="1",
-            hint=hint,
+            hint="a factory may return a Recipe with `stages`",
         )
     ranges = plan_ranges(len(recipe.layers), plan)
     names, shared = _names(recipe, ranges)
@@ -402,11 +401,10 @@ def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tup
         holders.setdefault(names[name], set()).add(stage)
     for name, stages in holders.items():
         if len(stages) > 1 and stages != {0, count - 1}:
-            got = f"{name}, of stages {sorted(stages)}"
             raise SpecError(
                 "only the first and the last stage may share a parameter",
                 path="plan.layout.pp",
-                got=got,
+                got=f"{name}, of stages {sorted(stages)}",
             )
     return names, tuple(name for name, stages in holders.items() if len(stages) > 1)
 

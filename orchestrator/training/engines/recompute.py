@@ -147,7 +147,10 @@ def compile_layers(layers: Sequence[nn.Module]) -> None:
     """
     for layer in layers:
         if isinstance(layer.forward, functools.partial) and batch_norms(layer):
-            got = "activation checkpointing of layers with BatchNorm"
-            hint = "turn off one of the two"
-            raise SpecError("cannot be compiled", path="training.compile", got=got, hint=hint)
+            raise SpecError(
+                "cannot be compiled",
+                path="training.compile",
+                got="activation checkpointing of layers with BatchNorm",
+                hint="turn off one of the two",
+            )
         layer.forward = torch.compile(layer.forward)

@@ -103,9 +103,11 @@ def own_tokens(x_BTD: Tensor) -> Tensor:
     own_1ND: Tensor | None = getattr(x_BTD, "own", None)
     if own_1ND is None:
         problem = "the model changes hidden states before its first layer"
-        hint = "leave out `gathered`"
         raise SpecError(
-            problem, path="tensor_parallel", allowed="an embedding that layers follow", hint=hint
+            problem,
+            path="tensor_parallel",
+            allowed="an embedding that layers follow",
+            hint="leave out `gathered`",
         )
     return own_1ND
 

@@ -132,9 +132,10 @@ def tensor_parallel(
             assert tokens
             module.register_forward_pre_hook(_changing_first(tokens.gather), with_kwargs=True)
         elif word and "weight" not in paths:
-            got = f"{name}, a {type(module).__name__}"
             raise SpecError(
-                f"{word} cuts modules that have a weight", path="tensor_parallel", got=got
+                f"{word} cuts modules that have a weight",
+                path="tensor_parallel",
+                got=f"{name}, a {type(module).__name__}",
             )
         is_inside = any(name.startswith(f"{outer}.") for outer in gathering)
         if is_inside:
@@ -173,13 +174,11 @@ def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
     """Raise SpecError if a model with gathered modules does not begin and end with own tokens."""
     for word in ("embedding", "head"):
         if word not in chosen.values():
-            got = f"gathered, without {word}"
-            allowed = "gathered beside embedding and head"
             raise SpecError(
                 "own tokens go from embedding to head",
                 path="tensor_parallel",
-                got=got,
-                allowed=allowed,
+                got=f"gathered, without {word}",
+                allowed="gathered beside embedding and head",
             )
 
 
@@ -187,13 +186,11 @@ def _check_inside(name: str, module: nn.Module, word: str, paths: Mapping[str, s
     """Raise SpecError if a module cannot compute for tokens that were gathered: its gradients must be partial sums."""
     is_cut = word in ("colwise", "rowwise") and isinstance(module, nn.Linear)
     if paths and not is_cut and word != "headwise":
-        got = f"{name}, a {type(module).__name__}"
-        allowed = "Linear modules that are colwise or rowwise, and headwise ones"
         raise SpecError(
             "a gathered module has a part that is not cut",
             path="tensor_parallel",
-            got=got,
-            allowed=allowed,
+            got=f"{name}, a {type(module).__name__}",
+            allowed="Linear modules that are colwise or rowwise, and headwise ones",
         )
 
 
@@ -215,9 +212,12 @@ def _check_sizes(recipe: Recipe, degree: int) -> None:
     """Raise SpecError if the model does not support tensor parallelism, or not this degree."""
     path = "plan.layout.tp"
     if not recipe.tensor_parallel:
-        hint = "a factory may return a Recipe with `tensor_parallel`"
         raise SpecError(
-            "this model has no tensor-parallel plan", path=path, got=degree, allowed="1", hint=hint
+            "this model has no tensor-parallel plan",
+            path=path,
+            got=degree,
+            allowed="1",
+            hint="a factory may return a Recipe with `tensor_parallel`",
         )
     for name, size in recipe.tensor_parallel_sizes.items():
         if size % degree:

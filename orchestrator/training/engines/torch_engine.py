@@ -307,9 +307,12 @@ def _context(recipe: Recipe, plan: Plan) -> Context:
     layout = plan.layout
     path = "plan.layout.cp"
     if recipe.context_parallel is None:
-        hint = "a factory may return a Recipe with `context_parallel`"
         raise SpecError(
-            "this model cannot share a context", path=path, got=layout.cp, allowed="1", hint=hint
+            "this model cannot share a context",
+            path=path,
+            got=layout.cp,
+            allowed="1",
+            hint="a factory may return a Recipe with `context_parallel`",
         )
     sizes = recipe.tensor_parallel_sizes
     length = recipe.dataset.batch([0])[0].shape[1]

@@ -101,11 +101,10 @@ def load_quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     if run.device != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
         raise SpecError("4-bit layers need CUDA and bitsandbytes", path=path, got=run.device)
     if not isinstance(plan.mechanics, Replicated):
-        got = f"engine={plan.engine}, zero_stage={int(plan.zero_stage)}"
         raise SpecError(
             "4-bit layers cannot be sharded",
             path=path,
-            got=got,
+            got=f"engine={plan.engine}, zero_stage={int(plan.zero_stage)}",
             allowed="engine=torch with zero_stage=0",
         )
     if not isinstance(hf, str):

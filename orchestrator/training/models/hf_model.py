@@ -213,12 +213,11 @@ def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     """
     model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        hint = "install a transformers that has it, or give a `factory`"
         raise SpecError(
             "no such family in transformers",
             path="model.config.model_type",
             got=model_type,
-            hint=hint,
+            hint="install a transformers that has it, or give a `factory`",
         )
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(values))
@@ -274,14 +273,12 @@ def _samples_of_head(run: TrainingRun, module: Any, dataset: Dataset | AnySample
     if isinstance(dataset, AnySamples):
         return OwnBatch(type(module), module.config, dataset)
     if not run.data.tensors:
-        got = f"{type(module).__name__}, with its own loss"
-        hint = f"give its arguments by name in safetensors files, or {FACTORY}"
         raise SpecError(
             "the head takes no running text",
             path="data",
-            got=got,
+            got=f"{type(module).__name__}, with its own loss",
             allowed="data.tensors",
-            hint=hint,
+            hint=f"give its arguments by name in safetensors files, or {FACTORY}",
         )
     return TensorFiles(run.data.tensors)
 
@@ -290,9 +287,13 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         got = ", ".join(getattr(config, "architectures", None) or ()) or config.model_type
-        hint = f"name a head with a loss in `architectures` of its configuration, or {FACTORY}"
         what = "transformers has no language model of this family, and no head with a loss is named"
-        raise SpecError(what, path="model.hf", got=got, hint=hint)
+        raise SpecError(
+            what,
+            path="model.hf",
+            got=got,
+            hint=f"name a head with a loss in `architectures` of its configuration, or {FACTORY}",
+        )
     is_encoder = (
         auto is AutoModelForCausalLM and type(config) in AutoModelForMaskedLM._model_mapping
     )
@@ -350,12 +351,11 @@ def _tied_head(module: PreTrainedModel) -> str | None:
 
 def _check_layout(plan: Plan) -> None:
     if plan.world_size > plan.layout.dp:
-        allowed = "cp=tp=pp=1"
         raise SpecError(
             "adapters are trained data parallel only",
             path="model.lora",
             got=plan.layout,
-            allowed=allowed,
+            allowed="cp=tp=pp=1",
         )
 
 
