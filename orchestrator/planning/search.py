@@ -231,9 +231,8 @@ def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
                 allowed=f"{', '.join(map(text_of, sorted(values)))}{beside}",
                 hint=_why_illegal(spec),
             )
-    what = f"no plan on {hardware.device.name} has these settings together"
     return SpecError(
-        what,
+        f"no plan on {hardware.device.name} has these settings together",
         path="plan",
         got=in_words(spec.plan),
         hint=_why_illegal(spec) or "leave some of them out",

@@ -34,9 +34,14 @@ def with_preset_file(document: Document, read_text: Callable[[str], str] | None)
     if not isinstance(trainer, str) or not trainer.endswith(SUFFIXES):
         return document
     if read_text is None:
-        what = "a preset file is read where the job file lies"
         hint = "`orc submit FILE` does; or write its keys here"
-        raise SpecError(what, source=document.source, path="trainer", got=trainer, hint=hint)
+        raise SpecError(
+            "a preset file is read where the job file lies",
+            source=document.source,
+            path="trainer",
+            got=trainer,
+            hint=hint,
+        )
     text = read_text(trainer)
     preset = read_document(text, trainer).data
     for key in preset:

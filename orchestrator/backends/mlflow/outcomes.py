@@ -45,8 +45,11 @@ def read_outcomes(tracking_uri: str) -> tuple[Observation, ...]:
     try:
         record = client.get_experiment_by_name(EXPERIMENT)
         if record is None:
-            what = f"no home has recorded there: it has no experiment {EXPERIMENT!r}"
-            raise SpecError(what, path="--from-mlflow", got=tracking_uri)
+            raise SpecError(
+                f"no home has recorded there: it has no experiment {EXPERIMENT!r}",
+                path="--from-mlflow",
+                got=tracking_uri,
+            )
         token = None
         while True:
             page = client.search_runs(

@@ -45,8 +45,11 @@ class AlternatingEngine:
                 got=plan.layout,
             )
         if plan.optimizer_in_backward:
-            what = "recipes that train in turn get gradients out of turn, which would be updates"
-            raise SpecError(what, path="plan.optimizer_in_backward", got="true")
+            raise SpecError(
+                "recipes that train in turn get gradients out of turn, which would be updates",
+                path="plan.optimizer_in_backward",
+                got="true",
+            )
         _check_names(recipes, training)
         seeded = [self._with_own_randomness(part) for part in recipes]
         self._engines = [build(part, _training_of(part, training)) for part in seeded]

@@ -102,9 +102,8 @@ def own_tokens(x_BTD: Tensor) -> Tensor:
     """Return this rank's tokens behind a stand-in. Raises SpecError if the model replaced it by another tensor."""
     own_1ND: Tensor | None = getattr(x_BTD, "own", None)
     if own_1ND is None:
-        problem = "the model changes hidden states before its first layer"
         raise SpecError(
-            problem,
+            "the model changes hidden states before its first layer",
             path="tensor_parallel",
             allowed="an embedding that layers follow",
             hint="leave out `gathered`",

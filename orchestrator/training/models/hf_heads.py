@@ -143,8 +143,12 @@ class OwnBatch:
                 self.at = place
                 return
         lines = str(failure or "").strip().splitlines() or [repr(failure)]
-        what = f"no batch that follows from its arguments gives a loss: {lines[0]}"
-        raise SpecError(what, path="model.hf", got=self._head.__name__, hint=FACTORY) from failure
+        raise SpecError(
+            f"no batch that follows from its arguments gives a loss: {lines[0]}",
+            path="model.hf",
+            got=self._head.__name__,
+            hint=FACTORY,
+        ) from failure
 
     def named(self, samples: int) -> Named:
         """Return the batch found by `fit`, for `samples` samples."""
