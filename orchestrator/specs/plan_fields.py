@@ -61,6 +61,57 @@ def _declare(
     }  # under a key of its own, since pydantic reads keys such as `alias` as its own
 
 
+def _list_if(text: str, is_said: bool) -> list[str]:
+    return [text] if is_said else []
+
+
+def _layout_in_short(plan: PlanFields) -> list[str]:
+    layout = plan.layout
+    parts = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
+    return parts + [
+        f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1
+    ]
+
+
+def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
+    degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
+    rows = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
+    return {"gpus": str(plan.world_size)} | rows
+
+
+def _end_in_short(layers: int, end: str) -> list[str]:
+    return _list_if(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
+
+
+def _partial_in_short(plan: PlanFields) -> list[str]:
+    layers = plan.full_checkpointing_layers
+    stages = plan.layout.pp * plan.pipeline_stages_per_rank
+    text = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
+    return _list_if(text, layers > 0)
+
+
+def _sharding_in_short(plan: PlanFields) -> list[str]:
+    mechanics = plan.mechanics
+    match mechanics:
+        case Replicated():
+            return (
+                ["DDP"]
+                if mechanics.is_ours and (mechanics.ranks > 1 or plan.world_size == 1)
+                else []
+            )
+        case Fsdp2():
+            name = f"HSDP x{mechanics.copies}" if mechanics.copies > 1 else "FSDP2"
+        case ScriptFsdp():
+            name = "FSDP"
+        case Zero():
+            return [f"ZeRO-{int(mechanics.stage)}"]
+        case _:
+            refuse_unknown(mechanics)
+    if mechanics.once_a_step:
+        return [name, "reduced once a step"]
+    return [name, "weights kept gathered"] if mechanics.keeps_gathered else [name]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFields:
     """The settings of a plan, legal or not. `specs.plan.Plan` is always legal.
@@ -73,8 +124,8 @@ class PlanFields:
         default=ParallelLayout(),
         metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: _layout_in_short(plan),
-            rows=lambda plan: _layout_in_rows(plan),
+            short=_layout_in_short,
+            rows=_layout_in_rows,
         ),
     )
     # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
@@ -122,7 +173,7 @@ class PlanFields:
     )
     zero_stage: ZeroStage = field(
         default=ZeroStage.NONE,
-        metadata=_declare(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan)),
+        metadata=_declare(Degradation.EXACT, short=_sharding_in_short),
     )
     micro_batch_size: int = field(
         metadata=_declare(
@@ -154,7 +205,7 @@ class PlanFields:
         default=0,
         metadata=_declare(
             Degradation.EXACT,
-            short=lambda plan: _partial_in_short(plan),
+            short=_partial_in_short,
             hides_default=True,
             least=0,
         ),
@@ -274,54 +325,3 @@ class PlanFields:
         return mechanics_of(
             self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined
         )
-
-
-def _list_if(text: str, is_said: bool) -> list[str]:
-    return [text] if is_said else []
-
-
-def _layout_in_short(plan: PlanFields) -> list[str]:
-    layout = plan.layout
-    parts = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
-    return parts + [
-        f"{axis}{getattr(layout, axis)}" for axis in AXES[1:] if getattr(layout, axis) > 1
-    ]
-
-
-def _layout_in_rows(plan: PlanFields) -> dict[str, str]:
-    degrees = {axis: getattr(plan.layout, axis) for axis in AXES}
-    rows = {axis: str(degree) for axis, degree in degrees.items() if axis != "cp" or degree > 1}
-    return {"gpus": str(plan.world_size)} | rows
-
-
-def _end_in_short(layers: int, end: str) -> list[str]:
-    return _list_if(f"{layers} layer{'s' if layers > 1 else ''} {end}", layers > 0)
-
-
-def _partial_in_short(plan: PlanFields) -> list[str]:
-    layers = plan.full_checkpointing_layers
-    stages = plan.layout.pp * plan.pipeline_stages_per_rank
-    text = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
-    return _list_if(text, layers > 0)
-
-
-def _sharding_in_short(plan: PlanFields) -> list[str]:
-    mechanics = plan.mechanics
-    match mechanics:
-        case Replicated():
-            return (
-                ["DDP"]
-                if mechanics.is_ours and (mechanics.ranks > 1 or plan.world_size == 1)
-                else []
-            )
-        case Fsdp2():
-            name = f"HSDP x{mechanics.copies}" if mechanics.copies > 1 else "FSDP2"
-        case ScriptFsdp():
-            name = "FSDP"
-        case Zero():
-            return [f"ZeRO-{int(mechanics.stage)}"]
-        case _:
-            refuse_unknown(mechanics)
-    if mechanics.once_a_step:
-        return [name, "reduced once a step"]
-    return [name, "weights kept gathered"] if mechanics.keeps_gathered else [name]
