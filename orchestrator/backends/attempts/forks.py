@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -23,11 +22,10 @@ from typing import Any, BinaryIO
 from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.environment import INHERITED, matching
+from orchestrator.training.guard.fork_server import GUARD, user_of
 
-GUARD_FOLDER = Path(__file__).resolve().parents[2] / "training" / "guard"
-GUARD = GUARD_FOLDER / "guard.py"
-SERVER = GUARD_FOLDER / "fork_server.py"
-HOOKS = str(GUARD_FOLDER / "inherited")  # PYTHONPATH of a guarded script
+SERVER = GUARD.with_name("fork_server.py")
+HOOKS = str(GUARD.with_name("inherited"))  # PYTHONPATH of a guarded script
 OWN_PROGRAM = ["-m", "orchestrator.training.main"]  # of our engines: it begins with torch
 # Variables that nothing reads while torch is imported: each rank has its own.
 # tests/backends/test_forks.py traces them.
@@ -174,8 +172,7 @@ def _reach(connection: socket.socket, python: str, env: Mapping[str, str]) -> st
         if why:
             return why
         connection.connect("\0" + name)
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return "" if struct.unpack("3i", peer)[1] == os.geteuid() else "another user has its name"
+    return "" if user_of(connection) == os.geteuid() else "another user has its name"
 
 
 def _start(name: str, prefix: str, python: str, env: Mapping[str, str]) -> str:

@@ -35,8 +35,8 @@ from orchestrator.specs.run import (
     JobFolder,
     TrainingRun,
 )
+from orchestrator.training.guard.fork_server import GUARD as GUARD  # for `orc launch`, too
 
-GUARD = Path(__file__).resolve().parents[2] / "training" / "guard" / "guard.py"
 FLAGS_WITH_A_WORD = (
     "-X",
     "-W",
@@ -315,15 +315,14 @@ def _guard_self_start(argv: tuple[str, ...], guard_settings: str, python: str) -
     A Python with -I, -E or -S ignores that and runs the guard by its path; so far as it passes its flags on,
     its children stay unwatched, and the record says so.
     """
-    if not is_python(argv[0]):
-        return argv
-    interpreter, program = _interpreter(argv, python)
-    flags = "".join(
-        word for word in interpreter[1:] if word.startswith("-") and not word.startswith("--")
-    )
-    if not program or program[0] in ("-c", "-") or not {"I", "E", "S"} & set(flags):
-        return (*interpreter, *program)
-    return (*interpreter, str(GUARD), guard_settings, "--", *program)
+    if is_python(argv[0]):
+        interpreter, program = _interpreter(argv, python)
+        flags = "".join(
+            word for word in interpreter[1:] if word.startswith("-") and not word.startswith("--")
+        )
+        if not {"I", "E", "S"} & set(flags):
+            return (*interpreter, *program)
+    return add_guard(argv, guard_settings, python)
 
 
 def _interpreter(argv: tuple[str, ...], python: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -27,7 +27,7 @@ from orchestrator.backends.attempts.durable import (
     read_epoch,
     write_durably,
 )
-from orchestrator.backends.attempts.forks import ForkedRank, fork_rank, restore_signals
+from orchestrator.backends.attempts.forks import HOOKS, ForkedRank, fork_rank, restore_signals
 from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
@@ -51,8 +51,6 @@ PORTS = range(
 )  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1
 CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
-# guards every Python process that trains
-INHERITED = Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 RUN_AS = "ORC_RUN_AS"  # uid:gid of a rank's process; it does not inherit this
 
 
@@ -402,12 +400,15 @@ def run_as(identity: str | None) -> Identity:
 
 
 def _with_guard(env: dict[str, str]) -> dict[str, str]:
-    """The variables with the guard's folder first in PYTHONPATH, where the rank is guarded."""
+    """The variables with the guard's folder first in PYTHONPATH, where the rank is guarded.
+
+    It guards every Python process that trains.
+    """
     if not env.get("ORC_GUARD"):
         return env
     return {
         **env,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(INHERITED), env.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [HOOKS, env.get("PYTHONPATH")])),
     }
 
 

@@ -149,16 +149,15 @@ class ActorGroup:
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         """Return new statuses by node, None for a launcher that is gone. Waits at most `timeout_s` for the first."""
-        wanted = list(nodes)
         polled = set(self._pending.values())
-        news: dict[str, LauncherStatus | None] = {
-            node: None for node in wanted if node not in self._actors
-        }
-        for node in wanted:
-            if node not in polled and node in self._actors:
-                self._pending[
-                    self._actors[node].call("wait", self._versions.get(node, 0), LONG_POLL_S)
-                ] = node
+        news: dict[str, LauncherStatus | None] = {}
+        for node in nodes:
+            actor = self._actors.get(node)
+            if actor is None:
+                news[node] = None
+            elif node not in polled:
+                answer = actor.call("wait", self._versions.get(node, 0), LONG_POLL_S)
+                self._pending[answer] = node
         if news or not self._pending:
             return news
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
@@ -174,11 +173,9 @@ class ActorGroup:
             except RayError:
                 news[node] = None
             else:
-                news[node], self._versions[node], self._unanswered[node] = (
-                    status,
-                    status["version"],
-                    0,
-                )
+                news[node] = status
+                self._versions[node] = status["version"]
+                self._unanswered[node] = 0
         return news
 
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:

@@ -149,7 +149,7 @@ def _serve(listener: socket.socket) -> Request | None:
         last_s = time.monotonic()
         connection, _ = listener.accept()
         connection.settimeout(REQUEST_S)
-        if _user_of(connection) != os.geteuid():  # an abstract name is open to every local user
+        if user_of(connection) != os.geteuid():  # an abstract name is open to every local user
             connection.close()
             continue
         try:
@@ -173,8 +173,8 @@ def _serve(listener: socket.socket) -> Request | None:
     return None
 
 
-def _user_of(connection: socket.socket) -> int:
-    """Return the user id of the process that connected."""
+def user_of(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", peer)[1])
 
