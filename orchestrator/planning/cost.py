@@ -156,7 +156,6 @@ class StepSeconds:
         # to those of micro-batches before
         added = self._gradient_bytes if plan.gradient_accumulation_steps > 1 else 0
         how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
-        updates = plan.optimizer_in_backward
         hardware = self._hardware
         starts = 0 if self._copies_once else _collectives(profile, self._mechanics)
         busy_s = _busy_s(
@@ -166,7 +165,7 @@ class StepSeconds:
             plan.precision,
             plan.compiled,
             added,
-            updates,
+            plan.optimizer_in_backward,
             starts,
             hardware,
         )

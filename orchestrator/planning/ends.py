@@ -27,9 +27,8 @@ def ends_of(profile: ModelProfile, plan: Plan, hardware: Hardware) -> tuple[int,
     The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation counted. Among
     equally fast splits the fullest rank needs the least memory at a micro-batch of one sample.
     """
-    mode = plan.activation_checkpointing
     is_sharded = plan.mechanics.stage is not ZeroStage.NONE
-    how = (mode, is_sharded, plan.precision)
+    how = (plan.activation_checkpointing, is_sharded, plan.precision)
     return _ends(profile, plan.layout.pp, plan.pipeline_stages_per_rank, *how, hardware)
 
 

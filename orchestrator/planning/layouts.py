@@ -124,10 +124,11 @@ def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
     if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
         return (1,)
     pinned = dict(spec.plan).get("cp")
-    length = spec.data.sequence_length
     powers = (1 << power for power in range(devices.bit_length()))
     return tuple(
-        degree for degree in powers if degree in (1, pinned) or length // degree >= OWN_TOKENS_MIN
+        degree
+        for degree in powers
+        if degree in (1, pinned) or spec.data.sequence_length // degree >= OWN_TOKENS_MIN
     )
 
 

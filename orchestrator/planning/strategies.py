@@ -58,10 +58,14 @@ class Strategy:
     @property
     def mechanics(self) -> Mechanics:
         """How ranks shard or replicate training state under this strategy."""
-        ranks = self.layout.dp_cp
         is_pipelined = self.layout.pp > 1
         return mechanics_of(
-            self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined
+            self.engine,
+            self.zero_stage,
+            self.sharding,
+            self.layout.dp_cp,
+            self.dp_replicate,
+            is_pipelined,
         )
 
 
@@ -214,9 +218,8 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
     once.
     """
     share = spec.global_batch_size // dp
-    knobs = spec.knobs
     accumulation = spec.knobs.gradient_accumulation_steps
-    if spec.is_script and knobs.micro_batch_size is None:
+    if spec.is_script and spec.knobs.micro_batch_size is None:
         assert accumulation != "derived", (
             "specs/job/trainer.py asks for a micro-batch to derive it from"
         )

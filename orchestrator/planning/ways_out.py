@@ -496,13 +496,12 @@ def _way(
 
 def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
     spec = case.spec.model_copy(update=changes)
-    hardware = case.hardware
     calibrated = case.calibrated
     if case.is_worn_out:
         return None
     try:
         candidates = frontier(
-            spec, hardware, calibrated.correction, calibrated.overhead, within_reach=True
+            spec, case.hardware, calibrated.correction, calibrated.overhead, within_reach=True
         )
         case.work.looked += candidates.looked
         return next(fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)

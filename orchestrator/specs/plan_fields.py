@@ -320,8 +320,12 @@ class PlanFields:
     @property
     def mechanics(self) -> Mechanics:
         """How the plan's ranks shard or replicate training state."""
-        ranks = self.layout.dp_cp
         is_pipelined = self.layout.pp > 1
         return mechanics_of(
-            self.engine, self.zero_stage, self.sharding, ranks, self.dp_replicate, is_pipelined
+            self.engine,
+            self.zero_stage,
+            self.sharding,
+            self.layout.dp_cp,
+            self.dp_replicate,
+            is_pipelined,
         )

@@ -65,8 +65,11 @@ def _find_program(program: str, workdir: str, env: Mapping[str, str]) -> Path | 
         search = env.get("PATH", os.defpath)
         file = shutil.which(program, path=search)
         if file is None:
-            hint = "write the program's path, or its folder in `env: {PATH: ...}`"
-            return Problem(f"no program {program!r} on the PATH", search, hint)
+            return Problem(
+                f"no program {program!r} on the PATH",
+                search,
+                "write the program's path, or its folder in `env: {PATH: ...}`",
+            )
         return Path(file)
     path = Path(workdir) / program
     if path.is_dir():

@@ -323,12 +323,11 @@ class AttemptWatch:
         gang.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
-        world_size = self._attempt.plan.world_size
         recovered = any(map(ran_out, self._job.attempts))
         progress = Progress(
             spec,
             self._folder,
-            world_size,
+            self._attempt.plan.world_size,
             self._started,
             output,
             tells_peak=recovered,

@@ -33,13 +33,11 @@ from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import WITHOUT_SECONDS
 
 ENDED_FROM_OUTSIDE = (
-    *(
-        FailureKind.CANCELLED,
-        FailureKind.PREEMPTED,
-        FailureKind.MOVED,
-        FailureKind.PROBED,
-        FailureKind.TIME_LIMIT,
-    ),
+    FailureKind.CANCELLED,
+    FailureKind.PREEMPTED,
+    FailureKind.MOVED,
+    FailureKind.PROBED,
+    FailureKind.TIME_LIMIT,
 )
 TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/validation.py)
 ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
@@ -311,14 +309,13 @@ def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, f
 
     Tokens are those of full samples of a model; the curve has those that were trained.
     """
-    spec = job.spec
     plan = attempt.plan
     step_s = attempt.measured_step_s
     metrics: dict[str, float | None] = {}
     if step_s:
         samples_per_s = plan.global_batch_size / step_s
         metrics["samples_per_s"] = samples_per_s
-        if not spec.is_script and plan.sequence_length:
+        if not job.spec.is_script and plan.sequence_length:
             metrics["tokens_per_s"] = samples_per_s * plan.sequence_length
         metrics["mfu"] = utilisation(job, plan, device, step_s)
     if attempt.ended_at_s is not None:

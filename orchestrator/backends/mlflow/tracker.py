@@ -253,9 +253,8 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric, Param, RunTag
 
         run_id = contact.run_ids[key]
-        client = contact.client
         at_ms = content.start_ms if content.end_ms is None else content.end_ms
-        client.log_batch(
+        contact.client.log_batch(
             run_id,
             metrics=[Metric(name, value, at_ms, 0) for name, value in content.metrics.items()],
             params=[Param(name, value) for name, value in content.params.items()],

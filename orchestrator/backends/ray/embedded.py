@@ -306,15 +306,13 @@ def _start_node(
         else [f"--address={address}"]
     )
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "orchestrator.backends.ray.address",
-            host,
-            "start",
-            *where,
-            "--block",
-        ),
+        sys.executable,
+        "-m",
+        "orchestrator.backends.ray.address",
+        host,
+        "start",
+        *where,
+        "--block",
         f"--node-ip-address={host}",
         f"--temp-dir={own_dir}",
         f"--num-cpus={os.cpu_count() or 1}",

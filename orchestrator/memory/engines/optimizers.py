@@ -33,7 +33,6 @@ WIDENED_BYTES = 4
 
 def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     """Return the bytes of optimizer states on a rank with one of `shards` equal shards of the trained parameters."""
-    trained = profile.trained_parameters
     narrow = 1 if plan.mechanics.has_fp32_states else FP32_BYTES // profile.parameter_bytes
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored_elements(profile) // shards)
@@ -45,7 +44,7 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     return (
         (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES)
         // narrow
-        * -(-trained // shards)
+        * -(-profile.trained_parameters // shards)
     )
 
 

@@ -228,7 +228,6 @@ def _unit(
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     segment = passage.segment
     keeps = fsdp.keeps_gathered
-    shards = fsdp.shards
     alone = fsdp.shards == 1
     gathered = rank.gathered_parameters - passage.units_done if keeps else rank.end_parameters
     reducing = 0
@@ -244,7 +243,7 @@ def _unit(
         arriving = ahead.parameters if ahead and not keeps and not alone else 0
         here = unit + arriving, 0, reducing
         if passage.point is Point.START:
-            added = reducing // shards if rank.accumulates and fsdp.copies == 1 else 0
+            added = reducing // fsdp.shards if rank.accumulates and fsdp.copies == 1 else 0
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
@@ -284,7 +283,6 @@ def _mixture(
     """
     segment = passage.segment
     keeps = fsdp.keeps_gathered
-    shards = plan.layout.dp
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     rest = segment.parameters - segment.experts
     experts = segment.experts // plan.expert_parallel
@@ -297,7 +295,7 @@ def _mixture(
         if passage.behind:
             alone = plan.expert_parallel == plan.layout.dp
             last_expert = 0 if alone else experts // 3
-            added = exchanged * (segment.parameters // shards) if rank.accumulates else 0
+            added = exchanged * (segment.parameters // plan.layout.dp) if rank.accumulates else 0
             first = (
                 exchanged * experts * (2 if gloo and not alone else 1)
                 + compute * (rest + last_expert)
@@ -333,12 +331,12 @@ def _update_behind(
     The flat input of its reduce-scatter is, and the unit that comes next has been gathered (see _unit).
     """
     behind = passage.behind
-    keeps = fsdp.keeps_gathered
-    shards = fsdp.shards
     alone = fsdp.shards == 1
     assert behind is not None, passage
     ahead = 0 if alone else passage.segment.parameters
-    gathered = rank.parameters - passage.units_done if keeps else rank.end_parameters + ahead
+    gathered = (
+        rank.parameters - passage.units_done if fsdp.keeps_gathered else rank.end_parameters + ahead
+    )
     named = 0 if alone else behind.last_gradient
     exchanged = exchanged_bytes(plan, rank.profile.parameter_bytes)
     return (
@@ -349,7 +347,7 @@ def _update_behind(
         ),
         (
             "optimizer temporaries",
-            temporaries(plan, -(-behind.largest_gradient // shards), cuda=cuda),
+            temporaries(plan, -(-behind.largest_gradient // fsdp.shards), cuda=cuda),
         ),
     )
 

@@ -64,6 +64,7 @@ def _place_of(report: OomReport, phase: Phase | None) -> str:
 
 def is_nearly_full(attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> bool:
     """Return whether the measured peak, or without one the plan's, comes near the device's memory."""
-    predicted_bytes = attempt.estimate.allocated_bytes
-    peak_bytes = max((beat.peak_bytes for beat in evidence.heartbeats), default=predicted_bytes)
+    peak_bytes = max(
+        (beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes
+    )
     return capacity_bytes is not None and peak_bytes >= NEARLY_FULL * capacity_bytes

@@ -29,10 +29,9 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))
     ):
         return None
-    taken_s = attempt.measured_step_s
     burst = _worst_report(attempt)
     return replace(
-        _observation(job, attempt, measured, taken_s, attempt.ended_at_s),
+        _observation(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
         torch_version=attempt.torch_version,
         ran_out=ran_out(attempt) or _outgrew(job, attempt),
         probe=attempt.probe,

@@ -57,9 +57,12 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
                     :REASON_CHARACTERS_MAX
                 ]
                 suspensions = _suspend(state, places, reason, at_s, (job.key, *accusers))
-            family = job.spec.family_name
             new = UnexplainedEnd(
-                job=job.key, family=family, ending=ending, placement=attempt.placement, at_s=at_s
+                job=job.key,
+                family=job.spec.family_name,
+                ending=ending,
+                placement=attempt.placement,
+                at_s=at_s,
             )
             ends = (*ends, new)[-ENDS_MAX:]
     if ends == state.ends and suspensions == state.suspensions:

@@ -161,8 +161,7 @@ def _decisive_finding(
     if report is not None:
         reported = next(iter(read_log(report.traceback)), None)
         if reported is None:
-            line = report.type
-            reported = Finding(cause=Cause.RAISED, line=line, excerpt=report.traceback)
+            reported = Finding(cause=Cause.RAISED, line=report.type, excerpt=report.traceback)
         if reported.cause not in (*COMPLAINTS, *SUSPECTS):
             return replace(reported, rank=report.rank, is_exception=True)
         if not findings or findings[0].cause in COMPLAINTS:

@@ -210,9 +210,8 @@ class AvailabilityProfile:
         if self.idle < shape.devices:
             return -inf
         if shape not in self._open_until_s:
-            shares = shape.shares
             self._open_until_s[shape] = max(
-                self._shares_open_until_s(shape.devices // share, share) for share in shares
+                self._shares_open_until_s(shape.devices // share, share) for share in shape.shares
             )
         return self._open_until_s[shape]
 

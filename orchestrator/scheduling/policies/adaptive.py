@@ -97,8 +97,7 @@ class AdaptivePolicy:
 
         Neither a job with reserved devices nor one with a guarantee needs a credit.
         """
-        at_s = self._index.state.at_s
-        for _, _, job_id in merge_lines([line.due(at_s) for line in lines]):
+        for _, _, job_id in merge_lines([line.due(self._index.state.at_s) for line in lines]):
             waiting = self._index.waiting[job_id]
             waiting.fund = None
             if waiting.rank > -inf and waiting.job.spec.guarantee is None:
@@ -127,9 +126,8 @@ class AdaptivePolicy:
 
     def _others(self, lines: Sequence[WaitQueue], urgent: Collection[str]) -> Iterator[Turn]:
         """Yield all jobs by their aging limits; those past them as if they had come now."""
-        at_s = self._index.state.at_s
         ordered = [self._ordered(line) for line in lines]
-        ordered += [line.due_by_length(at_s) for line in lines]
+        ordered += [line.due_by_length(self._index.state.at_s) for line in lines]
         for _, _, job_id in merge_lines(ordered):
             waiting = self._index.waiting.get(job_id)
             if waiting is None:
@@ -186,8 +184,7 @@ class AdaptivePolicy:
 
     def _in_time_first(self, waiting: Waiting) -> Iterator[Turn]:
         by_s = waiting.job.deadline_s
-        at_s = self._index.state.at_s
-        if by_s is not None and at_s < by_s:
+        if by_s is not None and self._index.state.at_s < by_s:
             if self._could_end_by(waiting, by_s):
                 yield waiting, by_s
             if waiting.job.id not in self._index.waiting:

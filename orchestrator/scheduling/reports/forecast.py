@@ -144,11 +144,10 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     The assumed spread counts as SUPPOSED_OUTCOMES observations (Gelman et al. 2013, Bayesian Data Analysis, section
     2.6).
     """
-    family = job.spec.family_name
     ratios = [
         observation.step_ratio
         for observation in observations
-        if observation.family == family and observation.step_ratio
+        if observation.family == job.spec.family_name and observation.step_ratio
     ][-WINDOW:]
     centre = log(median(ratios)) if ratios else 0.0
     squares = sum((log(ratio) - centre) ** 2 for ratio in ratios)

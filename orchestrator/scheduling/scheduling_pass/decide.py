@@ -201,8 +201,7 @@ def _send_elsewhere(
 def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
     """Return whether any option of the job can start at any time."""
     offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
-    at_s = index.state.at_s
-    return any(find_slot(offer, at_s) is not None for offer in offers)
+    return any(find_slot(offer, index.state.at_s) is not None for offer in offers)
 
 
 def _decide(

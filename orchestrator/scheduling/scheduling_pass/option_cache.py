@@ -203,10 +203,9 @@ def needs_lengths(spec: JobSpec) -> bool:
 
 def _length_s(job: Job, group: Group, candidate: Candidate, left: int | None) -> float:
     """Return the seconds by what was told or the job measured itself: a place in the queue stays."""
-    source = candidate.estimate.source
     if left is None:
         return min(UNKNOWN_LENGTH_S, left_s(job))
-    if not has_no_seconds(job, source):
+    if not has_no_seconds(job, candidate.estimate.source):
         return left * candidate.step_s
     factors = step_factors(job, group.hardware.device.name)
     if not factors:

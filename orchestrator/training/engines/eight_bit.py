@@ -28,12 +28,11 @@ def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
     from torchao.optim import AdamW8bit  # only here: it takes a second
 
     betas = (training.beta1, training.beta2)
-    decay = training.weight_decay
     return AdamW8bit(
         groups,
         lr=training.learning_rate,
         betas=betas,
-        weight_decay=decay,
+        weight_decay=training.weight_decay,
         bf16_stochastic_round=True,
     )
 
@@ -61,11 +60,13 @@ def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
         )
     if not isinstance(tensor, DTensor):
         return moment
-    mesh = tensor.device_mesh
-    placements = tensor.placements
-    shape = tensor.shape
     return DTensor.from_local(
-        moment, mesh, placements, run_check=False, shape=shape, stride=tensor.stride()
+        moment,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 

@@ -27,22 +27,16 @@ aten = torch.ops.aten
 # attention.
 KEPT = frozenset(
     {
-        *(
-            aten.mm.default,
-            aten.addmm.default,
-            aten.bmm.default,
-            aten.baddbmm.default,
-            aten.convolution.default,
-        ),
-        *(
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default,
-        ),
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
         SUMMED_PRODUCT,  # of sequence-parallel ranks
-        *(
-            aten._scaled_dot_product_cudnn_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
-        ),
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
     }
 )
 

@@ -287,9 +287,8 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         got = ", ".join(getattr(config, "architectures", None) or ()) or config.model_type
-        what = "transformers has no language model of this family, and no head with a loss is named"
         raise SpecError(
-            what,
+            "transformers has no language model of this family, and no head with a loss is named",
             path="model.hf",
             got=got,
             hint=f"name a head with a loss in `architectures` of its configuration, or {FACTORY}",

@@ -317,9 +317,8 @@ class _Traced:
         )
         with _forwards_put_back((*layers, *norms)), linear:
             recompute(layers, mode)
-            recorder = self._recorder
             steps = [
-                (*self._step(samples, norms, sharded=sharded), recorder.bytes_by_place)
+                (*self._step(samples, norms, sharded=sharded), self._recorder.bytes_by_place)
                 for samples in SAMPLES
             ]
         (first, few, held_by_few), (second, many, held_by_many) = steps
