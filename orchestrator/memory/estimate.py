@@ -162,12 +162,11 @@ class DeviceBytes:
         rows = []
         for rank, moments in self._moments_of(plan):
             mode = plan.activation_checkpointing
-            full_layers = plan.full_checkpointing_layers
             live = activations(
                 rank,
                 mode,
                 casts=self._casts,
-                full_layers=full_layers,
+                full_layers=plan.full_checkpointing_layers,
                 offloads=plan.activation_offload,
             )
             buffer_bytes = rank.buffer_bytes(plan)

@@ -188,9 +188,11 @@ class AttemptWatch:
             evidence = Evidence(
                 collect_error=error[:ERROR_CHARACTERS_MAX], stopped=self._stop_grace_s is not None
             )
-            at_s = self._world.clock()
             event = Finished(
-                job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s
+                job_id=self._job.id,
+                number=self._attempt.number,
+                evidence=evidence,
+                at_s=self._world.clock(),
             )
             self._emit_unless_closing(event)
         for release in (self._remove, partial(self._world.nodes.release, self._devices)):

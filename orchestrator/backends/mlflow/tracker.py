@@ -173,9 +173,12 @@ class MlflowTracker(Tracker):
             device = device_of(state, attempt.device)
             content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
-                params = {**trial_of(job), **job_run.params, **content.params}
-                tags = {**content.tags, "job_spec": job_run.tags["job_spec"]}
-                content = replace(content, name=member_name(job, attempt), params=params, tags=tags)
+                content = replace(
+                    content,
+                    name=member_name(job, attempt),
+                    params={**trial_of(job), **job_run.params, **content.params},
+                    tags={**content.tags, "job_spec": job_run.tags["job_spec"]},
+                )
             ids.append(
                 self._send_attempt(
                     contact, job, attempt, content, compared or {"mlflow.parentRunId": parent}

@@ -100,8 +100,9 @@ class AppriseTarget(Target):
         import apprise
 
         logging.getLogger("apprise").disabled = True  # it may log the URL
-        asset = apprise.AppriseAsset(app_id="orc", app_desc="orc", secure_logging=True)
-        sender = apprise.Apprise(asset=asset)
+        sender = apprise.Apprise(
+            asset=apprise.AppriseAsset(app_id="orc", app_desc="orc", secure_logging=True)
+        )
         if not sender.add(self.secret(self.spec.apprise)):
             raise ConnectionError(f"{self.spec.apprise} holds no URL that apprise knows")
         title = notices[0].title if len(notices) == 1 else f"{len(notices)} notices"

@@ -80,8 +80,12 @@ class Process:
         peak_bytes = (
             min(self.peak_bytes, self.capacity_bytes) if steps_done >= LEARNED_STEPS else None
         )
-        pace = Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s, peak_bytes=peak_bytes)
-        return PaceReported(job_id=self.job.id, number=self.attempt.number, pace=pace, at_s=at_s)
+        return PaceReported(
+            job_id=self.job.id,
+            number=self.attempt.number,
+            pace=Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s, peak_bytes=peak_bytes),
+            at_s=at_s,
+        )
 
     def finished(self) -> Finished:
         assert self.evidence is not None, self.attempt.name

@@ -25,8 +25,12 @@ def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[R
     per_rank = plan.pipeline_stages_per_rank
     in_flight = filling(layout.pp, per_rank, plan.gradient_accumulation_steps)
     if layout.pp == 1:
-        is_alone = in_flight.is_one_round
-        return _whole(profile, full_layers, is_alone=is_alone, updates=plan.optimizer_in_backward)
+        return _whole(
+            profile,
+            full_layers,
+            is_alone=in_flight.is_one_round,
+            updates=plan.optimizer_in_backward,
+        )
     ends = plan.first_stage_layers, plan.last_stage_layers
     sizes = stage_layers(split_ends(profile)[1].count, layout.pp * per_rank, *ends)
     return _stages(profile, layout.pp, sizes, in_flight, full_layers)

@@ -59,8 +59,7 @@ def ddp_moments(
         return points
     gradient_bytes = 0 if are_views else width * max(profile.turns, default=count)
     largest = profile.largest_trained
-    before = profile.updated_before_largest
-    temporary = temporaries(plan, largest, cuda=cuda, before=before)
+    temporary = temporaries(plan, largest, cuda=cuda, before=profile.updated_before_largest)
     if cuda and not replicated.is_ours and plan.optimizer is not Optimizer.ADAMW_8BIT:
         temporary = width * count  # torch's foreach rules hold as much as all gradients
     points.append(

@@ -413,9 +413,11 @@ class LogScan:
         link, finding = stack.chain[-1]
         is_text = bool(text.strip()) and not _EXCEPTION.match(text)
         if is_text and len(finding.line) < LINE_CHARACTERS_MAX:
-            line = f"{finding.line}\n{text.strip()}"[:LINE_CHARACTERS_MAX]
-            excerpt = f"{finding.excerpt}\n{text}"[-EXCERPT_CHARACTERS_MAX:]
-            changed = replace(finding, line=line, excerpt=excerpt)
+            changed = replace(
+                finding,
+                line=f"{finding.line}\n{text.strip()}"[:LINE_CHARACTERS_MAX],
+                excerpt=f"{finding.excerpt}\n{text}"[-EXCERPT_CHARACTERS_MAX:],
+            )
             if self._last is not None and self._last[1] is finding:
                 self._last = stack, changed
             stack.chain[-1] = (link, changed)

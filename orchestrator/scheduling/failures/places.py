@@ -157,12 +157,11 @@ def _suspend(
         node, device = (place, None) if isinstance(place, str) else place
         before = entries.pop(place, None)
         count = 1 if before is None else before.count + (before.until_s <= at_s)
-        until_s = at_s + min(SUSPENDED_FIRST_S * 2 ** (count - 1), SUSPENDED_MAX_S)
         entries[place] = Suspension(
             node=node,
             device=device,
             since_s=at_s,
-            until_s=until_s,
+            until_s=at_s + min(SUSPENDED_FIRST_S * 2 ** (count - 1), SUSPENDED_MAX_S),
             count=count,
             reason=reason,
             jobs=jobs,

@@ -96,8 +96,11 @@ def _judge_shortage(job: Job, attempt: Attempt, failure: Failure, shortage: Shor
         reason = f"no {shortage.missing} for {shortage.total_s / 3600:g} hours"
     else:
         reason = f"waits {wait_s:.0f} s for {shortage.missing}"
-    verdict = Verdict(row=SHORTAGE_ROW, wait_s=wait_s)
-    return replace(failure, verdict=verdict, reason=f"{failure.reason}; {reason}")
+    return replace(
+        failure,
+        verdict=Verdict(row=SHORTAGE_ROW, wait_s=wait_s),
+        reason=f"{failure.reason}; {reason}",
+    )
 
 
 def _next_wait_s(waits: Sequence[Attempt], at_s: float, shortage: Shortage) -> float | None:

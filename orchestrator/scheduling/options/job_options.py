@@ -401,9 +401,9 @@ def attempt_length(
     factors = step_factors(job, attempt.device, attempt.number), calibrated.step_factors
     if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
         unknown = _unknown_length(job, group, attempt.step_s, left, lengths)
-        seconds = launch_cost_s + unknown.seconds
-        open_s = launch_cost_s + unknown.open_s
-        return unknown._replace(seconds=seconds, open_s=open_s)
+        return unknown._replace(
+            seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
+        )
     step_s = ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
     return told_length(launch_cost_s + left * step_s)
 

@@ -75,8 +75,11 @@ def _with_few_turns(probe: Candidate, knobs: Knobs) -> Candidate:
         return probe
     whole = probe.plan.gradient_accumulation_steps
     turns = min(PROBE_TURNS, whole)
-    plan = replace(probe.plan, gradient_accumulation_steps=turns)
-    return replace(probe, plan=plan, step_s=probe.step_s * turns / whole)
+    return replace(
+        probe,
+        plan=replace(probe.plan, gradient_accumulation_steps=turns),
+        step_s=probe.step_s * turns / whole,
+    )
 
 
 def is_of_batch(attempt: Attempt, failure: Failure) -> bool:

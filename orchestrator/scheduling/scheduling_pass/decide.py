@@ -121,8 +121,9 @@ def array_limit_reason(
     if job.array is None or member is None:
         return None
     if index.running_of_array[job.array] + promised[job.array] >= member.max_concurrent:
-        facts = (("array", job.array), ("most", member.max_concurrent))
-        return Wait(code=Pending.ARRAY_LIMIT, facts=facts)
+        return Wait(
+            code=Pending.ARRAY_LIMIT, facts=(("array", job.array), ("most", member.max_concurrent))
+        )
     before = _next_before(index, job, member.number) if member.compared else None
     if before is None:
         return None
@@ -400,8 +401,11 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         wait = _wait_for_devices(pool, entry, now_s)
         return wait._replace(reservation=reservation)
     if job.spec.start_window is not None:
-        facts = window_facts(job.spec, later.slot.start_s)
-        return Wait(code=Pending.START_WINDOW, facts=facts, reservation=reservation)
+        return Wait(
+            code=Pending.START_WINDOW,
+            facts=window_facts(job.spec, later.slot.start_s),
+            reservation=reservation,
+        )
     return Wait(
         code=Pending.DEVICES,
         facts=(("devices", entry.devices), ("device", pool.group.hardware.device.name)),

@@ -27,11 +27,10 @@ def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec) -> Any:
     """Return the 8-bit AdamW optimizer over these parameter groups."""
     from torchao.optim import AdamW8bit  # only here: it takes a second
 
-    betas = (training.beta1, training.beta2)
     return AdamW8bit(
         groups,
         lr=training.learning_rate,
-        betas=betas,
+        betas=(training.beta1, training.beta2),
         weight_decay=training.weight_decay,
         bf16_stochastic_round=True,
     )

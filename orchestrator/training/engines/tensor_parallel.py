@@ -261,12 +261,11 @@ def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int
     cuts = {"weight": 1} if word == "colwise" and isinstance(module, nn.Embedding) else CUTS[word]
     if key not in cuts:
         got = f"{name} of a {type(module).__name__}"
-        allowed = f"parameters {', '.join(cuts)}"
         raise SpecError(
             f"{word} does not say how to cut this parameter",
             path="tensor_parallel",
             got=got,
-            allowed=allowed,
+            allowed=f"parameters {', '.join(cuts)}",
         )
     axis = cuts[key]
     size = 0 if axis is None else module._parameters[key].shape[axis]  # type: ignore[union-attr]

@@ -102,8 +102,11 @@ def hf_recipe(
         if isinstance(dataset, AnySamples):
             samples = dataset.tokens
         elif dataset is None:
-            vocabulary = module.get_input_embeddings().num_embeddings
-            samples = dataset_of(run, vocabulary=vocabulary, padding=_padding(module))
+            samples = dataset_of(
+                run,
+                vocabulary=module.get_input_embeddings().num_embeddings,
+                padding=_padding(module),
+            )
         _set_loss(module, whole_logits=whole_logits)
     keep_own_heads(module, run.plan.layout.tp)
     adapted = run.model.lora is not None or built.own_loss

@@ -336,8 +336,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event = self._event()
             ready = self._come[id(home)]
             total = event.gradients + event.done
-            fresh = parameter.numel()
-            arrival = event._replace(gradients=ready, done=total - ready, fresh=fresh)
+            arrival = event._replace(gradients=ready, done=total - ready, fresh=parameter.numel())
             self.phases[-1].events.append(arrival)
 
     # -------------------------------------------------------------------------------------------------------- phases
