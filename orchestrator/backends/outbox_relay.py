@@ -95,7 +95,8 @@ class OutboxRelay(Generic[Body]):
             groups.setdefault(self._receiver.group(row[1]), []).append(row)
         for together in groups.values():
             together.sort(key=lambda row: row[0])
-        sent, errors = list[int](), list[Exception]()
+        sent = list[int]()
+        errors = list[Exception]()
 
         def send(group: str) -> None:
             if self._stop.is_set() or any(isinstance(error, OSError) for error in errors):

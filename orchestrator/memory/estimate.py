@@ -98,10 +98,8 @@ class DeviceBytes:
             case Fsdp2() | ScriptFsdp():
                 self._reduces_once = self._mechanics.once_a_step
             case Zero():
-                self._reduces_once, tells_apart = (
-                    False,
-                    deepspeed.tells_recomputed_apart(profile, self._mechanics),
-                )
+                self._reduces_once = False
+                tells_apart = deepspeed.tells_recomputed_apart(profile, self._mechanics)
                 is_zero3 = (
                     self._mechanics.stage is ZeroStage.PARAMETERS and facts_of(plan.engine).is_ours
                 )

@@ -94,7 +94,8 @@ class Staircase:
         end = begin
         while end < len(self._least) and self._least[end] >= needed_bytes:
             end += 1
-        self._times[begin:end], self._least[begin:end] = [step_s], [needed_bytes]
+        self._times[begin:end] = [step_s]
+        self._least[begin:end] = [needed_bytes]
 
 
 def _equals_but_for_bytes(before: Costed, costed: Costed) -> bool:

@@ -253,7 +253,8 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
     missing, with_them = with_batch_knobs(case.spec)
     knobs = with_them.knobs
     if knobs.activation_checkpointing is None:
-        missing, knobs = (*missing, "activation_checkpointing"), _checkpointing(knobs)
+        missing = (*missing, "activation_checkpointing")
+        knobs = _checkpointing(knobs)
     if not missing:
         return
     best = _first_fit(case, knobs=knobs)

@@ -69,10 +69,8 @@ class Scheduler:
             climb(state, index, event) if isinstance(event, PaceReported) else (state, ())
         )
         state, given_up = give_up(state, index)
-        actions, news = (
-            (*immediate, *expired, *stopped, *climbing, *given_up),
-            (*immediate, *given_up),
-        )
+        actions = (*immediate, *expired, *stopped, *climbing, *given_up)
+        news = (*immediate, *given_up)
         while True:
             state, followed = _tell_followers(state, index, news)
             state, news = schedule(state, index)

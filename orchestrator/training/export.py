@@ -85,7 +85,8 @@ def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
 def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
     built = build(run)
     config = built.module.config
-    config.dtype, config.architectures = built.stored_dtype, [type(built.module).__name__]
+    config.dtype = built.stored_dtype
+    config.architectures = [type(built.module).__name__]
     config.save_pretrained(folder)
     shards = list(_shards(built))
     places: dict[str, str] = {}

@@ -55,7 +55,8 @@ def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     message = torch.ones(SENT // 4)
     fp32, bf16 = (torch.ones(SIDE, SIDE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    source, target = torch.ones(COPIED // 4), torch.ones(COPIED // 4)
+    source = torch.ones(COPIED // 4)
+    target = torch.ones(COPIED // 4)
     operations = 2.0 * SIDE**3 * threads
     return {
         "fp32_flops": operations / _best_s(lambda: fp32 @ fp32),

@@ -141,7 +141,9 @@ def collect(
 
     beats = read(Heartbeat, folder.heartbeat)
     parts.problems.add(*_list_pattern_problems(spec))
-    results, checkpoints, unmatched = Results(), Checkpoints(), tuple[str, ...]()
+    results = Results()
+    checkpoints = Checkpoints()
+    unmatched = tuple[str, ...]()
     if not attempt.probe:
         results = parts.read(
             "results", lambda: find_results(spec, jobs, folder, started, access), results

@@ -425,7 +425,8 @@ def begins_afresh() -> Callable[[], None]:
 
 def dies_with_parent() -> Callable[[], None]:
     """Return a `preexec_fn` after which the kernel SIGKILLs the child when the forking thread ends."""
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
 
     def hook() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -380,13 +380,12 @@ class AttemptWatch:
             gang.group.abort(
                 gang.open() if ending.hung_for_s is not None else gang.unending(), grace_s
             )
-            ending.aborted, ending.give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
+            ending.aborted = True
+            ending.give_up_at_s = time.monotonic() + grace_s + END_TIMEOUT_S
         if self._stop_grace_s is not None and not ending.stopped:
             gang.group.stop(gang.open(), self._stop_grace_s)
-            ending.stopped, ending.give_up_at_s = (
-                True,
-                time.monotonic() + self._stop_grace_s + END_TIMEOUT_S,
-            )
+            ending.stopped = True
+            ending.give_up_at_s = time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
         if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
             if self._is_disk_away():  # a launcher tells an end once its exit code is written
                 ending.give_up_at_s = time.monotonic() + END_TIMEOUT_S

@@ -109,7 +109,8 @@ class Outputs:
                 stderr=log,
                 preexec_fn=dies_with_parent(),
             )
-        self._current, self._until_s = copy, time.monotonic() + COPY_S
+        self._current = copy
+        self._until_s = time.monotonic() + COPY_S
 
     def _last_words(self, copy: _Copy) -> str:
         try:

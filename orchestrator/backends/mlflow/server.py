@@ -95,7 +95,8 @@ class MlflowServer:
             return False
         _signal(alive, signal.SIGKILL)
         self._start()
-        self._seen_at_s, self._not_before_s = now_s, now_s + self._pause_s
+        self._seen_at_s = now_s
+        self._not_before_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
         return False
 

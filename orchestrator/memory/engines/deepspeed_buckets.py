@@ -80,7 +80,8 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
 def largest_share(profile: ModelProfile, shares: int) -> int:
     """Return the elements of all tensors that overlap the largest of `shares` equal shards of trained parameters."""
     ends = list(accumulate(_registered_sizes(profile))) or [0]
-    starts, share = [0, *ends[:-1]], -(-ends[-1] // shares)
+    starts = [0, *ends[:-1]]
+    share = -(-ends[-1] // shares)
     largest = 0
     for begin in range(0, ends[-1], max(1, share)):
         end = min(begin + share, ends[-1])

@@ -116,7 +116,8 @@ def job_options(
     lengths: Lengths = NOTHING_LEARNED,
 ) -> JobOptions | Infeasible:
     """Return the job's untried plans that fit the group when empty; Infeasible where there are none."""
-    device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
+    device = group.hardware.device
+    job = replace(job, spec=measured_spec(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
         return Infeasible(why=lambda: too_few)

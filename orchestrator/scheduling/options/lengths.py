@@ -67,7 +67,8 @@ class Lengths:
             seconds = min(limit_s, predicted_s * ratio)
             return Length(seconds, seconds)
         if predicted_s is not None and self._ratios:
-            spread, values = predicted_s, [*self._ratios.values()]
+            spread = predicted_s
+            values = [*self._ratios.values()]
         else:
             spread = share
             values = self._jobs_s

@@ -246,7 +246,8 @@ class AvailabilityProfile:
     ) -> Placement | None:
         """Return devices as `place` does (None: too few), counting those of one running attempt as idle and empty."""
         until = {part.node: self._until_s[self.numbers[part.node]][:] for part in attempt_placement}
-        free_bytes, self._free_bytes = self._free_bytes, [*self._free_bytes]
+        free_bytes = self._free_bytes
+        self._free_bytes = [*self._free_bytes]
         for part in attempt_placement:
             number = self.numbers[part.node]
             memory = self.group.hardware.device.memory

@@ -82,7 +82,8 @@ def _memory(timed: Sequence[Row]) -> Iterator[str]:
     )
     if len(peaks) < 2:
         return
-    (least, name), (most, greediest) = peaks[0], peaks[-1]
+    least, name = peaks[0]
+    most, greediest = peaks[-1]
     if most < ALIKE * least:
         yield f"All need about the same memory: {format_bytes(most)}"
     else:

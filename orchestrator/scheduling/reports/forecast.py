@@ -440,11 +440,9 @@ class Play:
 
     def _stop(self, job_id: str) -> None:
         """End a job that is asked to stop; it has saved what it has trained so far."""
-        (attempt, end_s), job, at_s = (
-            self._running[job_id],
-            self._state.jobs[job_id],
-            self._state.at_s,
-        )
+        attempt, end_s = self._running[job_id]
+        job = self._state.jobs[job_id]
+        at_s = self._state.at_s
         saved = (
             self._saved[job_id]
             if job_id in self._saved

@@ -34,7 +34,8 @@ def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval
     """
     if min(len(values), len(others)) < 2:
         return None
-    (mean, square), (other_mean, other_square) = _moments(values), _moments(others)
+    mean, square = _moments(values)
+    other_mean, other_square = _moments(others)
     total = square + other_square
     half = 0.0
     if total > 0:

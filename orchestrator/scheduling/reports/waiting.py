@@ -211,7 +211,8 @@ class Waits:
         lifted: Obstacle | None = None,
     ) -> Blocked:
         """Return what excludes the free devices, were one obstacle lifted."""
-        entry, left = offer.entry, tuple(free)
+        entry = offer.entry
+        left = tuple(free)
         end_s = self._state.at_s + entry.seconds
         open_until_s = self._state.at_s + entry.open_s
         excludes: Mapping[Obstacle, Callable[[Device], bool]] = {
@@ -335,7 +336,8 @@ class Waits:
     def _reserved_for(self, job: Job, devices: Iterable[Device]) -> str:
         """Name the jobs that the devices are promised to, the first to start with its time."""
         promises = sorted({self._promise_of(device, job)[:2] for device in devices})
-        (start_s, first), others = promises[0], [job_id for _, job_id in promises[1:]]
+        start_s, first = promises[0]
+        others = [job_id for _, job_id in promises[1:]]
         more = f", and for {join_first(others, NAMES_MAX)}" if others else ""
         return f"{first}, which starts about {self._time(start_s)}{more}"
 
@@ -463,7 +465,8 @@ class Waits:
         at_s = self._state.at_s
         entry = offer.entry
         pool = offer.pool
-        free, hidden = self._free[self._index.pools.index(pool)], self._hidden(waiting)
+        free = self._free[self._index.pools.index(pool)]
+        hidden = self._hidden(waiting)
 
         def starts(entry: SizeOption, lifted: Obstacle | None = None) -> bool:
             changed = offer._replace(entry=entry)

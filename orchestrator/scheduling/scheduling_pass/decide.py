@@ -485,7 +485,8 @@ def _without_offers(
         if isinstance(menu, JobOptions):
             device = pool.group.hardware.device.name
             return Wait(code=Pending.FOREIGN_MEMORY, facts=(("device", device),))
-    never, groups = [], groups_of(state.declared or state.nodes)
+    never = []
+    groups = groups_of(state.declared or state.nodes)
     for group in groups:
         options = job_options(
             job, group, calibration_for(state, job, group.hardware.device.name), 0.0

@@ -212,7 +212,9 @@ def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> Non
         for ids, marks in _documents(data, tokenizer, as_pairs=as_pairs):
             np.asarray(ids, np.int32).tofile(tokens)
             np.asarray(marks, np.uint8).tofile(learnt)
-            largest, count = max(largest, *ids) if ids else largest, count + len(ids)
+            if ids:
+                largest = max(largest, *ids)
+            count += len(ids)
             bounds.append(count)
     if as_pairs:
         np.asarray(bounds, np.int64).tofile(into / "bounds.bin")

@@ -55,10 +55,8 @@ class ExpertParallel:
         self._mesh = init_device_mesh(
             device.type, (plan.layout.dp // degree, degree), mesh_dim_names=("expert_shard", "ep")
         )
-        self._result, self._shared = (
-            ShardPlacementResult,
-            FSDPMeshInfo(self._mesh["expert_shard"], shard_mesh_dim=0),
-        )
+        self._result = ShardPlacementResult
+        self._shared = FSDPMeshInfo(self._mesh["expert_shard"], shard_mesh_dim=0)
         self._names = frozenset(
             f"{name}.{key}"
             for name, module in recipe.module.named_modules()

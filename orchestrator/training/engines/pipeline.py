@@ -345,7 +345,8 @@ class _InterleavedStage(_Stage):
         return []
 
     def finish(self) -> None:
-        self._forward, self._backward = _sent([], self._forward), _sent([], self._backward)
+        self._forward = _sent([], self._forward)
+        self._backward = _sent([], self._backward)
 
 
 def _sent(
@@ -434,7 +435,8 @@ def _empty(parts: Iterable[nn.Module], excepted: set[int]) -> None:
 def _copy_parts(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
     """A shallow copy of the module structure around `parts`; tensors and the rest are shared with the original."""
     twin = copy.copy(module)
-    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+    twin._parameters = dict(module._parameters)
+    twin._buffers = dict(module._buffers)
     twin._modules = {}
     for key, child in module._modules.items():
         path = f"{name}.{key}".lstrip(".")

@@ -50,7 +50,8 @@ class Tokens:
         if torch.is_autocast_enabled(x_1ND.device.type):
             x_1ND = x_1ND.to(torch.get_autocast_dtype(x_1ND.device.type))
         x_BTD: Any = move(x_1ND, self._whole, self._summed)
-        x_BTD.own, x_BTD.gathered = x_1ND.detach(), Gathered(self)
+        x_BTD.own = x_1ND.detach()
+        x_BTD.gathered = Gathered(self)
         return x_BTD
 
     def _whole(self, x_1ND: Tensor) -> Tensor:

@@ -254,7 +254,8 @@ def _run_target(target: Sequence[str]) -> None:
         sys.argv = list(target[1:])
         runpy.run_module(target[1], run_name="__main__", alter_sys=True)
         return
-    sys.argv, path = list(target), os.path.abspath(target[0])
+    sys.argv = list(target)
+    path = os.path.abspath(target[0])
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = module

@@ -109,10 +109,8 @@ class Monitor:
 
     def attach(self, torch: Any) -> None:
         """Create the virtual device, if the settings ask for one, and install the hooks in the module `torch`."""
-        self._torch_version, self._cuda_version = (
-            str(torch.__version__),
-            str(torch.version.cuda or ""),
-        )
+        self._torch_version = str(torch.__version__)
+        self._cuda_version = str(torch.version.cuda or "")
         os.register_at_fork(after_in_child=self._after_fork)
         if self._capacity_bytes is not None:
             self.device = importlib.import_module(

@@ -145,7 +145,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Storages inherited from the parent stay counted. Does nothing if the device was not left.
         """
         if self.has_left:
-            self.has_left, self.capacity_bytes = False, self._whole_bytes
+            self.has_left = False
+            self.capacity_bytes = self._whole_bytes
             self.__enter__()
 
     def enter_thread(self) -> None:

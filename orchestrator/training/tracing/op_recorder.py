@@ -137,7 +137,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def step(self, samples: int) -> Iterator[None]:
         """Open a context for a step of `samples` samples: parameters and buffers are live, gradients are not."""
-        self.phases, self.ledger, self._samples = [], Ledger(), samples
+        self.phases = []
+        self.ledger = Ledger()
+        self._samples = samples
         self._live_bytes = 0
         self._storages = {}
         for parameter in self._parameters:
@@ -146,7 +148,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for recipe in self._recipes:
             for buffer in recipe.module.buffers():
                 self._count(buffer)
-        self._resident_bytes, self.buffer_bytes = self._live_bytes, self._live_bytes - weights
+        self._resident_bytes = self._live_bytes
+        self.buffer_bytes = self._live_bytes - weights
         self.ledger.begin()
         self._held_by = {
             parameter.untyped_storage()._cdata: parameter for parameter in self._parameters
@@ -192,7 +195,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def turn_back(self) -> None:
         """Mark the start of the backward pass, after the loss."""
-        self._is_forward, self.bytes_by_place = False, Counter()
+        self._is_forward = False
+        self.bytes_by_place = Counter()
         for _, size, _, place in self._storages.values():
             self.bytes_by_place[place] += size
         self._enter(self._between(), backward=True)
@@ -294,7 +298,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         counted = self._storages.get(key)
         if counted is None:
             place = self.phases[-1].place if self.phases else NO_PLACE
@@ -469,7 +474,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "flash" if is_flash and arguments.get("attn_mask") is None else "memory-efficient"
             )
         elif op.name() in GROUPED_PRODUCTS:
-            (rows, inner), columns = args[0].shape, args[1].shape[-1]
+            rows, inner = args[0].shape
+            columns = args[1].shape[-1]
             place.flops += 2 * rows * inner * columns / samples
             place.matmuls += ((-(-rows // samples), inner, columns),)
         elif packet in flop_registry:

@@ -168,10 +168,8 @@ class _More:
         if len(self._layers) < depth:
             raise Unlike("some layers do not run")
         head = stack.lead + 2 * stack.period
-        self._from, self._width = (
-            self._layers[head],
-            self._layers[head] - self._layers[head - stack.period],
-        )
+        self._from = self._layers[head]
+        self._width = self._layers[head] - self._layers[head - stack.period]
         self._times = (stack.length - depth) // stack.period
         self._shift = self._times * self._width
         self._inner = self._layers[

@@ -148,7 +148,8 @@ def profiles(request: Request) -> list[ModelProfile | None]:
             Exception
         ) as error:  # a user's model may raise anything: other settings are still traced
             print(f"{arithmetic}: {type(error).__name__}: {error}", file=sys.stderr)
-            traced[arithmetic], failure = (None, True), failure or error
+            traced[arithmetic] = (None, True)
+            failure = failure or error
     if failure is not None and not any(profile for profile, _ in traced.values()):
         raise failure
     return [profile for profile, _ in traced.values()]
