@@ -231,7 +231,8 @@ class Client:
         self, job: JobInput, overrides: Mapping[str, Any], *, only_one: bool
     ) -> list[JobSpec]:
         home = self._service if isinstance(self._service, Path) else None
-        sources, settings = [_source(job)], _overrides(overrides)
+        sources = [_source(job)]
+        settings = _overrides(overrides)
         return read_jobs_for(self._service, sources, settings, home, only_one=only_one)
 
     def _submit_specs(self, specs: Sequence[JobSpec]) -> list[Job]:
@@ -249,7 +250,8 @@ class Job:
     """A submitted job. Raises ServiceError where the service does not answer."""
 
     def __init__(self, connection: Connection, job_id: str | None) -> None:
-        self._connection, self._id = connection, job_id
+        self._connection = connection
+        self._id = job_id
 
     @property
     def id(self) -> str:

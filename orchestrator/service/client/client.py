@@ -55,12 +55,15 @@ class Client:
     def __init__(self, service: Path | Login) -> None:
         """Connect to the service of a home folder, or to the one of a login."""
         if isinstance(service, Login):
-            url, token = service.url, service.token
+            url = service.url
+            token = service.token
             context = ssl.create_default_context(cadata=service.certificate)
             # a pinned certificate need not sign itself
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         else:
-            url, token, context = _local_url(service), _token(service), None
+            url = _local_url(service)
+            token = _token(service)
+            context = None
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
@@ -356,7 +359,8 @@ class Client:
 
     def _submit(self, path: str, body: JsonObject) -> Any:
         """Return the answer to a submission. Without an answer it is sent again under the same key."""
-        key, why = secrets.token_hex(16), ""
+        key = secrets.token_hex(16)
+        why = ""
         for pause_s in (0.0, *AGAIN_S):
             time.sleep(pause_s)
             try:
@@ -415,13 +419,15 @@ class _Reader:
     """Reads a stream of chunks as a file."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest = chunks, b""
+        self._chunks = chunks
+        self._rest = b""
 
     def read(self, limit: int) -> bytes:
         """Return at most `limit` bytes; b"" at the end."""
         if not self._rest:
             self._rest = next(self._chunks, b"")
-        read, self._rest = self._rest[:limit], self._rest[limit:]
+        read = self._rest[:limit]
+        self._rest = self._rest[limit:]
         return read
 
 

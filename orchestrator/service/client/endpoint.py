@@ -15,7 +15,8 @@ from orchestrator.specs.errors import SpecError
 
 FILE = "endpoint.json"
 VALID = timedelta(days=365)  # of a certificate that the service makes for itself
-PEM_MODE, KEY_MODE = 0o644, 0o600
+PEM_MODE = 0o644
+KEY_MODE = 0o600
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
 DOCUMENTATION = "192.0.2.1"  # RFC 5737: an address of no machine, to which the default route leads
@@ -112,7 +113,8 @@ def make_endpoint(
             "a certificate and its key go together", source="--tls-cert", allowed="both, or neither"
         )
     if certificate is None or key is None:
-        certificate, key = home / "tls" / "certificate.pem", home / "tls" / "key.pem"
+        certificate = home / "tls" / "certificate.pem"
+        key = home / "tls" / "key.pem"
         if not (certificate.exists() and key.exists()):
             _make_certificate(certificate, key, {host, address, *allowed_hosts} - ANY)
     try:

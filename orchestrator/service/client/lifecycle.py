@@ -201,7 +201,8 @@ def _refuse_another_machine(home: Path) -> None:
 
 def _services(home: Path) -> list[int]:
     """Return ids of this machine's processes that serve the home, by command line: `service.json` may be missing."""
-    pids, command = [], "\0".join(_daemon(home)[1:]).encode()
+    pids = []
+    command = "\0".join(_daemon(home)[1:]).encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone meanwhile
             if command + b"\0" in (entry / "cmdline").read_bytes():

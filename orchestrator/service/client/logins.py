@@ -50,7 +50,8 @@ def keep(login: Login) -> None:
 
 def forget(url: str) -> bool:
     """Delete a login; return False where there was none. Raises SpecError for no URL."""
-    logins, url = _read(), normalise_url(url)
+    logins = _read()
+    url = normalise_url(url)
     if url not in logins:
         return False
     _write({name: login for name, login in logins.items() if name != url})

@@ -87,7 +87,8 @@ def _roots(job: ReadJob) -> Iterator[Path]:
 
 
 def _list_root(root: Path) -> Listing:
-    is_ignored, tokens = read_ignore(root) if root.is_dir() else (lambda _: False), logins_file()
+    is_ignored = read_ignore(root) if root.is_dir() else (lambda _: False)
+    tokens = logins_file()
     try:
         listing = list_files(root, LIMITS, lambda path: is_ignored(path) or root / path == tokens)
     except OSError as error:

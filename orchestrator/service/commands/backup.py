@@ -35,7 +35,9 @@ from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
 
 FORMAT = 1
-MANIFEST, JOURNAL, CLUSTER = "manifest.json", "journal.sqlite", "cluster.yaml"
+MANIFEST = "manifest.json"
+JOURNAL = "journal.sqlite"
+CLUSTER = "cluster.yaml"
 MANIFEST_BYTES_MAX = 2**16
 CHUNK_BYTES = 2**20
 SQLITE = "sqlite:///"
@@ -149,7 +151,9 @@ def _settle(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
     scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
         scheduler.step(event)
-    jobs, lost, anew = scheduler.state.jobs.values(), [], []
+    jobs = scheduler.state.jobs.values()
+    lost = []
+    anew = []
     for job in jobs:
         attempt = job.last
         if attempt is None or job.status.ended:
@@ -224,7 +228,9 @@ def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
     text = b"".join(_chunks(archive_file, MANIFEST, MANIFEST_BYTES_MAX, archive))
     try:
         manifest = json.loads(text)
-        form, schema, files = manifest["format"], manifest["schema"], manifest["files"]
+        form = manifest["format"]
+        schema = manifest["schema"]
+        files = manifest["files"]
         sizes = [entry["bytes"] for entry in files.values()]
         texts = [
             manifest["version"],
@@ -250,7 +256,8 @@ def _manifest(archive_file: zipfile.ZipFile, archive: Path) -> JsonObject:
 def _unpack(
     archive_file: zipfile.ZipFile, name: str, entry: JsonObject, path: Path, archive: Path
 ) -> None:
-    digest, size_bytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as target:
         for chunk in _chunks(archive_file, name, int(entry["bytes"]), archive):

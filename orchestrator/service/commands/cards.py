@@ -59,7 +59,9 @@ def _split_count(match: re.Match[str], text: str) -> tuple[int, int]:
     """Return (GPUs of a node, nodes). Raises SpecError for a number that makes no equal nodes."""
     count = int(match["count"] or 1)
     if match["nodes"]:
-        per_node, nodes, rest = count, int(match["nodes"]), 0
+        per_node = count
+        nodes = int(match["nodes"])
+        rest = 0
     else:
         per_node = max(1, min(count, DEVICES_PER_NODE))
         nodes, rest = divmod(count, per_node)
@@ -75,7 +77,8 @@ def _split_count(match: re.Match[str], text: str) -> tuple[int, int]:
 
 def _with_network(cluster: ClusterSpec, text: str) -> ClusterSpec:
     """Return the cluster with a bandwidth between its nodes. Raises SpecError where the text is none."""
-    gigabits, bandwidth = GIGABITS.fullmatch(text), 0
+    gigabits = GIGABITS.fullmatch(text)
+    bandwidth = 0
     if gigabits is not None:
         bandwidth = int(float(gigabits[1]) * 10**9 / 8)
     else:

@@ -117,7 +117,8 @@ def _has_ended(end: RankEnd) -> bool:
 
 
 def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -> Diagnosis:
-    failure, ends = _judge(evidence), evidence.ranks
+    failure = _judge(evidence)
+    ends = evidence.ranks
     if failure is None:
         return Diagnosis(
             kind=None, reason="exit code 0, and no log names a failure",
@@ -163,8 +164,11 @@ def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
 
 def shorten(lines: Iterable[str]) -> list[str]:
     """Return the relevant lines of a log's last error with the lines that they quote; the last line without any."""
-    head, tail = list[str](), deque[str](maxlen=CASE_LINES)
-    calm, last, quotes = 0, "", False
+    head = list[str]()
+    tail = deque[str](maxlen=CASE_LINES)
+    calm = 0
+    last = ""
+    quotes = False
     for line in lines:
         last = line if line.strip() else last
         quotes = is_telling(line) or (quotes and line.startswith("    "))
@@ -215,7 +219,8 @@ _Dumper.add_representer(
 
 
 def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterator[str]:
-    rest, offset = b"", 0
+    rest = b""
+    offset = 0
     while True:
         data, following = client.log(job_id, number, rank, offset)
         if following <= offset:
@@ -348,7 +353,8 @@ def _last_line(path: Path, text: str) -> tuple[int, str]:
     with path.open("rb") as file:
         begin = max(0, size - LOG_TAIL_BYTES)
         file.seek(begin)
-        offset, chosen = begin, (begin, "")
+        offset = begin
+        chosen = (begin, "")
         for raw in file.read(LOG_TAIL_BYTES).split(b"\n"):
             line = raw.decode("utf-8", errors="replace").strip()
             if line and text.strip().rstrip(":") in line:
@@ -367,13 +373,15 @@ def _line_number(path: Path, offset: int) -> int:
 
 
 def _next_action(failure: Failure) -> str:
-    restart, shortage = failure.kind.restart, failure.kind.shortage
+    restart = failure.kind.restart
+    shortage = failure.kind.shortage
     verdict = failure.verdict
     if verdict is not None and verdict.wait_s is None:
         return "end the job"
     if shortage is not None:
         waits = ", ".join(f"{shortage.first_s * 2**number / 60:g}" for number in range(3))
-        longest, total = shortage.longest_s / 60, shortage.total_s / 3600
+        longest = shortage.longest_s / 60
+        total = shortage.total_s / 3600
         return f"start it again after {waits}, at most {longest:g} minutes, for {total:g} hours"
     if restart is None:
         return "end the job"

@@ -27,7 +27,9 @@ from orchestrator.service.intake.cluster_file import kept_cluster
 from orchestrator.service.intake.rates import read_rates
 from orchestrator.specs.units import format_bytes
 
-OK, WARN, BAD = "ok", "warn", "bad"
+OK = "ok"
+WARN = "warn"
+BAD = "bad"
 STYLES = {OK: "green", WARN: "yellow", BAD: "bold red"}
 
 PYTHON_MIN = (3, 11)

@@ -28,10 +28,12 @@ from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import in_short, settings
 
-DEEPSPEED, ACCELERATE = "deepspeed.json", "accelerate.yaml"
+DEEPSPEED = "deepspeed.json"
+ACCELERATE = "accelerate.yaml"
 MASTER_PORT = 29500  # of torchrun's own default (torch/distributed/run.py)
 # what a person sets on each node of several
-NODE_RANK, MASTER_ADDR = "${NODE_RANK:?from 0}", "${MASTER_ADDR:?of node 0}"
+NODE_RANK = "${NODE_RANK:?from 0}"
+MASTER_ADDR = "${MASTER_ADDR:?of node 0}"
 
 
 def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) -> Path:
@@ -111,7 +113,8 @@ def _launcher_line(
 ) -> list[str]:
     """Return the words that start the ranks of one node, quoted for a shell."""
     arguments = [shlex.quote(word) for word in rendered.arguments]
-    port, count = str(MASTER_PORT), str(ranks_per_node)
+    port = str(MASTER_PORT)
+    count = str(ranks_per_node)
     where = ["--master-addr", f'"{MASTER_ADDR}"', "--master-port", port]
     several = ["--nnodes", str(nodes), "--node-rank", f'"{NODE_RANK}"', *where]
     if spec.launch == "dora":

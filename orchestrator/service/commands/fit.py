@@ -124,7 +124,8 @@ def fit_rows(ways: Sequence[tuple[str, JobSpec]]) -> Iterator[FitRow]:
 
 
 def _row(way: str, spec: JobSpec, name: str) -> FitRow:
-    device, best = _hardware(name, 1).device, None
+    device = _hardware(name, 1).device
+    best = None
     why: str | None = "no plan fits, even on eight"
     if not device.has(spec.precision):
         why = f"no plan fits without {spec.precision} arithmetic, which the card lacks; `--set precision=fp16`"

@@ -66,7 +66,8 @@ def read_list(path: Path, home: Path) -> Trace:
         for spec in read_jobs(path.parent / entry.file, (), home)
     ]
     first_s = min(at_s for at_s, _, _ in submissions)
-    arrivals, to_come = list[Arrival](), dict[str, tuple[Arrival, ...]]()
+    arrivals = list[Arrival]()
+    to_come = dict[str, tuple[Arrival, ...]]()
     for number, (at_s, spec, where) in enumerate(submissions):
         specs = (spec,) if spec.trial is None else trials_of(spec, f"{spec.name}#{number}", home)
         first, *rest = (_arrival(trial, at_s, first_s, begins_s, where) for trial in specs)

@@ -38,7 +38,8 @@ def join(home: Path, service: str, name: str, token_file: Path | None) -> JsonOb
         requirements = client.join()
         check_alike(Machine(**requirements["machine"]), machine(home))
         machine_here = detect_machine(name)
-        was_in, address = embedded_ray.is_running(home, name), address_towards(host, port)
+        was_in = embedded_ray.is_running(home, name)
+        address = address_towards(host, port)
         client.add_node(machine_here.node.model_dump(mode="json"), address)
         try:
             embedded_ray.join(home, name, machine_here.node, requirements["ray_address"], address)
@@ -62,15 +63,14 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
     Raises ServiceError where jobs still run after `timeout_s` without `force`: the node stays drained then. A node of
     another machine is only removed from the list, and only where it no longer runs.
     """
-    endpoint, record = load_endpoint(home), embedded_ray.record_of(name)
+    endpoint = load_endpoint(home)
+    record = embedded_ray.record_of(name)
     if endpoint is None:
         raise ServiceError(
             f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one"
         )
-    was_in, is_here = (
-        name in {node.name for node in joined_nodes(home)},
-        embedded_ray.is_running(home, name),
-    )
+    was_in = name in {node.name for node in joined_nodes(home)}
+    is_here = embedded_ray.is_running(home, name)
     try:
         with closing(Client(_login(home, f"{endpoint.address}:{endpoint.port}", None))) as client:
             if is_here:

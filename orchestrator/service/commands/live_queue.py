@@ -46,7 +46,8 @@ def play_queue(
     live = sorted(state.live_jobs, key=lambda job: job.order)
     if not live and not more:
         raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
-    now_s, saved = state.at_s, dict[str, int | None]()
+    now_s = state.at_s
+    saved = dict[str, int | None]()
     if is_live:
         state = replace(state, policy=cluster.policy)
     else:
@@ -81,7 +82,8 @@ def play_queue(
 
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
     """Return (state on another cluster, {id: saved step or None} of running jobs that lose their devices)."""
-    nodes, index = idle_nodes(cluster), index_of(state)
+    nodes = idle_nodes(cluster)
+    index = index_of(state)
     devices = {
         (node.name, node.device.name, device) for node in nodes for device in range(node.devices)
     }
@@ -151,7 +153,8 @@ class FutureSubmissions:
 
     def submissions(self, state: State) -> Iterator[Submitted]:
         """Yield the submissions due in this state."""
-        begins, self._begins = self._begins, []
+        begins = self._begins
+        self._begins = []
         yield from begins
         live = Counter(job.array for job in state.live_jobs if job.spec.trial is not None)
         order = state.submitted + len(begins)

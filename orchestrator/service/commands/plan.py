@@ -185,7 +185,8 @@ def _choose_kind(
             got=spec.gpus.min,
             allowed=f"at most {max(group.devices for group in groups)}",
         )
-    forecasts, errors = [], []
+    forecasts = []
+    errors = []
     for group in large_enough:
         try:
             forecasts.append(_plan_on_kind(spec, group, observations, trace))
@@ -264,7 +265,8 @@ def _plan_on_kind(
     candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
-    nothing, ways = None, tuple[WayOut, ...]()
+    nothing = None
+    ways = tuple[WayOut, ...]()
     if chosen is None:
         capacity_bytes = free_bytes[spec.gpus.min - 1]
         if trace is not None and spec.traced and spec.degrade.limit < Degradation.NUMERIC:
@@ -276,7 +278,8 @@ def _plan_on_kind(
         if trace is not None:
             ways = (*ways, *adapters(case, trace), *smaller_models(case, trace))
         nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated, ways=ways)
-    job, first = _as_job(spec), candidates[0].plan
+    job = _as_job(spec)
+    first = candidates[0].plan
     probe = probe_of(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
         job=spec.name,
@@ -348,7 +351,8 @@ def _choose(
             by_width.setdefault(candidates[index].plan.world_size, []).append(index)
 
     def choice(index: int) -> Choice:
-        view, plan = views[index], candidates[index].plan
+        view = views[index]
+        plan = candidates[index].plan
         fill = view["needed_bytes"] / view["capacity_bytes"]
         return Choice(plan, view["step_s"], fill, plan.world_size > hardware.devices_per_node)
 
@@ -367,7 +371,8 @@ def _rivals_note(
     candidates: Sequence[Candidate], views: Sequence[CandidateView], chosen: int
 ) -> str | None:
     """Return a note on plans of another kind, on as many devices, with nearly the same prediction; None without any."""
-    best, far_s = candidates[chosen].plan, views[chosen]["step_s"] * (1 + STEP_ERROR)
+    best = candidates[chosen].plan
+    far_s = views[chosen]["step_s"] * (1 + STEP_ERROR)
     near = sum(
         view["rejected"] is None
         and view["step_s"] <= far_s
@@ -401,7 +406,8 @@ def _view(
     candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration
 ) -> CandidateView:
     """Return the view of a candidate. `free_bytes` of all devices, largest first: the smallest of a gang limits it."""
-    plan, estimate = candidate.plan, candidate.estimate
+    plan = candidate.plan
+    estimate = candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
     factor = step_factor(plan, calibrated.step_factors)
     correction = calibrated.correction_of(plan, estimate)

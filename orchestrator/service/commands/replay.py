@@ -68,7 +68,8 @@ def read_queue(journal: str, home: Path) -> tuple[State, ToCome]:
 @contextmanager
 def open_journal(journal: str) -> Iterator[Journal]:
     """Open a journal for reading, even while its service runs. A SQLite file is copied, as opening would change it."""
-    file, is_address = journal.removeprefix(SQLITE), "://" in journal
+    file = journal.removeprefix(SQLITE)
+    is_address = "://" in journal
     if is_address and file == journal:
         with closing(Journal(journal, reads_only=True)) as reader:
             yield reader

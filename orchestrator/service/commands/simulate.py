@@ -231,7 +231,8 @@ def simulate(
     controller.turn(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
     turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
-    burst, fault = stream(seed, "burst"), Fault(kind=FaultKind.OOM, rank=0, step=1)
+    burst = stream(seed, "burst")
+    fault = Fault(kind=FaultKind.OOM, rank=0, step=1)
 
     def submit(together: Sequence[Arrival]) -> None:
         bursts = [
@@ -300,10 +301,8 @@ def _next_trials(
 ) -> None:
     """Submit the trials for which their sweeps have room, as a service does; a sweep ends where it may submit none."""
     trials = [job for job in state.live_jobs if job.spec.trial is not None]
-    live, waits_for = (
-        Counter(job.array for job in trials),
-        {job.array: job.waits_for for job in trials},
-    )
+    live = Counter(job.array for job in trials)
+    waits_for = {job.array: job.waits_for for job in trials}
     begun_sweeps = {arrival.spec.trial.of for arrival in arrivals if arrival.spec.trial is not None}
     for sweep in [sweep_id for sweep_id in to_come if sweep_id in begun_sweeps]:
         rest = to_come[sweep]

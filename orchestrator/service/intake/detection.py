@@ -222,7 +222,9 @@ def _catalogue_device(kind: str, rates: nvml.NvmlRates, *, alone: bool) -> Devic
 
 def _nvml_device(name: str, rates: nvml.NvmlRates) -> DeviceSpec:
     """Return a card that the catalogue lacks, by what NVML says of it. Raises SpecError where that is too little."""
-    fp32, memory_bandwidth, pcie = rates.fp32_flops, rates.memory_bandwidth, rates.pcie_bandwidth
+    fp32 = rates.fp32_flops
+    memory_bandwidth = rates.memory_bandwidth
+    pcie = rates.pcie_bandwidth
     if fp32 is None or memory_bandwidth is None or rates.capability is None:
         raise SpecError(
             "the catalogue lacks this card, and NVML does not say its rates",
@@ -263,7 +265,8 @@ def _notes(devices: Devices, node: NodeSpec) -> list[str]:
                 f"Device {device.index} cannot be read ({device.error}): nothing is placed on it until it can."
             )
         elif device.used_bytes >= HELD_BYTES:
-            used, total = format_bytes(device.used_bytes), format_bytes(device.total_bytes)
+            used = format_bytes(device.used_bytes)
+            total = format_bytes(device.total_bytes)
             pids = (
                 ", ".join(str(process.pid) for process in device.processes)
                 or "which NVML does not name"

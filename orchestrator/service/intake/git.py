@@ -22,7 +22,8 @@ def code_source(folder: Path) -> CodeSource | None:
     headers = dict(
         line[2:].partition(" ")[::2] for line in status.splitlines() if line.startswith("# branch.")
     )
-    commit, branch = headers.get("branch.oid", ""), headers.get("branch.head", "")
+    commit = headers.get("branch.oid", "")
+    branch = headers.get("branch.head", "")
     if not re.fullmatch(r"[0-9a-f]{40,64}", commit):  # `(initial)`
         return None
     remotes = _git(folder, "config", "--get-regexp", r"^remote\..*\.url$") or ""

@@ -180,7 +180,8 @@ def _check_overrides(spec: JobSpec, overrides: Sequence[Override]) -> None:
                 allowed=", ".join(OF_SCRIPTS),
                 hint="say it in `command`, or in the script's own config file",
             )
-    key, knob = "knobs.micro_batch_size.default", spec.knobs.micro_batch_size
+    key = "knobs.micro_batch_size.default"
+    knob = spec.knobs.micro_batch_size
     default = knob.default if knob is not None and key in dict(overrides) else None
     if isinstance(default, int) and default > spec.global_batch_size:
         raise SpecError(
@@ -432,7 +433,8 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
                 yield SpecError(
                     "the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file
                 )
-    model, key = spec.known_model, _model_key(spec)
+    model = spec.known_model
+    key = _model_key(spec)
     folders = {
         "data.tokenizer": spec.data.tokenizer,
         f"{key}.hf": model.hf if model is not None else None,

@@ -63,7 +63,8 @@ def trace_model(
     fails in all; `source` is the job's file.
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"
-    arithmetics, plan = _arithmetics(spec, scope), scope.plan
+    arithmetics = _arithmetics(spec, scope)
+    plan = scope.plan
     traces: list[TracedProfile] = []
     for length in _lengths(spec):
         request = {

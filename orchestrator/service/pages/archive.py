@@ -22,14 +22,17 @@ class Archive:
     def newest(self) -> Sequence[Job]:
         """Return the most recently archived jobs, at most ENDED_MAX, latest end first."""
         with self._lock:
-            keys, fresh = {job.key for job in self._jobs}, list[Job]()
-            limit, before = FRESH, None
+            keys = {job.key for job in self._jobs}
+            fresh = list[Job]()
+            limit = FRESH
+            before = None
             while len(fresh) < ENDED_MAX and (page := self._ended(limit, before)):
                 new = [job for job in page if job.key not in keys]
                 fresh += new
                 if len(new) < len(page):
                     break
-                limit, before = min(8 * limit, ENDED_MAX - len(fresh)), page[-1].id
+                limit = min(8 * limit, ENDED_MAX - len(fresh))
+                before = page[-1].id
             if fresh:
                 self._jobs = [*fresh, *self._jobs][:ENDED_MAX]
             return self._jobs

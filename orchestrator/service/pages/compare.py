@@ -49,7 +49,8 @@ def comparisons(jobs: Iterable[Job]) -> Sequence[TemplateData]:
 
 def comparison_data(comparison: ComparisonView, home: Path) -> TemplateData:
     """Return the data of a comparison's page."""
-    rows, picture = comparison["rows"], comparison["picture"]
+    rows = comparison["rows"]
+    picture = comparison["picture"]
     columns = {name: cells for table in tables_of(rows) for name, cells in table.items()}
     drawn: list[tuple[int, str, Curves]] = []
     for number, row in enumerate(rows, 1):

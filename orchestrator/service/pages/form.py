@@ -72,7 +72,9 @@ def sections() -> tuple[Section, ...]:
 
 
 def _sections(path: Path, place: Schema, nouns: Mapping[str, Schema]) -> Iterator[Section]:
-    required, keys, inner = place.get("required", ()), [], []
+    required = place.get("required", ())
+    keys = []
+    inner = []
     for name, schema_of_key in place["properties"].items():
         section = _section(schema_of_key, nouns)
         if section is None:
@@ -162,7 +164,8 @@ def write_job_file(form: Form) -> str:
 
     The text is unchanged where no field changed; otherwise it is rewritten, without comments.
     """
-    text, before = form.get("text", ""), field_values(form.get(WRITTEN, ""))
+    text = form.get("text", "")
+    before = field_values(form.get(WRITTEN, ""))
     changed = [
         key for key in _keys() if form.get(key.name, "").strip() != before.get(key.name, "").strip()
     ]

@@ -111,7 +111,8 @@ def clock(at_s: float | None) -> Markup:
     """Return a time (seconds since 1970) in the service's zone, to the minute, with the day if not today."""
     if at_s is None:
         return Markup("–")
-    there, now = time.localtime(at_s), time.localtime()
+    there = time.localtime(at_s)
+    now = time.localtime()
     text = time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
     return Markup('<time datetime="{}">{}</time>').format(
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s)), text

@@ -39,11 +39,14 @@ def matching_lines(read: Read, size: int, text: str) -> Sequence[tuple[int, str]
 
     The search reads the last SEARCH_BYTES of a log of `size` bytes.
     """
-    needle, matches = text.encode().lower(), deque[tuple[int, str]](maxlen=MATCHES_MAX)
-    offset, rest = max(0, size - SEARCH_BYTES), b""
+    needle = text.encode().lower()
+    matches = deque[tuple[int, str]](maxlen=MATCHES_MAX)
+    offset = max(0, size - SEARCH_BYTES)
+    rest = b""
     while offset < size and (chunk := read(offset)):
         lines = (rest + chunk).split(b"\n")
-        start, offset = offset - len(rest), offset + len(chunk)
+        start = offset - len(rest)
+        offset = offset + len(chunk)
         rest = lines.pop()[-WINDOW_BYTES:] if offset < size else b""
         for line in lines if offset < size else [*lines, *[rest]]:
             if needle in line.lower():

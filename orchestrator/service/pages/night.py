@@ -133,7 +133,8 @@ def _coming(expected: Expectations, now_s: float) -> Markup:
     until_s = max(max(end_s, *(row["end_range_s"] or (0.0,))) for _, end_s, row in coming)
     bars = []
     for lane, (start_s, end_s, row) in enumerate(coming):
-        starts, ends = row["start_range_s"], row["end_range_s"]
+        starts = row["start_range_s"]
+        ends = row["end_range_s"]
         bars.append(
             Bar(
                 lane=lane,

@@ -36,7 +36,9 @@ class SignIn:
     """The two routes of a sign-in. Pending state is in a signed cookie, so that strangers use no memory."""
 
     def __init__(self, provider: Provider, gate: Gate) -> None:
-        self._provider, self._accounts, self._gate = provider, gate.accounts, gate
+        self._provider = provider
+        self._accounts = gate.accounts
+        self._gate = gate
         self._used: OrderedDict[str, float] = OrderedDict()
         self._lock = Lock()
 

@@ -15,7 +15,8 @@ from orchestrator.specs.state import State
 
 FAILURES_S = 24 * 3600.0  # how far back the page looks for failures
 STRIP_S = 12 * 3600.0  # how far back the strip of devices goes
-FAILURES_MAX, ROWS_MAX = 20, 10
+FAILURES_MAX = 20
+ROWS_MAX = 10
 TELLING_MAX = 300  # characters of a log's line
 BAD = (JobStatus.FAILED, JobStatus.REFUSED)
 
@@ -37,11 +38,10 @@ def overview_data(
     groups = fold(
         sorted((job for job in bad if job.id not in retried), key=ended_at_s, reverse=True), _kind
     )
-    rows, live_groups = (
-        Rows(state, view, expected, waiting),
-        fold(job for job in live if not job.asks),
-    )
-    running_groups, waiting_groups = list[list[Job]](), list[list[Job]]()
+    rows = Rows(state, view, expected, waiting)
+    live_groups = fold(job for job in live if not job.asks)
+    running_groups = list[list[Job]]()
+    waiting_groups = list[list[Job]]()
     for group in live_groups:
         (running_groups if is_running(group) else waiting_groups).append(group)
     strip = [

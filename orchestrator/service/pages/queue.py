@@ -121,7 +121,9 @@ class Rows:
         self, state: State, view: Views, expected: Expectations, waiting: Sequence[Job]
     ) -> None:
         """`waiting` are all queued jobs in the order of the queue."""
-        self._state, self._view, self._expected = state, view, expected
+        self._state = state
+        self._view = view
+        self._expected = expected
         self._positions = {job.id: position for position, job in enumerate(waiting, 1)}
         self._devices: dict[str, dict[str, list[str]]] = {}
         for (node, index), job_id in sorted(holders(state).items()):
@@ -145,7 +147,8 @@ class Rows:
 
     def _array(self, group: Sequence[Job]) -> TemplateData:
         first = group[0]
-        member, trial = first.spec.member, first.spec.trial
+        member = first.spec.member
+        trial = first.spec.trial
         kind = "sweep" if trial else "comparison" if member and member.compared else "array"
         counts = Counter(job.status for job in group)
         return {

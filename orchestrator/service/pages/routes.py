@@ -114,7 +114,8 @@ class _Pages:
         self._sweeper = service.sweeper
         self._home = service.home
         self._gate = gate
-        self._forecasts, self._reasons = service.forecasts, service.reasons
+        self._forecasts = service.forecasts
+        self._reasons = service.reasons
         self._playing = threading.Lock()
         self._archive = Archive(controller.ended)
         self._waits = Waits(controller.wait_for_change)
@@ -243,7 +244,8 @@ class _Pages:
     # ---------------------------------------------------------------------------------------------------------- pages
 
     def overview(self, request: Request) -> Response:
-        state, expected = self._controller.state, self._forecasts.newest()
+        state = self._controller.state
+        expected = self._forecasts.newest()
         return self._page(
             request,
             "overview",
@@ -321,12 +323,12 @@ class _Pages:
 
     def log(self, request: Request) -> Response:
         job = self._job(request.path_params["job_id"])
-        query, attempts = request.query_params, job["attempts"]
-        number, rank = _number(query, "attempt", len(attempts)), _number(query, "rank", 0)
-        text, data = (
-            query.get("find", "")[:TEXT_MAX],
-            {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": [], "refusal": ""},
-        )
+        query = request.query_params
+        attempts = job["attempts"]
+        number = _number(query, "attempt", len(attempts))
+        rank = _number(query, "rank", 0)
+        text = query.get("find", "")[:TEXT_MAX]
+        data = {"text": "", "ranks": 0, "size": 0, "start": 0, "matches": [], "refusal": ""}
         if attempts:
             path = "/jobs/{job_id}/attempts/{number}/logs"
             of_log = {
@@ -352,7 +354,8 @@ class _Pages:
         return self._page(request, "log", tab="log", job=job, number=number, rank=rank, **data)
 
     def cluster(self, request: Request) -> Response:
-        state, now_s = self._controller.state, time.time()
+        state = self._controller.state
+        now_s = time.time()
         jobs = {job.id: job for job in (*self._archive.newest(), *state.jobs.values())}.values()
         data = self._get("/cluster", request=request) | {"uses": uses(jobs, self._home, now_s)}
         return self._page(request, "cluster", **data, holders=holders(state))
@@ -439,7 +442,8 @@ class _Pages:
 
     def _play(self, request: Request, form: Form) -> Response:
         """The live queue as it is, and as it is asked for. One at a time: a play takes a core for seconds."""
-        error, result = "", None
+        error = ""
+        result = None
         if not self._playing.acquire(blocking=False):
             error = "Another queue is being played: try again in some seconds."
         else:

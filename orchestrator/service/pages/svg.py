@@ -15,12 +15,17 @@ from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_tick
 from orchestrator.service.pages.frame import load_macros
 from orchestrator.specs.units import format_bytes
 
-WIDTH, HEIGHT = 640, 274
-LEFT, RIGHT, TOP, BOTTOM = 88, 16, 14, 34
+WIDTH = 640
+HEIGHT = 274
+LEFT = 88
+RIGHT = 16
+TOP = 14
+BOTTOM = 34
 DOTS_MAX = 400  # of a line: more are averaged
 TICKS = 5
 AXIS_BOTTOM = 48  # with a line for the name of the axis
-LANE, GAP = 18, 6
+LANE = 18
+GAP = 6
 LABEL_WIDTH, CAUSE_WIDTH = 132, 176  # of the names beside a Gantt chart and a waterfall
 _SHAPES = load_macros(
     "charts",
@@ -99,7 +104,8 @@ def lines(
         return Markup("")
     steps = [step for curve in curves for step, _ in curve.points]
     values = sorted(value for curve in curves for _, value in curve.points)
-    low, high = (0.0 if zero else values[0]), values[-1]
+    low = 0.0 if zero else values[0]
+    high = values[-1]
     if clips_outliers:  # one slow step does not flatten all others
         high = min(high, 2.0 * values[int(0.98 * (len(values) - 1))])
     high = high if limit is None else max(high, limit)
@@ -123,7 +129,8 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
     """
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
     up = _Scale(*picture.span_bytes, HEIGHT - AXIS_BOTTOM, TOP, is_log=True)
-    seconds, sizes = second_ticks(*picture.span_s, 8), byte_ticks(*picture.span_bytes, 6)
+    seconds = second_ticks(*picture.span_s, 8)
+    sizes = byte_ticks(*picture.span_bytes, 6)
     order = list(Mark)
     points = sorted(picture.points, key=lambda point: order.index(point.mark))
     ends = "ends:" if picture.has_limit else "ends above, at"
@@ -172,7 +179,8 @@ def gantt(
     ticks: Sequence[tuple[float, str]],
 ) -> Markup:
     """Return a chart of time spans in lanes, with a line for the present."""
-    height, width = TOP + len(lanes) * (LANE + GAP) + BOTTOM, 960
+    height = TOP + len(lanes) * (LANE + GAP) + BOTTOM
+    width = 960
     across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
     spans = Markup("").join(_bar(bar, across, from_s, until_s) for bar in bars)
     now_x = across.at(now_s) if from_s <= now_s <= until_s else None
@@ -201,14 +209,16 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
         early, late = (
             across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s)
         )
-        top, middle = y + LANE / 2 - 4, y + LANE / 2
+        top = y + LANE / 2 - 4
+        middle = y + LANE / 2
         shape += f'<path class="band" d="M{early} {top}v8M{early} {middle}H{late}M{late} {top}v8"/>'
     return Markup(shape)
 
 
 def spark(title: str, curves: Sequence[Line], from_s: float, until_s: float) -> Markup:
     """Return a small chart of percentages over time, without axes; the newest values are in its text."""
-    across, up = _Scale(from_s, until_s, 0, 100), _Scale(0, 100, 24, 0)
+    across = _Scale(from_s, until_s, 0, 100)
+    up = _Scale(0, 100, 24, 0)
     paths = [
         " ".join(f"{across.at(at_s)},{up.at(value)}" for at_s, value in _thinned(curve.points))
         for curve in curves

@@ -73,7 +73,8 @@ class Listener(socket.socket):
         if len(self._open) >= self._connections_max:
             self._make_room()
         connection, address = super().accept()
-        number, silent = connection.fileno(), partial(_shut, connection)
+        number = connection.fileno()
+        silent = partial(_shut, connection)
         self._open[number] = connection
         self.wait(number, silent)
         # TLS says nothing of a handshake that never ends
@@ -116,7 +117,8 @@ class BoundedConnection(H11Protocol):
 
     def __init__(self, listener: Listener, **parts: Any) -> None:
         super().__init__(**parts)
-        self._listener, self._number = listener, -1
+        self._listener = listener
+        self._number = -1
         self._awaited = Awaited.ANSWER
         self._windows = self._progress_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -166,7 +168,8 @@ class BoundedConnection(H11Protocol):
             awaited = Awaited.BODY if is_sending else Awaited.ANSWER
         if awaited is self._awaited:
             return
-        self._awaited, self._windows = awaited, 0
+        self._awaited = awaited
+        self._windows = 0
         self._listener.wait(self._number, self.transport.abort)
         if awaited is Awaited.ANSWER:
             self._listener.serve(self._number)

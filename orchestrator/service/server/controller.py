@@ -106,7 +106,8 @@ class Controller:
         except ServiceError as error:
             if (unreadable := journal.unreadable()) is None:
                 raise
-            self._read_only, tail = _READ_ONLY.format(unreadable=unreadable, error=error), ()
+            self._read_only = _READ_ONLY.format(unreadable=unreadable, error=error)
+            tail = ()
             deciding = scheduler(snapshot or State(jobs=journal.live()))
         self.health = Health()
         self.health.watch(lambda: self._storage_problem, is_fatal=True)
@@ -207,8 +208,10 @@ class Controller:
     def figures(self) -> Figures:
         """Return the data of `/metrics`, all of one time. Raises ServiceError if the journal cannot be read."""
         with self._changed:
-            totals, ends_s = self._journal.totals(), self._scheduler.expected_ends_s()
-            at_s, tally = self._clock(), deepcopy(self._tally)
+            totals = self._journal.totals()
+            ends_s = self._scheduler.expected_ends_s()
+            at_s = self._clock()
+            tally = deepcopy(self._tally)
             return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
 
     def submit(
@@ -381,7 +384,8 @@ class Controller:
         while self._uncommitted:
             self._apply(self._uncommitted[:GROUP])
             del self._uncommitted[:GROUP]
-        wake_s, now_s = self.wake_at_s(), self._clock()
+        wake_s = self.wake_at_s()
+        now_s = self._clock()
         if wake_s is not None and wake_s <= now_s:
             self._apply([TimerFired(at_s=now_s)])
         self._perform()
@@ -481,7 +485,8 @@ class Controller:
 
     def _decide(self, events: Sequence[Event]) -> tuple[list[Decided], list[float]]:
         """Step the scheduler by each event that changes something; return the decisions, and the seconds of each."""
-        decisions_made, decisions_s = list[Decided](), list[float]()
+        decisions_made = list[Decided]()
+        decisions_s = list[float]()
         for event in events:
             if isinstance(event, NodesSeen) and _is_unchanged(self._scheduler.state, event):
                 continue

@@ -110,7 +110,9 @@ def main(pages: Pages) -> None:
     except SpecError as error:
         sys.exit(f"{error}")
     raise_open_files()
-    stop, down, ending = threading.Event(), threading.Event(), threading.Event()
+    stop = threading.Event()
+    down = threading.Event()
+    ending = threading.Event()
 
     def end(*_: object) -> None:
         stop.set()
@@ -147,7 +149,8 @@ def serve(
     jobs may run there. A standby waits for the lease of another service; the home is read only after that.
     """
     prepare(home)
-    endpoint, is_serving = endpoint or load_endpoint(home), threading.Event()
+    endpoint = endpoint or load_endpoint(home)
+    is_serving = threading.Event()
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
         background.submit(
@@ -469,7 +472,8 @@ def serve_http(app: FastAPI, endpoint: Endpoint | None = None, port: int = 0) ->
     """
     host = "127.0.0.1"
     if endpoint is not None:
-        host, port = endpoint.host, endpoint.port
+        host = endpoint.host
+        port = endpoint.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = Listener(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -32,7 +32,8 @@ class Reports:
         key = (int(since_s / REPORT_S), int(time.monotonic() / REPORT_S))
         with self._lock:
             if version != self._version or len(self._reports) >= REPORTS_MAX:
-                self._version, self._reports = version, {}
+                self._version = version
+                self._reports = {}
             if key not in self._reports:
                 self._reports[key] = self._report(since_s)
             return self._reports[key]

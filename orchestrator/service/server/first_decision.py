@@ -49,7 +49,9 @@ class FirstDecisions:
         self, cpu_s: float = CPU_S, program: str = PROGRAM, answer_s: float = ANSWER_S
     ) -> None:
         """Limit each decision to so many seconds of a processor, and of the clock."""
-        self._cpu_s, self._program, self._answer_s = cpu_s, program, answer_s
+        self._cpu_s = cpu_s
+        self._program = program
+        self._answer_s = answer_s
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
         self._passed: OrderedDict[object, None] = OrderedDict()
@@ -123,7 +125,8 @@ class FirstDecisions:
         return self._child
 
     def _end(self) -> None:
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.kill()
             child.communicate()
@@ -154,7 +157,8 @@ def main() -> None:
     """Read jobs from standard input, decide on each, and print the result; end with the input."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     cpu_s = float(sys.argv[1])
-    state_codec, event_codec = Codec(State), Codec(Submitted)
+    state_codec = Codec(State)
+    event_codec = Codec(Submitted)
     while line := _line_of(sys.stdin, IDLE_S):
         signal.setitimer(
             signal.ITIMER_PROF, cpu_s

@@ -73,7 +73,8 @@ class Forecasts:
         return self._of is self._state() and time.monotonic() <= self._at_s + FRESH_S
 
     def _compute(self) -> None:
-        state, began_s = self._state(), time.monotonic()
+        state = self._state()
+        began_s = time.monotonic()
         try:
             if not self._is_known.is_set():  # ranges of a long queue take half a minute
                 self._store(state, ranged=False)

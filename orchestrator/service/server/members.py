@@ -90,8 +90,11 @@ class Members:
         tell: Callable[[ClusterSpec], None],
     ) -> None:
         """`cluster` is the file's; `addresses` returns those of live nodes; `tell` gets the cluster with members."""
-        self._home, self._cluster, self._ray_address = home, cluster, ray_address
-        self._addresses, self._tell = addresses, tell
+        self._home = home
+        self._cluster = cluster
+        self._ray_address = ray_address
+        self._addresses = addresses
+        self._tell = tell
         self._lock = threading.Lock()
 
     def ray_address(self) -> str:
@@ -108,10 +111,8 @@ class Members:
         """Add a machine, or add it again. Raises ServiceError where its name is another's, or its devices changed."""
         self.ray_address()
         with self._lock:
-            joined, live = (
-                {member.name: member for member in joined_nodes(self._home)},
-                self._addresses(),
-            )
+            joined = {member.name: member for member in joined_nodes(self._home)}
+            live = self._addresses()
             if live.get(node.name, address) != address:
                 raise ServiceError(
                     f"node {node.name} is in the cluster already, at {live[node.name]}: "

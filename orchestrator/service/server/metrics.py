@@ -66,7 +66,9 @@ class Metrics(Collector):
     def __init__(
         self, figures: Callable[[], Figures], confirm: Callable[[], None], beats: Beats
     ) -> None:
-        self._figures, self._confirm, self._beats = figures, confirm, beats
+        self._figures = figures
+        self._confirm = confirm
+        self._beats = beats
         self._version = version("orchestrator")
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -211,7 +213,8 @@ def _device_metrics(state: State) -> Iterator[Metric]:
 
 
 def _metrics_since_start(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
-    tally, policy = figures.tally, figures.state.policy
+    tally = figures.tally
+    policy = figures.state.policy
     ended: Values = {(outcome,): float(tally.outcomes[outcome]) for outcome in OUTCOMES}
     yield _counter(
         "orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome"
@@ -262,7 +265,8 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> 
 
 
 def _histogram(name: str, help_text: str, distribution: Distribution) -> Metric:
-    buckets, below = [], 0
+    buckets = []
+    below = 0
     for bound, count in zip(
         (*map(str, distribution.bounds), "+Inf"), distribution.counts, strict=True
     ):

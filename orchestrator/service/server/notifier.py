@@ -43,7 +43,10 @@ class Notifier:
     ) -> None:
         """Send nothing yet. The report that was due before the first start counts as sent."""
         self.targets = targets
-        self._spec, self._notices, self._controller, self._clock = spec, notices, controller, clock
+        self._spec = spec
+        self._notices = notices
+        self._controller = controller
+        self._clock = clock
         self._sweeps = sweeps
         if spec.report_at is not None and not notices.knows_kind(NoticeKind.REPORT):
             due_s = self._due_s(clock())
@@ -141,7 +144,8 @@ class Notifier:
                 places = describe_unreadable([nodes[name]])
                 text = f"Nothing new starts there, and what runs goes on: {places}. `nvidia-smi` there says more."
                 data = {"node": name, "reason": places}
-                key, title = f"{name}/{since_s!r}", f"{name} has devices that cannot be read"
+                key = f"{name}/{since_s!r}"
+                title = f"{name} has devices that cannot be read"
                 notices.append(notice(NoticeKind.DRIVER, key, now_s, title, text, data))
         return notices
 

@@ -81,8 +81,12 @@ class Purger:
         accounts: Accounts,
     ) -> None:
         """Nothing is removed before `run` or `purge`."""
-        self._home, self._keep, self._trackers = home, keep, trackers
-        self._controller, self._journal, self._accounts = controller, journal, accounts
+        self._home = home
+        self._keep = keep
+        self._trackers = trackers
+        self._controller = controller
+        self._journal = journal
+        self._accounts = accounts
         self._lock = threading.Lock()
         self._problem: str | None = None  # of the last pass
         self._left: list[str] = []  # in the trash, and why
@@ -141,7 +145,10 @@ class Purger:
         self._check()
         # before the live jobs: what has ended by then has ended for good
         ends = self._journal.ends()
-        needed, purge, spare, count = self._needed(ends.keys()), Purge(), list[Part](), 0
+        needed = self._needed(ends.keys())
+        purge = Purge()
+        spare = list[Part]()
+        count = 0
 
         def tick() -> None:
             nonlocal count
@@ -169,7 +176,9 @@ class Purger:
 
     def _choose(self, purge: Purge, spare: Sequence[Part]) -> None:
         """Share out the parts that no job needs: by their age, then by the budget."""
-        keep, now_s, young = self._keep, self._controller.now_s(), list[Part]()
+        keep = self._keep
+        now_s = self._controller.now_s()
+        young = list[Part]()
 
         def is_due(part: Part) -> bool:
             period_s = getattr(keep, part.kind)
@@ -212,12 +221,16 @@ class Purger:
         pause: Callable[[], object],
     ) -> None:
         """Move the parts to the trash; those stay that cannot be moved, or that a job beyond `planned_for` names."""
-        planned, purge.goes = purge.goes, []
-        planned_jobs, needed, looked_at = {part.job for part, _ in planned}, dict[str, str](), None
+        planned = purge.goes
+        purge.goes = []
+        planned_jobs = {part.job for part, _ in planned}
+        needed = dict[str, str]()
+        looked_at = None
         for part, why in planned:
             self._check()
             if (jobs := self._controller.state.jobs) is not looked_at:
-                fresh, looked_at = [job for job in jobs.values() if job.id not in planned_for], jobs
+                fresh = [job for job in jobs.values() if job.id not in planned_for]
+                looked_at = jobs
                 planned_for |= {job.id for job in fresh}
                 needed |= _needed_by_jobs(fresh, planned_jobs)
             if part.job in needed:

@@ -61,7 +61,8 @@ class SubmissionQueue:
         """Return the ids of the request's jobs once they are in the journal."""
         with self._lock:
             self._requests.append(request)
-            leads, self._has_leader = not self._has_leader, True
+            leads = not self._has_leader
+            self._has_leader = True
         if not leads and not request.woken.wait(ANSWER_S):
             self._give_up(request)
         if not request.is_answered:  # first in the queue: this thread commits for all that wait
@@ -85,7 +86,8 @@ class SubmissionQueue:
 
     def take(self) -> list[Request]:
         """Return the oldest requests, of about GROUP jobs together."""
-        requests, jobs = list[Request](), 0
+        requests = list[Request]()
+        jobs = 0
         with self._lock:
             while self._requests and jobs < GROUP:
                 requests.append(self._requests.popleft())
@@ -110,7 +112,8 @@ class SubmissionQueue:
 def answer(requests: Iterable[Request], error: BaseException | None) -> None:
     """Wake the submitters of a group, with the error of its commit, if any."""
     for request in requests:
-        request.error, request.is_answered = request.error or error, True
+        request.error = request.error or error
+        request.is_answered = True
         request.woken.set()
 
 
@@ -222,4 +225,5 @@ def _repeat(request: Request, earlier: Submission) -> None:
         raise SpecError(
             "another submission came under this key", source="Idempotency-Key", hint=hint
         )
-    request.ids, request.is_repeated = [*earlier.ids], True
+    request.ids = [*earlier.ids]
+    request.is_repeated = True

@@ -76,7 +76,8 @@ class Tally:
         assert attempt.ended_at_s is not None, attempt.name
         self.outcomes[attempt.failure.kind.value if attempt.failure else SUCCEEDED] += 1
         self.device_s[policy.team_of(job.user).name] += device_seconds(attempt, attempt.ended_at_s)
-        predicted, measured = predicted_peak_bytes(attempt), attempt.peak_bytes
+        predicted = predicted_peak_bytes(attempt)
+        measured = attempt.peak_bytes
         if predicted and measured:
             self.peak_ratio.add(measured / predicted)
 

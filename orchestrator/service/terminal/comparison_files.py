@@ -186,7 +186,8 @@ def _short_names(names: Sequence[str]) -> list[str]:
 
 
 def _step_text(row: Row) -> str:
-    step_s, within_s = row["step_s"], row["step_within_s"]
+    step_s = row["step_s"]
+    within_s = row["step_within_s"]
     if row["outcome"] != "finished":
         return str(row["outcome"])
     if step_s is None or within_s is None:

@@ -18,7 +18,8 @@ from orchestrator.service.views.records import picture_from_view
 if TYPE_CHECKING:
     from orchestrator.service.views.comparison import ComparisonView
 
-WIDTH, GAP = 80, 2
+WIDTH = 80
+GAP = 2
 STRATEGY_LEAST = 16  # columns of a strategy's name, which is folded
 
 
@@ -42,12 +43,14 @@ def _split(rows: Sequence[JsonObject], columns: Mapping[str, Sequence[str]]) -> 
     """Yield tables of the columns, each with the strategies, none wider than WIDTH."""
     number_width = len(str(len(rows)))
     room = WIDTH - number_width - GAP - STRATEGY_LEAST
-    left, part = room, dict[str, Sequence[str]]()
+    left = room
+    part = dict[str, Sequence[str]]()
     for name, cells in columns.items():
         width = GAP + max(map(len, (name, *cells)))
         if part and width > left:
             yield _table(rows, part)
-            left, part = room, {}
+            left = room
+            part = {}
         left -= width
         part[name] = cells
     if part:

@@ -64,7 +64,8 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
         table.add_column(column, max_width=MINUTE_WIDTH)
     table.add_column("WHY", overflow="fold", ratio=1)
     for job in expected:
-        end_s, deadline_s = job["end_s"], job["deadline_s"]
+        end_s = job["end_s"]
+        deadline_s = job["deadline_s"]
         is_late = deadline_s is not None and end_s is not None and end_s > deadline_s
         due = (
             ""

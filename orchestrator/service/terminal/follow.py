@@ -91,16 +91,15 @@ def log_lines(
     With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
     job, _ = client.job(job_id)
-    current, offset, decoder = (
-        max(1, len(job["attempts"])) if number is None else number,
-        0,
-        _decoder(),
-    )
+    current = max(1, len(job["attempts"])) if number is None else number
+    offset = 0
+    decoder = _decoder()
     while True:
         job, version = client.job(
             job_id
         )  # read before its log, so that the log of an ended attempt is complete
-        count, read = len(job["attempts"]), offset
+        count = len(job["attempts"])
+        read = offset
         if current <= count or number is not None:
             for text in _pieces(client, job_id, current, rank, offset, to_the_end):
                 offset += len(text)
@@ -110,7 +109,9 @@ def log_lines(
         ended = job["status"] in ENDS
         over = ended or (current <= count and job["attempts"][current - 1]["status"] == "ended")
         if number is None and over and current < count:
-            current, offset, decoder = current + 1, 0, _decoder()
+            current = current + 1
+            offset = 0
+            decoder = _decoder()
         elif not to_the_end or ended or (number is not None and over):
             return
         elif current > count or over:
@@ -154,7 +155,8 @@ def _waiting(job: JobView, *, may_ask: bool) -> list[str]:
 
 def story(job: JobView) -> list[str]:
     """Return the history of the job's attempts, one line per event, in order. Later calls only append."""
-    lines, before = [], None
+    lines = []
+    before = None
     for attempt in job["attempts"]:
         lines.append(
             f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}"
@@ -202,7 +204,8 @@ def _show_progress(
     job: JobView, bar: Progress, task: TaskID, console: Console, printed_at_s: float
 ) -> float:
     """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was."""
-    progress, left = job["progress"], time_left(job["progress"])
+    progress = job["progress"]
+    left = time_left(job["progress"])
     line = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
     if console.is_terminal:
         step, total = (progress["step"], progress["max_steps"]) if progress else (0, None)

@@ -48,7 +48,9 @@ def submit(
     specs = read_jobs_for(service_of(home), files, read_options(settings, pins), home)
     client = client_of(home)
     batch = client.submit_all([spec.model_dump(mode="json") for spec in specs])
-    ids, promises, refused = batch["ids"], batch["promises"], batch["refused"]
+    ids = batch["ids"]
+    promises = batch["promises"]
+    refused = batch["refused"]
     sweeps = [
         f"{SWEEP}{job_id}"
         for job_id, spec in zip(ids, specs, strict=True)

@@ -232,10 +232,8 @@ def _frontier(plans: JobPlans, centre: int) -> Table:
 
 
 def _verdict(candidate: CandidateView) -> Text:
-    needed, capacity = (
-        format_bytes(candidate["needed_bytes"]),
-        format_bytes(candidate["capacity_bytes"]),
-    )
+    needed = format_bytes(candidate["needed_bytes"])
+    capacity = format_bytes(candidate["capacity_bytes"])
     probability = candidate["fit_probability"]
     share = "" if probability is None else f" with {format_probability(probability)}"
     band = candidate["band_bytes"]

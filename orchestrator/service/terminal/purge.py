@@ -39,7 +39,8 @@ def _tables(answer: JsonObject) -> Group:
 
     from orchestrator.service.terminal.plain_tables import plain_grid
 
-    goes, stays = plain_grid(), plain_grid()
+    goes = plain_grid()
+    stays = plain_grid()
     for part in answer["goes"]:
         age = f"ended {(time.time() - part['ended_at_s']) / DAY_S:.1f} d ago"
         goes.add_row(

@@ -109,7 +109,8 @@ def cancel(
     """Cancel the live jobs among these, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
     from orchestrator.specs.job.sweep import SWEEP
 
-    client, filters = client_of(home), (user is not None, status is not None, every)
+    client = client_of(home)
+    filters = (user is not None, status is not None, every)
     if bool(ids) == any(filters) or (every and any(filters[:2])):
         what = "name jobs, or say which" if not ids else "either jobs are named, or filters"
         raise SpecError(

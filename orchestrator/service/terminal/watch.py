@@ -39,14 +39,16 @@ def watch(
     """Show devices and jobs, live, until Ctrl-C; once where the output is no terminal."""
     from rich.live import Live
 
-    client, console = client_of(home), console_on(sys.stdout)
+    client = client_of(home)
+    console = console_on(sys.stdout)
     if not sys.stdout.isatty():
         console.print(_screen(client.cluster(), client.jobs(ENDED_SHOWN), None), highlight=False)
         return
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                cluster, jobs = client.cluster(), client.jobs(ENDED_SHOWN)
+                cluster = client.cluster()
+                jobs = client.jobs(ENDED_SHOWN)
                 rows = console.height - LINES_AROUND - min(len(cluster["nodes"]), NODES_SHOWN)
                 live.update(_screen(cluster, jobs, max(1, rows)), refresh=True)
                 time.sleep(every_s)

@@ -22,7 +22,9 @@ from orchestrator.specs.errors import SpecError
 CHUNK_BYTES = 2**20
 MANIFEST_BYTES_MAX = 2**24
 PATH_BYTES_MAX, NAME_BYTES_MAX = 4096, 255  # PATH_MAX and NAME_MAX of Linux
-FILE_MODE, PROGRAM_MODE, FOLDER_MODE = 0o644, 0o755, 0o755
+FILE_MODE = 0o644
+PROGRAM_MODE = 0o755
+FOLDER_MODE = 0o755
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 # of a pipe that took the file's place, nothing is awaited
 OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -100,7 +102,8 @@ def list_files(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -
         single = [Entry(path=root.name, kind=_kind_of_file(root.stat()), size=root.stat().st_size)]
         _check_size(root, single, limits)
         return Listing(root=root.parent, entries=single)
-    entries, left_out = list[Entry](), list[str]()
+    entries = list[Entry]()
+    left_out = list[str]()
     sent_bytes = 0
     for folder, folders, files, descriptor in os.fwalk(root, onerror=_raise):
         relative = os.path.relpath(folder, root)
@@ -177,10 +180,8 @@ class _Folder:
         folder_descriptor = os.dup(self._root)
         try:
             for folder in folders:
-                above, folder_descriptor = (
-                    folder_descriptor,
-                    os.open(folder, OPEN_FOLDER, dir_fd=folder_descriptor),
-                )
+                above = folder_descriptor
+                folder_descriptor = os.open(folder, OPEN_FOLDER, dir_fd=folder_descriptor)
                 os.close(above)
             descriptor = os.open(name, OPEN_FILE, dir_fd=folder_descriptor)
         finally:
@@ -263,7 +264,8 @@ class _Source:
     def chunk(self, limit: int) -> bytes:
         """Return at most `limit` bytes; b"" at the end."""
         if self._rest:
-            chunk, self._rest = self._rest[:limit], self._rest[limit:]
+            chunk = self._rest[:limit]
+            self._rest = self._rest[limit:]
         else:
             chunk = self._read(limit)
         self.digest.update(chunk)

@@ -20,7 +20,8 @@ def list_output(home: Path, job: Job) -> Listing:
 
     Nothing outside the job's folder is read. Raises ServiceError where there is nothing.
     """
-    folder, spec = JobFolder(home, job.id), job.spec
+    folder = JobFolder(home, job.id)
+    spec = job.spec
     in_workdir = spec.is_script and spec.knobs.output_dir is None
     if in_workdir and find_upload(home, spec.workdir or "") is None:
         raise ServiceError(

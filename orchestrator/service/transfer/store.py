@@ -40,7 +40,8 @@ class Uploads:
     ) -> None:
         """`used` returns the digests that live jobs name."""
         self._folder = uploads_folder(home)
-        self._used, self._clock = used, clock
+        self._used = used
+        self._clock = clock
         self._lock = threading.Lock()
         self._arriving: dict[Path, int] = {}
         self._arriving_lock = threading.Lock()
@@ -142,7 +143,9 @@ class Uploads:
 
     def _make_room(self, needed_bytes: int) -> None:
         """Remove uploads that no live job names: long unused ones, and the oldest while there is no room."""
-        used, now_s, uploads = set(self._used()), self._clock(), list[tuple[float, int, Path]]()
+        used = set(self._used())
+        now_s = self._clock()
+        uploads = list[tuple[float, int, Path]]()
         for path in self._folder.iterdir():
             last_s = path.lstat().st_mtime
             if path.name.startswith("."):

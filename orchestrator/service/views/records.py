@@ -270,7 +270,8 @@ def promise_view(job: Job) -> PromiseView | None:
 
 def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     """Return the attempt as JSON, with predictions and measurements."""
-    evidence, failure = attempt.evidence, attempt.failure
+    evidence = attempt.evidence
+    failure = attempt.failure
     view = AttemptView(
         number=attempt.number,
         status=attempt.status.value,

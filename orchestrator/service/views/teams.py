@@ -59,7 +59,8 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     active_teams = {
         policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))
     }
-    shares, used = sum(teams[name].shares for name in active_teams), sum(tree.of_teams.values())
+    shares = sum(teams[name].shares for name in active_teams)
+    used = sum(tree.of_teams.values())
     views_of_teams = []
     for name, team in teams.items():
         members = sorted(

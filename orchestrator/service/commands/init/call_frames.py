@@ -119,7 +119,8 @@ class CallReader:
 
     def functions_of(self, call: ast.Call, place: Place) -> list[Function]:
         """Return the functions of the code that a call may mean; a class means its constructor."""
-        name, owner = "", ""
+        name = ""
+        owner = ""
         if isinstance(call.func, ast.Name):
             name = call.func.id
             if any(where.owner == name for _, where in self._functions.get("__init__", ())):
@@ -221,7 +222,8 @@ class CallReader:
 
     def _scopes(self, frame: Frame) -> Iterator[tuple[Scope, Frame]]:
         """Yield the scope of a frame and those around it, each with its own frame."""
-        scope, callers = frame.scope, list[Frame]()
+        scope = frame.scope
+        callers = list[Frame]()
         yield scope, frame
         while frame.caller is not None:
             frame = frame.caller
@@ -267,22 +269,21 @@ def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     A name of a loop has no value of its own: `*` of what the loop runs over.
     """
     if isinstance(node, ast.Assign):
-        targets, value = node.targets, node.value
+        targets = node.targets
+        value = node.value
     elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        targets, value = [node.target], node.value
+        targets = [node.target]
+        value = node.value
     elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        targets, value = [node.optional_vars], node.context_expr
+        targets = [node.optional_vars]
+        value = node.context_expr
     elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        targets, value = (
-            [node.target],
-            ast.copy_location(ast.Starred(node.iter, ast.Load()), node.iter),
-        )
+        targets = [node.target]
+        value = ast.copy_location(ast.Starred(node.iter, ast.Load()), node.iter)
     elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         before = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)
-        targets, value = (
-            [node.target],
-            ast.copy_location(ast.BinOp(before, node.op, node.value), node),
-        )
+        targets = [node.target]
+        value = ast.copy_location(ast.BinOp(before, node.op, node.value), node)
     else:
         return
     for target in targets:

@@ -56,12 +56,15 @@ def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
     """Yield (name, what it counts) of each value that the code divides by the number of ranks or its micro-batch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
-            left, right = node.left, node.right
+            left = node.left
+            right = node.right
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv | ast.Div):
-            left, right = node.target, node.value
+            left = node.target
+            right = node.value
         else:
             continue
-        word, by = word_of(_name(left)), ast.unparse(right)
+        word = word_of(_name(left))
+        by = ast.unparse(right)
         meaning = meaning_of(word) if word else None
         if meaning is None or meaning[0] not in READ:
             continue

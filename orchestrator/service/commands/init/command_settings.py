@@ -215,7 +215,8 @@ def pairs_of(
     """Yield (name, value, whether joined by =, number of arguments) of each flag and each argument key=value."""
     index = 0
     while index < len(argv):
-        word, index = argv[index], index + 1
+        word = argv[index]
+        index = index + 1
         name, equals, value = word.partition("=")
         if not NAME.fullmatch(name):
             if equals and re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", name):
@@ -355,7 +356,8 @@ def _parser_settings(script: Script, preset: Knobs) -> Iterator[Setting]:
         meaning = _meaning(flag.name, preset)
         if meaning is None or flag.kind == "positional":
             continue
-        value, counts = None if flag.default is None else str(flag.default), meaning[1]
+        value = None if flag.default is None else str(flag.default)
+        counts = meaning[1]
         way: Way = "switch" if flag.kind == "switch" else "flag"
         counts = flag.counts if flag.counts != "plain" else counts
         yield Setting(meaning[0], flag.name, way, value, "its parser", OF_PARSER, counts)
@@ -398,7 +400,8 @@ def _framework_settings(
             else "plain"
         )
         meaning = "micro_batch_size" if counts == "global" else name
-        where, file = f"{framework}'s own default", config if way == "key" else None
+        where = f"{framework}'s own default"
+        file = config if way == "key" else None
         yield Setting(meaning, knob[way], way, default, where, OF_FRAMEWORK, counts, file)  # type: ignore[arg-type]
 
 

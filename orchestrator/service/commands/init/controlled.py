@@ -122,11 +122,9 @@ def choose_knobs(
         name: {**differing[name], **knob} if knob and name in differing else knob
         for name, knob in batch.knobs.items()
     }
-    knobs, controlled, notes = (
-        {**differing, **with_batch},
-        list(batch.controlled),
-        [*settings.notes, *batch.notes],
-    )
+    knobs = {**differing, **with_batch}
+    controlled = list(batch.controlled)
+    notes = [*settings.notes, *batch.notes]
     if ranks_place is not None and preset.get("ranks"):
         controlled.append(ranks_place)
     knobs |= _path_knobs(settings, preset, script)
@@ -243,7 +241,8 @@ def _ranks(
     Devices that Slurm gives, or that CUDA_VISIBLE_DEVICES shows, count where something starts a rank on each. Without a
     launcher a script is one process, whatever it was given.
     """
-    place, nodes = settings.first("ranks"), settings.first("nodes")
+    place = settings.first("ranks")
+    nodes = settings.first("nodes")
     if (
         typed.ranks is None
         and place is not None
@@ -284,7 +283,8 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
     steps = settings.first("gradient_accumulation_steps")
     per_step = total is not None and micro is None and _counts_a_step(total)
     if per_step:
-        micro, total = total, None
+        micro = total
+        total = None
     disagree = settings.of("micro_batch_size", "rank", "plain") if micro is None else []
     disagree += settings.of("gradient_accumulation_steps") if steps is None else []
     divisor = script.divided.get(word_of(micro.name)) if micro is not None else None
@@ -304,11 +304,10 @@ def read_batch(settings: Settings, script: Script, ranks: int, preset: Knobs) ->
     derives = derives or (
         total is not None and total.rank < 3 and micro is not None and steps is None
     )
-    knobs, controlled = JsonObject(), list[Setting]()
-    number, accumulation = (
-        (micro.number if micro is not None else None),
-        (steps.number if steps is not None else None),
-    )
+    knobs = JsonObject()
+    controlled = list[Setting]()
+    number = micro.number if micro is not None else None
+    accumulation = steps.number if steps is not None else None
     samples = total.number if total is not None else None
     origin = f"its own, {total.place}; the same in every plan" if total is not None else ""
     if (
@@ -545,7 +544,8 @@ def _precision(
         return (None if in_words else precision), {}, None
     flags = script.flags_by_name
     for place in places[:1] or settings.of("precision"):
-        flag, candidate = flags.get(place.name), precision_of(place.name, place.value)
+        flag = flags.get(place.name)
+        candidate = precision_of(place.name, place.value)
         knob = _word_knob(flag)
         if (
             knob is not None
@@ -619,7 +619,8 @@ def _drop_controlled(argv: Sequence[str], controlled: Sequence[Setting], script:
     """Return the arguments without those that a job sets."""
     names = {place.name for place in controlled if place.way in ("flag", "override")}
     flags = script.flags_by_name
-    rest, index = list[str](), 0
+    rest = list[str]()
+    index = 0
     while index < len(argv):
         pair = next(iter(pairs_of(argv[index:], flags)), None) if _is_pair(argv[index]) else None
         length = pair[3] if pair is not None else 1

@@ -86,7 +86,8 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 def number_of(node: ast.expr | None) -> Any:
     """Return the value of a literal or of a product of numbers such as `5 * 8`; None for anything else."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left, right = number_of(node.left), number_of(node.right)
+        left = number_of(node.left)
+        right = number_of(node.right)
         return (
             left * right
             if isinstance(left, int | float) and isinstance(right, int | float)

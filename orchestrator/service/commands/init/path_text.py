@@ -191,7 +191,8 @@ class PathReader:
 
     def _called(self, call: ast.Call, frame: Frame, depth: int) -> str | None:
         """Return the path that a call gives; None where it is not known."""
-        name, arguments = self.calls.dotted(call.func), call.args
+        name = self.calls.dotted(call.func)
+        arguments = call.args
         last = name.rpartition(".")[2]
         receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
         if last in OPENS:

@@ -88,7 +88,8 @@ def read_proposal(
     )
     if run_help:
         script = with_help(script, typed)
-    framework, source = _framework(typed, script), f"the proposal for {shlex.join(argv)}"
+    framework = _framework(typed, script)
+    source = f"the proposal for {shlex.join(argv)}"
     bare = choose_knobs(typed, script, framework, collect_settings(typed, script, framework))
     is_whole = bare.batch.samples is not None
     head, body = _job_file(typed, script, bare, run_help, environment).split("\n", 1)
@@ -128,7 +129,8 @@ def _job_file(
     environment: Env,
 ) -> str:
     """Return the text of a job file, without what follows from reading it."""
-    framework, folder = _framework(typed, script), typed.folder
+    framework = _framework(typed, script)
+    folder = typed.folder
     differing = _missing_knobs(framework, script) if framework and framework not in INHERITS else {}
     knobs = {**differing, **bare.knobs}
     every = {**_preset(framework), **knobs}

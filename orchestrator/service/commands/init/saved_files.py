@@ -124,11 +124,13 @@ def saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
 
 
 def _saved_files(trees: Sequence[tuple[str, ast.Module]]) -> Iterator[SavedFile]:
-    calls, files = CallReader([tree for _, tree in trees]), dict[int, str]()
+    calls = CallReader([tree for _, tree in trees])
+    files = dict[int, str]()
     for file, tree in trees:
         files |= {id(node): file for node in ast.walk(tree) if isinstance(node, ast.Call)}
     paths = PathReader(calls)
-    writes, moves = list[_Write](), list[_Write]()
+    writes = list[_Write]()
+    moves = list[_Write]()
     for call, place in calls.calls:
         for frame in calls.frames_of(place.scope):
             move = _move(call, frame, place, paths, files[id(call)])
@@ -234,13 +236,16 @@ def _move(
     call: ast.Call, frame: Frame, place: Place, paths: PathReader, file: str
 ) -> _Write | None:
     """Return the move, copy or removal of a file that a call is; None for any other call."""
-    name, arguments = paths.calls.dotted(call.func), list(call.args)
+    name = paths.calls.dotted(call.func)
+    arguments = list(call.args)
     arguments += [
         keyword.value for keyword in call.keywords if keyword.arg in ("src", "dst", "target")
     ]
     receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
     last = name.rpartition(".")[2]
-    source, target, goes = None, None, True
+    source = None
+    target = None
+    goes = True
     if name in REMOVES and arguments:
         source = arguments[0]
     elif last == "unlink" and receiver is not None and not arguments:
@@ -253,9 +258,13 @@ def _move(
     elif (
         len(arguments) == 1 and receiver is not None and last in METHODS and len(call.keywords) <= 1
     ):
-        source, target, goes = receiver, arguments[0], METHODS[last]
+        source = receiver
+        target = arguments[0]
+        goes = METHODS[last]
     elif len(arguments) == 1 and receiver is not None and last in LINKS:
-        source, target, goes = arguments[0], receiver, False
+        source = arguments[0]
+        target = receiver
+        goes = False
     if source is None:
         return None
     write = replace(_write(call, source, frame, place, paths, file), goes=goes)

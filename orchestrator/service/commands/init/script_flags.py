@@ -203,7 +203,8 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
 
 def _trees(path: Path, roots: Sequence[Path]) -> Iterator[tuple[Path, ast.Module]]:
     """Yield the syntax trees of the script and of modules that it imports from its folder or the roots, each once."""
-    waiting, visited = [path], set[Path]()
+    waiting = [path]
+    visited = set[Path]()
     while waiting and len(visited) < MODULES_MAX:
         file = waiting.pop(0)
         if file in visited:
@@ -338,7 +339,8 @@ def _count_of(text: str) -> Count:
     """Return what a help text says of its number: what it says first counts, the rest explains it."""
     if TOKENS.search(text):
         return "tokens"
-    total, share = EVERY_RANK.search(text), EACH_RANK.search(text)
+    total = EVERY_RANK.search(text)
+    share = EACH_RANK.search(text)
     is_total = total is not None and (share is None or total.start() < share.start())
     return "global" if is_total else "plain"
 
@@ -468,7 +470,8 @@ def _class_flags(
     for node in classes[name].body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
-        value, is_call = node.value, isinstance(node.value, ast.Call)
+        value = node.value
+        is_call = isinstance(node.value, ast.Call)
         keywords = _keywords(value) if isinstance(value, ast.Call) else {}
         default = keywords.get("default") if is_call else value
         kind = ast.unparse(node.annotation)
@@ -500,7 +503,8 @@ def _click_flags(function: ast.FunctionDef, constants: Constants) -> Iterator[Fl
             or not _names(call)
         ):
             continue
-        keywords, names = _keywords(call), _names(call)
+        keywords = _keywords(call)
+        names = _names(call)
         default = _scalar(keywords.get("default"), constants)
         if last_name(call.func) == "argument":
             needed = default is None and _literal(keywords.get("required"), constants) is not False

@@ -178,11 +178,9 @@ def _sky_text(text: str, slurm: dict[str, str]) -> str:
         return ""
     if not isinstance(task, Mapping) or not isinstance(task.get("run"), str):
         return ""
-    resources, envs, nodes = (
-        task.get("resources") or {},
-        task.get("envs") or {},
-        task.get("num_nodes") or 1,
-    )
+    resources = task.get("resources") or {}
+    envs = task.get("envs") or {}
+    nodes = task.get("num_nodes") or 1
     devices = resources.get("accelerators") if isinstance(resources, Mapping) else None
     if isinstance(devices, Mapping):
         devices = ":".join(map(str, next(iter(devices.items()), ())))
@@ -202,8 +200,11 @@ def read_shell(script: ShellText, folder: Path, env: Env, slurm: dict[str, str])
 
     The first with a launcher is chosen, else the last with Python. Raises SpecError if there is none.
     """
-    arguments, values = script.arguments, {**env, "SLURM_SUBMIT_DIR": "."}
-    exported, notes, commands = dict[str, str](), list[str](), list[tuple[Argv, Path]]()
+    arguments = script.arguments
+    values = {**env, "SLURM_SUBMIT_DIR": "."}
+    exported = dict[str, str]()
+    notes = list[str]()
+    commands = list[tuple[Argv, Path]]()
     slurm |= _sbatch_options(script.text)
     if "--nodes" in slurm:
         values |= {"SLURM_NNODES": slurm["--nodes"], "SLURM_JOB_NUM_NODES": slurm["--nodes"]}
@@ -260,7 +261,9 @@ def _commands(text: str) -> Iterator[str]:
 
     An array of several lines is one command. A quote that is never closed is a character.
     """
-    command, begin, is_array = "", 0, False
+    command = ""
+    begin = 0
+    is_array = False
     for match in TEXT_PART.finditer(text):
         command += text[begin : match.start()]
         begin = match.end()
@@ -289,7 +292,8 @@ def _has_launcher(argv: Sequence[str]) -> bool:
 
 def _value_of(match: re.Match[str], values: Env, arrays: Mapping[str, Sequence[str]]) -> str:
     """Return what stands for a variable; the text itself where its value is not known."""
-    name, arguments = match["braced"] or match["bare"], arrays["@"]
+    name = match["braced"] or match["bare"]
+    arguments = arrays["@"]
     if name is None:
         return match[0]
     if name in ("@", "*"):

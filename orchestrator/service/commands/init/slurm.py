@@ -29,14 +29,18 @@ def slurm_options(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (long name, value) of each sbatch or srun option."""
     index = 0
     while index < len(argv):
-        word, index = argv[index], index + 1
+        word = argv[index]
+        index = index + 1
         if not word.startswith("-"):
             continue
         name, equals, value = word.partition("=")
         if not word.startswith("--") and len(word) > 2:  # -N1
-            name, value, equals = word[:2], word[2:], "="
+            name = word[:2]
+            value = word[2:]
+            equals = "="
         if not equals and index < len(argv) and not argv[index].startswith("-"):
-            value, index = argv[index], index + 1
+            value = argv[index]
+            index = index + 1
         yield VOCABULARY["slurm"].get(name, name), value
 
 

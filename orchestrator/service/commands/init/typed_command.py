@@ -129,7 +129,8 @@ def _refused(what: str, argv: Sequence[str], allowed: str = "") -> SpecError:
 
 
 def _parse_unwrapped(argv: Argv, folder: Path, python: str | None) -> TypedCommand:
-    name, alone = program_name(argv[0]), len(argv) == 1
+    name = program_name(argv[0])
+    alone = len(argv) == 1
     if alone and argv[0].endswith(".py"):
         script = folder / argv[0]
         return TypedCommand(
@@ -167,7 +168,9 @@ def _parse_launcher(
 
     Options that each plan sets come off. A launcher with any other option stays in the command with all its words.
     """
-    options, module, index = dict[str, str](), False, 0
+    options = dict[str, str]()
+    module = False
+    index = 0
     while index < len(argv) and argv[index].startswith("-"):
         option, equals, value = argv[index].partition("=")
         module = module or option in ("-m", "--module")
@@ -256,7 +259,8 @@ def _parse_dora(argv: Sequence[str], folder: Path) -> TypedCommand:
     note = f"{shlex.join(argv[:1])} is found on the PATH when the job starts"
     env = {} if package is None else {"DORA_PACKAGE": package}
     script = _module_file(f"{package}.train", folder, "python") if package else None
-    own_options, end = list[str](), start + 1
+    own_options = list[str]()
+    end = start + 1
     while end < len(argv) and argv[end].startswith("-"):
         own_options.append(argv[end])
         end += 1
@@ -402,10 +406,8 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
 
 def environment_python(tool: Sequence[str], folder: Path) -> str | None:
     """Return the interpreter selected by `conda run -n NAME`, `uv run` and the like; None where it is not here."""
-    name, prefix = (
-        take_flag(tuple(tool), "-n")[0] or take_flag(tuple(tool), "--name")[0],
-        take_flag(tuple(tool), "-p")[0],
-    )
+    name = take_flag(tuple(tool), "-n")[0] or take_flag(tuple(tool), "--name")[0]
+    prefix = take_flag(tuple(tool), "-p")[0]
     program = shutil.which(tool[0])
     roots = [
         Path.home() / root

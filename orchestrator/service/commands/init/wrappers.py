@@ -72,9 +72,13 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
 
     Raises SpecError for a shell script without one.
     """
-    env, notes = dict[str, str](), list[str]()
-    slurm, prefix, environment = dict[str, str](), Argv(), Argv()
-    rest, has_srun = tuple(argv), False
+    env = dict[str, str]()
+    notes = list[str]()
+    slurm = dict[str, str]()
+    prefix = Argv()
+    environment = Argv()
+    rest = tuple(argv)
+    has_srun = False
     for _ in range(DEPTH_MAX):
         if not rest:
             break
@@ -86,7 +90,8 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
         script = find_shell_text(rest, folder, slurm)
         if script is not None:
             inner = read_shell(script, folder, env, slurm)
-            rest, folder = inner.argv, inner.folder
+            rest = inner.argv
+            folder = inner.folder
             notes += [f"Read from `{script.label}`", *inner.notes]
             env |= inner.env
             continue
@@ -101,7 +106,8 @@ def unwrap(argv: Sequence[str], folder: Path) -> Unwrapped:
             continue
         start = _start(rest)
         if start and not prefix and not starts_training(rest[0]):
-            prefix, rest = rest[:start], rest[start:]
+            prefix = rest[:start]
+            rest = rest[start:]
             notes.append(
                 f"CHECK: not known what `{shlex.join(prefix)}` does: it stays before the command"
             )

@@ -121,7 +121,8 @@ def answer_to(question: JsonObject) -> JsonObject:
 
 def _begin(request: JsonObject, folder: Path) -> JsonObject:
     """Return the first attempt of a line, or the next of one that was left. Raises SpecError."""
-    command, is_dry = request["command"], request["dry_run"]
+    command = request["command"]
+    is_dry = request["dry_run"]
     machine = find_machine(request["devices"])
     identity = identity_of((*command, request["devices"] or ""), folder, os.environ)
     home = folder / FOLDER / identity
@@ -175,7 +176,8 @@ def _submit(
 ) -> None:
     """Begin a run of a job, which goes on with the job `after`."""
     order = 1 if afresh else records.drive.scheduler.state.submitted + 1
-    now_s, name = time.time(), f"{spec.name}-{order}"
+    now_s = time.time()
+    name = f"{spec.name}-{order}"
     records.begin({"at_s": now_s, **run, "job": name}, afresh=afresh)
     records.tell(Submitted(job_id=name, order=order, spec=spec, retry_of=after or None, at_s=now_s))
 
@@ -190,7 +192,8 @@ def _take_up(records: Records, spec: JobSpec, before: Job) -> None:
 
 def _next(records: Records, machine: Machine) -> JsonObject | None:
     """Return the next attempt as the watcher starts it; None where the scheduler starts none."""
-    drive, now_s = records.drive, time.time()
+    drive = records.drive
+    now_s = time.time()
     nodes = idle_nodes(machine.cluster)
     records.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=now_s))
     at_s = now_s
@@ -222,7 +225,8 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
         cpus=os.cpu_count() or 1,
         device_ids=machine.node.device_ids,
     )
-    nodes, access = {node.name: node}, _access(records)
+    nodes = {node.name: node}
+    access = _access(records)
     request = request_of(
         launch.job, attempt, records.home, nodes, free_port(), sys.executable, access
     )
@@ -265,7 +269,8 @@ def _process(
     process: RankRequest, records: Records, spec: JobSpec, is_typed: bool
 ) -> tuple[int, Sequence[str], dict[str, str]]:
     """Return a process to start: its rank, argv and further variables."""
-    env, run = dict(process.env), records.run
+    env = dict(process.env)
+    run = records.run
     if not spec.is_script:
         return process.rank, process.argv, env
     if is_typed:
@@ -305,7 +310,8 @@ def settle(records: Records) -> int:
         return 0
     if job.attempts[-1].evidence is not None:
         return len(job.attempts)
-    attempt, now_s = job.attempts[-1], time.time()
+    attempt = job.attempts[-1]
+    now_s = time.time()
     ending = read_ending(records.folder.attempt(attempt.number)) or Ending(stopped=True)
     if ending.stopped:
         records.tell(UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s))
@@ -321,7 +327,8 @@ def settle(records: Records) -> int:
 
 def _follow(records: Records, number: int, question: JsonObject) -> JsonObject:
     """Return the next attempt after the one with this number, or the exit code."""
-    job, code = records.job, question["code"]
+    job = records.job
+    code = question["code"]
     if job.status is JobStatus.SUCCEEDED:
         return {"exit": 0, "lines": _track(records)}
     failure = job.attempts[number - 1].failure
@@ -349,7 +356,8 @@ def _track(records: Records) -> list[str]:
     # Importing MLflow takes seconds.
     from orchestrator.backends.mlflow.tracker import MlflowTracker
 
-    job, state = records.job, records.drive.scheduler.state
+    job = records.job
+    state = records.drive.scheduler.state
     lookups = Lookups(state=lambda: state, job=lambda _: job, sweep=lambda _: None)
     attempts = [Record(job=job, attempt=attempt) for attempt in job.attempts]
     try:
@@ -361,7 +369,8 @@ def _track(records: Records) -> list[str]:
 
 def _requeue() -> str:
     """Have Slurm queue this job again, and return a phrase on that."""
-    job, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+    job = os.environ.get("SLURM_JOB_ID", "")
+    count = os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job or not count.isdecimal() or int(count) >= REQUEUES_MAX:
         return f"not queued again: job {job or 'unknown'} of Slurm, restarted {count} times"
     asks = ("squeue", "--noheader", "--format=%T", "--jobs", job)
@@ -385,7 +394,8 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
         )
         return [f"what would help: {hints or help_for(failure, ELSEWHERE)}"]
     allowed = dict(job.answer)
-    limit, batch = allowed.get("allow"), allowed.get("global_batch_size")
+    limit = allowed.get("allow")
+    batch = allowed.get("global_batch_size")
     spec = with_allowed(
         job.spec, None if limit is None else str(limit), None if batch is None else int(batch)
     )

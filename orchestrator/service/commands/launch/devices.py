@@ -64,7 +64,8 @@ def find_machine(words: str | None) -> Machine:
 
 
 def _seen_machine(env: Env) -> Machine:
-    notes, free = list[str](), list[int]()
+    notes = list[str]()
+    free = list[int]()
     try:
         node = detect_machine(node_name()).node
     except SpecError as error:

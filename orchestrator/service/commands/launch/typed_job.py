@@ -55,7 +55,8 @@ def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -
     argv = tuple(command)
     if argv[0].endswith(".py") and not os.access(folder / argv[0], os.X_OK):
         argv = ("python", *argv)
-    hints, note = "", ""
+    hints = ""
+    note = ""
     try:
         proposal = read_proposal(argv, folder, {})
         hints = _hints(proposal)
@@ -72,7 +73,8 @@ def read_typed(command: Sequence[str], folder: Path, devices: int, home: Path) -
 
 def _hints(proposal: Proposal) -> str:
     """Return the flags of a command that cut its memory, with half of its batch and twice its accumulation."""
-    hints, knobs = list[str](), proposal.bare.knobs
+    hints = list[str]()
+    knobs = proposal.bare.knobs
     for name, factor in (("micro_batch_size", 0.5), ("gradient_accumulation_steps", 2)):
         knob = knobs.get(name)
         if isinstance(knob, Mapping) and "flag" in knob and "default" in knob:

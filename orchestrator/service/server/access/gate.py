@@ -35,9 +35,12 @@ SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
 # of a route that takes no list of jobs: a job has at most 262,144 characters
 JSON_BYTES_MAX = 2**20
-PAGES, REPORT = "/ui", "/report"
-SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
-OIDC, LINK = f"{SIGN_IN}/oidc", f"{SIGN_IN}/link/"
+PAGES = "/ui"
+REPORT = "/report"
+SIGN_IN = f"{PAGES}/login"
+STATIC = f"{PAGES}/static/"
+OIDC = f"{SIGN_IN}/oidc"
+LINK = f"{SIGN_IN}/link/"
 OIDC_BACK = f"{OIDC}/callback"
 SIGNING_IN = (
     "/",
@@ -251,7 +254,8 @@ class Gated:
     """ASGI application behind a gate. It adds no task or queue: streams pass unchanged."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app, self._gate = app, gate
+        self._app = app
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request to its route, or refuse it; probes of OPEN always pass."""
@@ -264,7 +268,8 @@ class Gated:
         REQUEST.set(request.state.id)
         request.state.principal = None
         request.state.objects = ()
-        verdict, is_audited = None, False
+        verdict = None
+        is_audited = False
         if request.url.path not in OPEN or request.method != "GET":
             verdict, is_audited = await self._gate.verdict(request)
         shown = self._gate.pages is not None and is_page(request.url.path)
@@ -283,8 +288,11 @@ class _Answer:
     def __init__(
         self, gate: Gate, request: Request, send: Send, *, is_audited: bool, is_page: bool
     ) -> None:
-        self._gate, self._request, self._send = gate, request, send
-        self._is_audited, self._is_page = is_audited, is_page
+        self._gate = gate
+        self._request = request
+        self._send = send
+        self._is_audited = is_audited
+        self._is_page = is_page
         self._refusal: tuple[int, bytearray] | None = None  # of a page: kept until it is whole
 
     async def send(self, message: Message) -> None:
@@ -297,7 +305,8 @@ class _Answer:
             await self._refuse(message)
 
     async def _begin(self, message: Message) -> None:
-        status, headers = int(message["status"]), MutableHeaders(scope=message)
+        status = int(message["status"])
+        headers = MutableHeaders(scope=message)
         if self._is_audited:
             await run_in_threadpool(self._gate.record, self._request, status)
         if self._is_page and headers.get("content-type", "").startswith("application/json"):

@@ -282,7 +282,8 @@ def _add_probe_routes(app: FastAPI, service: Service) -> None:
             controller.confirm()
         except ServiceError as error:
             return refusal(503, str(error))
-        problems, failures = controller.health.problems(), controller.health.failures()
+        problems = controller.health.problems()
+        failures = controller.health.failures()
         if failures:
             return JSONResponse(
                 {"error": "; ".join(failures), "problems": problems}, status_code=503

@@ -173,7 +173,8 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             shown |= {
                 job.id: job for job in controller.ended(ended, before)
             }  # read second, so that no job is missed
-        policy, problems = controller.state.policy, controller.health.delays()
+        policy = controller.state.policy
+        problems = controller.health.delays()
         jobs = map(service.reasons.explained, in_order(shown.values()))
         views = [view_of(service.home, job, policy, problems) for job in jobs]
         more = len(live) > LIVE_MAX
@@ -215,13 +216,15 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
         jobs = _compared_jobs(service, job_of(service.controller, job_id))
         curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
         strategies = comparison(service.controller.state, jobs, curves)
-        address, ran = service.trackers.get("mlflow"), sum(bool(job.attempts) for job in jobs)
+        address = service.trackers.get("mlflow")
+        ran = sum(bool(job.attempts) for job in jobs)
         link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
         return comparison_view(strategies, link and seen_from(request, link))
 
 
 def _add_cancel_route(app: FastAPI, service: Service) -> None:
-    controller, sweeper = service.controller, service.sweeper
+    controller = service.controller
+    sweeper = service.sweeper
 
     @app.post("/jobs/cancel")
     def cancel(

@@ -38,7 +38,8 @@ class Request(BaseModel):
                 str(key)[:UNKNOWN_CHARACTERS_MAX] for key in data if key not in cls.model_fields
             ]
             if unknown:
-                shown, allowed = join_first(unknown, UNKNOWN_SHOWN_MAX), ", ".join(cls.model_fields)
+                shown = join_first(unknown, UNKNOWN_SHOWN_MAX)
+                allowed = ", ".join(cls.model_fields)
                 raise ValueError(f"unknown keys: {shown}; allowed: {allowed}")
         return data
 

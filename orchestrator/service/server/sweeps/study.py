@@ -22,7 +22,9 @@ class Study:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._sweep, self._steps = optuna, sweep, steps
+        self._optuna = optuna
+        self._sweep = sweep
+        self._steps = steps
         self._study = optuna.create_study(
             study_name=name,
             direction=sweep.metric.goal,

@@ -31,7 +31,8 @@ FAILURES_MAX = 5
 SHOWN_MAX = 50  # sweeps of a list, the newest first
 ERRORS_MAX = 5
 REASON_MAX = 500  # characters
-FINISHED, CANCELLED = "finished", "cancelled"
+FINISHED = "finished"
+CANCELLED = "cancelled"
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class Sweeper:
 
     def __init__(self, controller: Controller, sweeps: Sweeps, home: Path) -> None:
         """Nothing is submitted before `look`."""
-        self._controller, self._sweeps, self._home = controller, sweeps, home
+        self._controller = controller
+        self._sweeps = sweeps
+        self._home = home
         self._running: dict[str, _Running] = {}
         self._over: dict[str, SweepReport] = {}  # of the newest, those that do not change any more
         self._errors: dict[str, int] = {}  # in a row, by sweep
@@ -130,7 +133,8 @@ class Sweeper:
         if ended is None:
             return None
         rows = self._sweeps.trials(sweep_id)
-        running, jobs = self._running.get(sweep_id), self._jobs(rows)
+        running = self._running.get(sweep_id)
+        jobs = self._jobs(rows)
         values = {row.number: row.value for row in rows}
         if running is not None:
             values |= {
@@ -179,11 +183,13 @@ class Sweeper:
         if len(over) >= FAILURES_MAX and not {*over} - {JobStatus.FAILED, JobStatus.REFUSED}:
             self._end(sweep_id, f"its first {len(over)} trials failed")
             return
-        live, number = len(rows) - len(over), len(rows)
+        live = len(rows) - len(over)
+        number = len(rows)
         while number < running.trial.sweep.trials and live < running.trial.max_concurrent:
             if not self._submit(running, sweep_id, number):
                 return
-            live, number = live + 1, number + 1
+            live = live + 1
+            number = number + 1
         if not live:
             self._end(sweep_id, FINISHED)
 

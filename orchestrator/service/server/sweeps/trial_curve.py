@@ -75,7 +75,8 @@ class MetricCurve:
 
 def _point_in_curve(text: str, name: str) -> Point | None:
     row = parse_row(text)
-    step, value = row.get("step"), row.get(name)
+    step = row.get("step")
+    value = row.get(name)
     return (step, float(value)) if isinstance(step, int) and value is not None else None
 
 

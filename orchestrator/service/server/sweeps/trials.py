@@ -37,7 +37,8 @@ def trials_of(
     still to come is illegal.
     """
     assert first.trial is not None, first.name
-    study, specs = Study(sweep_id, first.trial.sweep, None), list[JobSpec]()
+    study = Study(sweep_id, first.trial.sweep, None)
+    specs = list[JobSpec]()
     for spec in begun:
         assert spec.trial is not None, spec.name
         study.ask(dict(spec.trial.parameters))
