@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import socketserver
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -254,3 +255,58 @@ def test_a_server_that_was_killed_starts_again_on_its_socket_file(server: Mlflow
     assert not server.ensure_running()
     eventually(server.ensure_running, 120)
     assert health(server) == 200
+
+
+@pytest.mark.parametrize(
+    ("statements", "stays"),
+    [
+        ([], False),
+        (["CREATE TABLE alembic_version (version_num TEXT)"], False),
+        (["CREATE TABLE experiments (experiment_id INTEGER)"], False),
+        (
+            [
+                "CREATE TABLE experiments (experiment_id INTEGER)",
+                "INSERT INTO experiments VALUES (0)",
+            ],
+            True,
+        ),
+    ],
+)
+def test_a_database_without_an_experiment_is_made_anew_and_one_with_any_stays(
+    tmp_path: Path, statements: list[str], stays: bool
+) -> None:
+    database = tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(database)) as opened:
+        for statement in statements:
+            opened.execute(statement)
+        opened.commit()
+    database.touch()
+    mlflow_server.remove_unfinished(database)
+    assert database.exists() == stays
+
+
+def test_a_file_that_is_no_database_stays_for_a_person_to_look_at(tmp_path: Path) -> None:
+    database = tmp_path / "mlflow.db"
+    mlflow_server.remove_unfinished(database)
+    assert not database.exists()
+    database.write_bytes(b"no database at all, and long enough to be read as one" * 40)
+    mlflow_server.remove_unfinished(database)
+    assert database.exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("after_s", [0.05, 0.1, 0.2, 0.3, 0.5])
+def test_a_server_that_is_killed_while_it_makes_its_database_starts_again(after_s: float) -> None:
+    with tempfile.TemporaryDirectory(prefix="orc-home-") as home:
+        running = MlflowServer(home)
+        try:
+            running.ensure_running()
+            eventually((running.folder / "mlflow.db").exists, 60)
+            threading.Event().wait(after_s)  # the moment of the kill
+            for pid in running.processes():
+                os.kill(pid, signal.SIGKILL)
+            eventually(lambda: not running.processes(), 10)
+            eventually(running.ensure_running, 120)
+        finally:
+            running.stop()

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -163,6 +164,7 @@ class MlflowServer:
 
     def _start(self) -> None:
         _make_folder(self.folder)
+        remove_unfinished(self.folder / "mlflow.db")
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {
             MARK: str(self.home),
@@ -185,6 +187,22 @@ class MlflowServer:
                 stderr=log,
                 start_new_session=True,
             )
+
+
+def remove_unfinished(database: Path) -> None:
+    """Remove a database of MLflow that has no experiment, whose server must not run.
+
+    MLflow makes the tables, migrates them, and then makes its default experiment. Killed before that, it starts never
+    again (SQLite has no transactions of its migrations, mlflow 3.17). A file without experiments holds no record.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as opened:
+            has_record = bool(opened.execute("SELECT 1 FROM experiments LIMIT 1").fetchall())
+    except sqlite3.Error as error:  # a file that cannot be read may hold records
+        has_record = "no such table" not in str(error)
+    if not has_record:
+        database.unlink(missing_ok=True)
+        database.with_name(f"{database.name}-journal").unlink(missing_ok=True)
 
 
 def want_server(home: Path) -> None:
