@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -121,3 +123,36 @@ def test_a_measured_attempt_is_recorded_with_its_rates_its_device_seconds_and_wh
     assert 0 < content.metrics["mfu"] < 1
     assert (content.params["learning_rate"], content.params["seed"]) == ("0.001", "0")
     assert "learning_rate" not in attempt_content(job(script_spec()), attempt(), str).params
+
+
+ODD = (
+    *("a", "é", "中", "\U0001f600", "\u202e", "\u2028", "\ufeff", "\x07", "\x1b[31m", "\r\n", "\t"),
+    *("'", '"', "<script>", "%", "{", "}", "\\", "|", "`", "=HYPERLINK(", "; DROP TABLE runs;--"),
+)
+
+
+@pytest.mark.long
+def test_whatever_stands_in_a_job_comes_back_from_mlflow_as_it_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draw texts for command, family, user and reason: no record is refused, and none comes back changed."""
+    from mlflow.entities import Param, RunTag
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.create_experiment("odd", artifact_location=str(tmp_path))
+    draw = random.Random(11)
+    for _ in range(60):
+        text = "".join(draw.choices(ODD, k=draw.choice((1, 5, 40, 400, 9000))))
+        changes = {"family": text[:200], "command": ("python", text), "user": text[:100]}
+        record = job(decoder_spec())
+        record = replace(record, spec=record.spec.model_copy(update=changes), reason=text)
+        content = job_content(record, str, "")
+        run = client.create_run(experiment).info.run_id
+        tags = [RunTag(name, value) for name, value in content.tags.items()]
+        params = [Param(name, value) for name, value in content.params.items()]
+        client.log_batch(run, tags=tags, params=params)
+        data = client.get_run(run).data
+        assert content.tags.items() <= data.tags.items()
+        assert data.params == content.params
