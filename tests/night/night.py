@@ -89,6 +89,7 @@ AHEAD_H = 10  # hours until the maintenance and the deadline
 RANK_S = 60.0  # that a fault waits for a rank to meet
 RECORD_S = 120.0  # until the last record and the last notice have arrived
 POLL_S = 1.0
+COPY = "orchestrator.backends.mlflow.log_model"
 MLFLOW = f"http://home.{HOST}/api/2.0/mlflow"
 CLUSTER = """\
 trackers: [mlflow]
@@ -324,12 +325,15 @@ class Night:
         return sorted(ranks, key=lambda rank: (rank[1], rank[0]))
 
     def processes(self) -> list[tuple[str, str]]:
-        """Return (job, command) of each process whose command or environment names a job's folder."""
+        """Return (job, command) of each process whose command or environment names a job's folder.
+
+        The service's own copy of an output to MLflow is none of a job: it ends with the service.
+        """
         below = re.compile(re.escape(str(self.home / "jobs") + os.sep) + r"([^/\0]+)/")
         processes = []
         for _, command, environment in _processes():
             job = below.search(command) or below.search(environment)
-            if job is not None:
+            if job is not None and COPY not in command:
                 processes.append((job[1], command.replace("\0", " ")))
         return processes
 
