@@ -39,8 +39,9 @@ def figures() -> list[Figure]:
             rounds = []
             for _ in range(ROUNDS):
                 bash = measured(account, lambda: run_bash(script))
-                ours = measured(account, lambda: submit_all(home, job_file))
-                rounds.append((ours[0] / bash[0], ours[1] / bash[1], *ours, *bash))
+                orchestrated = measured(account, lambda: submit_all(home, job_file))
+                ratios = orchestrated[0] / bash[0], orchestrated[1] / bash[1]
+                rounds.append((*ratios, *orchestrated, *bash))
         finally:
             orc(home, "down", "--force")
             account.pytest_unconfigure()

@@ -308,5 +308,7 @@ def test_a_server_that_is_killed_while_it_makes_its_database_starts_again(after_
                 os.kill(pid, signal.SIGKILL)
             eventually(lambda: not running.processes(), 10)
             eventually(running.ensure_running, 120)
+            assert health(running) == 200
+            running.check()  # raises where it does not serve the folder's records
         finally:
             running.stop()

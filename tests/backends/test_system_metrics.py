@@ -134,10 +134,12 @@ def test_a_sample_takes_less_than_a_thousandth_of_the_time_between_samples(
 
 
 def write_shares(folder: AttemptFolder, node: str, rows: list[dict[str, object]]) -> None:
-    lines = [
-        json.dumps({"at_s" if name == "at_s" else f"system/{name}": row[name] for name in row})
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        sample = {f"system/{name}": value for name, value in row.items() if name != "at_s"}
+        if "at_s" in row:
+            sample["at_s"] = row["at_s"]
+        lines.append(json.dumps(sample))
     folder.system(node).write_text("\n".join(lines))
 
 

@@ -56,8 +56,11 @@ class AdaptedLayer:
         if self.autocast or self.dropout:
             input_width = self.width + (self._mask_bytes if self.dropout else 0)
             return input_width * sum(inputs for inputs, _ in self.adapted.values())
-        kept_once = (names for names in ONE_INPUT if any(name in self.adapted for name in names))
-        return self.width * sum(self.projections[names[0]][0] for names in kept_once)
+        inputs = 0
+        for names in ONE_INPUT:
+            if self.adapted.keys() & set(names):
+                inputs += self.projections[names[0]][0]
+        return self.width * inputs
 
     @property
     def forward_bytes(self) -> int:

@@ -210,10 +210,13 @@ def record_fault(size: str) -> None:
 
 def main(size: str) -> None:
     """Record each training alone, each pair both ways, and a fault; on a full card what it has not shown yet."""
-    shown = set() if size == "tiny" else {line["name"] for line in H200["busy"]}
+    shown = {line["name"] for line in H200["busy"]}
+    if size == "tiny":
+        shown = set()
     groups = [(name,) for name in TRAININGS[size]] + list(PAIRS)
     for names in groups:
-        title = f"busy: {' and '.join(names)} {'alone' if len(names) == 1 else 'by time-slicing'}"
+        way = "alone" if len(names) == 1 else "by time-slicing"
+        title = f"busy: {' and '.join(names)} {way}"
         if title not in shown:
             with recording(title) as line:
                 run_together(size, names, line)
