@@ -40,6 +40,8 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         cuda=hardware.device.kind.traits.traces_as_cuda,
     )
     if profile is not None:
+        if spec.deepspeed is not None:
+            profile = replace(profile, deepspeed=spec.deepspeed)
         return with_held_boundaries(spec, profile, plan)
     assumed = _assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
     if spec.measured is not None and spec.measured.is_of_one_rank and _is_ddp(plan):

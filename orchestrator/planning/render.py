@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
-from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Offload,
@@ -12,6 +12,7 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.deepspeed_file import buckets_of, merge
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
@@ -36,21 +37,23 @@ DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hys
 
 
 def deepspeed_config(
-    plan: Plan, *, clip_norm: float | None, virtual: bool = False
+    plan: Plan, *, clip_norm: float | None, keys: str | None = None, virtual: bool = False
 ) -> dict[str, Any]:
     """Return the DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
+
+    `keys` are the job's own (`deepspeed:`), as JSON: they win, but for what the plan decides, which they cannot say.
 
     Clipping defaults to 1.0 in DeepSpeed, where 0 is none, and buckets to 5e8 elements (deepspeed/runtime/constants.py,
     zero/config.py). `virtual` asks for the small buckets of a virtual device.
     """
     assert isinstance(plan.mechanics, Replicated | Zero), f"{plan.mechanics} is not DeepSpeed's"
-    buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
+    buckets = buckets_of(keys, virtual=virtual)
     stage = plan.mechanics.stage
     is_stage_3 = stage is ZeroStage.PARAMETERS
     zero: dict[str, Any] = {"stage": int(stage)}
     if stage is not ZeroStage.NONE:
         zero |= {"reduce_bucket_size": buckets.reduce, "allgather_bucket_size": buckets.reduce}
-        zero |= {"overlap_comm": buckets.overlap and is_stage_3}
+        zero |= {"overlap_comm": buckets.overlaps(stage)}
     if is_stage_3:
         zero |= {
             "stage3_max_live_parameters": buckets.live,
@@ -64,7 +67,7 @@ def deepspeed_config(
         zero["offload_optimizer"] = host
     if plan.offload is Offload.PARAMETERS:
         zero["offload_param"] = host
-    return {
+    config = {
         "train_batch_size": plan.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -76,6 +79,7 @@ def deepspeed_config(
         "fp16": {"enabled": plan.precision is Precision.FP16, **DYNAMIC_LOSS_SCALE},
         "steps_per_print": 10**9,
     }
+    return merge(config, json.loads(keys or "{}"))
 
 
 def accelerate_config(

@@ -233,6 +233,7 @@ class ModelProfile:
     ] = ()  # none: its steps were not replayed
     # elements that an update holds besides those for the largest tensor
     updated_before_largest: int = 0
+    deepspeed: str | None = None  # the job's own keys of the DeepSpeed file, as JSON
     has_batch_norm: bool = False  # its training depends on which samples go together
     # of one trained weight, and of its gradient and each of its states without masters
     parameter_bytes: int = 4

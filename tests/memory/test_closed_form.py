@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.memory.profiles import CHUNK_TOKENS, profile_of
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Precision
+from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.specs.job.model import DecoderSpec, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.training.engines import deepspeed_settings as engine

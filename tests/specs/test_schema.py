@@ -38,6 +38,7 @@ BESIDE: dict[str, dict[str, Any]] = {
             "deepspeed_config": {"flag": "--deepspeed"},
         }
     },
+    "deepspeed": {"knobs": {"deepspeed_config": {"flag": "--deepspeed"}}},
     "model.weights": {"precision": "bf16"},
     "knobs.gradient_accumulation_steps": {"knobs": {"micro_batch_size": {"flag": "--batch-size"}}},
     "knobs.micro_batch_size.key": {"config": {"file": "train.yaml"}},

@@ -218,7 +218,10 @@ def attempt_files(
         files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
     if _has_deepspeed_file(job.spec, attempt.plan):
         config = deepspeed_config(
-            attempt.plan, clip_norm=job.spec.training.clip_norm, virtual=bool(virtual)
+            attempt.plan,
+            clip_norm=job.spec.training.clip_norm,
+            keys=job.spec.deepspeed,
+            virtual=bool(virtual),
         )
         files.append((str(_deepspeed_path(paths)), json.dumps(config)))
     if job.spec.launch == "accelerate":
@@ -229,12 +232,8 @@ def attempt_files(
 
 
 def _has_deepspeed_file(spec: JobSpec, plan: Plan) -> bool:
-    by_accelerate = (
-        spec.knobs.zero_stage is not None and spec.knobs.zero_stage.accelerate == "deepspeed"
-    )
-    return spec.knobs.deepspeed_config is not None or (
-        by_accelerate and isinstance(plan.mechanics, Zero)
-    )
+    is_sharded = isinstance(plan.mechanics, Zero)
+    return spec.knobs.deepspeed_config is not None or (spec.knobs.has_deepspeed_file and is_sharded)
 
 
 def _deepspeed_path(paths: AttemptFolder) -> Path:

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, largest_share
 from orchestrator.memory.engines.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
 from orchestrator.memory.engines.widths import compute_bytes
 from orchestrator.specs.choices import ActivationCheckpointing, Offload, ZeroStage
+from orchestrator.specs.deepspeed_file import CUDA_BUCKETS, Buckets, buckets_of
 from orchestrator.specs.mechanics import Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
-    """Sizes of DeepSpeed's buffers in elements, as `engines/deepspeed_settings.py` sets them (tested)."""
-
-    reduce: int
-    live: int  # stage 3: gathered at a time; 0: one tensor
-    # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
-    persistent: int
-    overlap: bool  # stage 3: reduce one bucket while the next one fills
-    swapped: int  # NVMe: of the masters that come in at a time
-    copies: int  # stage 3: of a bucket while it is reduced, sorted by ranks and, by gloo, once more
-
-
-VIRTUAL_BUCKETS = Buckets(
-    reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18, copies=2
-)
-CUDA_BUCKETS = Buckets(
-    reduce=50_000_000,
-    live=1_000_000_000,
-    persistent=100_000,
-    overlap=True,
-    swapped=100_000_000,
-    copies=1,
-)
-
-# Elements of a shard from which stage 3 begins the next group that it updates: the default of
-# `sub_group_size` (deepspeed/runtime/zero/config.py), which our configurations leave.
-SUB_GROUP = 1_000_000_000
 
 
 def moments(
@@ -56,8 +26,8 @@ def moments(
     group of whole tensors after the other: their gradients are joined, cast to fp32 and let go with the update
     (`_prepare_fp32_grad_for_sub_group` and `_release_sub_group` in stage3.py).
     """
-    buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
     profile = rank.profile
+    buckets = buckets_of(profile.deepspeed, virtual=not cuda)
     dp = plan.layout.dp
     stage = zero.stage
     count = profile.trained_parameters
@@ -105,7 +75,7 @@ def moments(
     updated = temporaries(plan, group, cuda=cuda)
     if stage is ZeroStage.PARAMETERS:
         shard_bytes = width * (shard + _bucket_count(profile) * buckets.reduce)
-        group = min(group, SUB_GROUP + -(-profile.largest_trained // dp))
+        group = min(group, buckets.group + -(-profile.largest_trained // dp))
         joined = width * group if width < FP32_BYTES else 0
         updated = max(joined, temporaries(plan, group, cuda=cuda))
     step = (
@@ -174,13 +144,14 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     fresh = passage.fresh
     if stage <= ZeroStage.OPTIMIZER:
         gradients = count + fresh if accumulates else passage.done + passage.gradients
-        bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
+        is_made = stage is ZeroStage.OPTIMIZER and (begun or accumulates)
+        bucket = _bucket(buckets, stage) if is_made else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
     reductions, has_reduced = _reductions(profile, stage, buckets, passage)
     if stage is ZeroStage.GRADIENTS:
         partition = _partition(profile, dp)
         partitions = partition * (int(accumulates) + int(has_reduced))
-        bucket = buckets.reduce if begun else 0
+        bucket = _bucket(buckets, stage) if begun else 0
         meets = _meets(profile, passage) or passage.gradients == passage.segment.trained_parameters
         alone = copied = 0
         for reduction in reductions:
@@ -195,7 +166,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
             ("gradients", width * (partitions + fresh + alone)),
             ("gradient buckets", width * (bucket + copied)),
         )
-    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
+    bucket = _bucket(buckets, stage) * _bucket_count(profile)
     waiting = passage.gradients if passage.gradients < passage.segment.leaf_until else 0
     peak = fresh + waiting
     copies = 0
@@ -219,6 +190,11 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         ("gradient buckets", width * (bucket + copies)),
         ("gathered parameters", width * gathered),
     )
+
+
+def _bucket(buckets: Buckets, stage: ZeroStage) -> int:
+    """Return the elements of the bucket, and of the second one that fills while the first is reduced."""
+    return buckets.reduce * (2 if buckets.overlaps(stage) else 1)
 
 
 def _gathered(
@@ -308,9 +284,9 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
         partitions = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
         return (
             ("gradients", width * partitions),
-            ("gradient buckets", width * (buckets.reduce + copied)),
+            ("gradient buckets", width * (_bucket(buckets, stage) + copied)),
         )
-    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _bucket_count(profile)
+    bucket = _bucket(buckets, stage) * _bucket_count(profile)
     shard = -(-profile.trained_parameters // dp)
     looked_up = 0 if dp == 1 and plan.offload is not Offload.PARAMETERS else _looked_up(profile, -1)
     return (

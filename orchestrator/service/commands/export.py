@@ -92,7 +92,7 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps(settings(plan), indent=2) + "\n")
     deepspeed_path = folder / DEEPSPEED
     if spec.knobs.deepspeed_config is not None or isinstance(plan.mechanics, Zero):
-        content = deepspeed_config(plan, clip_norm=spec.training.clip_norm)
+        content = deepspeed_config(plan, clip_norm=spec.training.clip_norm, keys=spec.deepspeed)
         deepspeed_path.write_text(json.dumps(content, indent=2) + "\n")
     if spec.launch == "accelerate":
         content = accelerate_config(spec.knobs, plan, deepspeed_config_path=str(deepspeed_path))

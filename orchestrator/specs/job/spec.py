@@ -12,6 +12,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.choices import Degradation, Precision
+from orchestrator.specs.deepspeed_file import DeepSpeedKeys
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import (
     DeadlineField,
@@ -114,6 +115,7 @@ class JobSpec(SpecModel):
     secrets: tuple[Variable, ...] = ()
     knobs: Knobs = Knobs()
     config: ConfigFile | None = None
+    deepspeed: DeepSpeedKeys | None = None
     success: Success = Success()
     resume: Resume = Resume()
     progress: Counter | None = None
@@ -265,6 +267,12 @@ class JobSpec(SpecModel):
             )
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
+        if self.deepspeed is not None and not self.knobs.has_deepspeed_file:
+            raise SpecError(
+                "the job writes no DeepSpeed file to which these keys could go",
+                path="deepspeed",
+                hint="say knobs.deepspeed_config: {flag: --deepspeed}, or zero_stage: {accelerate: deepspeed}",
+            )
         cut = find_cut_option(self.trainer, self.command or ())
         if cut is not None and not self.speeds:
             raise SpecError(

@@ -201,6 +201,12 @@ class Knobs(SpecModel):
         return self.gradient_accumulation_steps == "derived"
 
     @property
+    def has_deepspeed_file(self) -> bool:
+        """Whether plans of the script may have a DeepSpeed file."""
+        by_accelerate = self.zero_stage is not None and self.zero_stage.accelerate == "deepspeed"
+        return by_accelerate or self.deepspeed_config is not None
+
+    @property
     def is_sharded_by_fsdp(self) -> bool:
         """Whether ZeRO stages of a plan mean FSDP for this script, not DeepSpeed."""
         return self.zero_stage is not None and self.zero_stage.accelerate != "deepspeed"

@@ -1,0 +1,146 @@
+"""What a job adds to the DeepSpeed file of its plans, and the buffers that this file asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+from orchestrator.specs.choices import ZeroStage
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.replace import replace
+
+# A plan decides these. A job that fixes one says so in its `plan`, `global_batch_size` or `precision`.
+KEYS_OF_PLAN = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+    "bf16.enabled",
+    "fp16.enabled",
+)
+ZERO = "zero_optimization"
+AUTO = "auto"  # transformers fills it in; of a buffer's size our own number stands there instead
+ELEMENTS_MAX = 10**15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """Sizes of DeepSpeed's buffers in elements, as `engines/deepspeed_settings.py` sets them (tested)."""
+
+    reduce: int
+    live: int  # stage 3: gathered at a time; 0: one tensor
+    # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
+    persistent: int
+    # Whether one bucket is reduced while the next one fills. None: at stage 3 only, as DeepSpeed's
+    # default is (deepspeed/runtime/zero/config.py, overlap_comm_valid).
+    overlap: bool | None
+    swapped: int  # NVMe: of the masters that come in at a time
+    copies: int  # stage 3: of a bucket while it is reduced, sorted by ranks and, by gloo, once more
+    # Elements of a shard from which stage 3 begins the next group that it updates: the default of
+    # `sub_group_size` (deepspeed/runtime/zero/config.py).
+    group: int = 1_000_000_000
+
+    def overlaps(self, stage: ZeroStage) -> bool:
+        """Return whether a second bucket fills during a reduction."""
+        return stage is ZeroStage.PARAMETERS if self.overlap is None else self.overlap
+
+
+VIRTUAL_BUCKETS = Buckets(
+    reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18, copies=2
+)
+CUDA_BUCKETS = Buckets(
+    reduce=50_000_000,
+    live=1_000_000_000,
+    persistent=100_000,
+    overlap=None,
+    swapped=100_000_000,
+    copies=1,
+)
+SIZES = {
+    "reduce_bucket_size": "reduce",
+    "stage3_max_live_parameters": "live",
+    "stage3_param_persistence_threshold": "persistent",
+    "sub_group_size": "group",
+}
+
+
+def _read_keys(raw: object) -> object:
+    """Return the keys as JSON text, which can be hashed. Raises SpecError for a key that a plan decides."""
+    if not isinstance(raw, Mapping):
+        return raw
+    keys = dict(_leaves(raw))
+    for key in keys:
+        if key in KEYS_OF_PLAN or key.rpartition(".")[0] in KEYS_OF_PLAN:
+            raise SpecError(
+                "each plan decides this key of its DeepSpeed file",
+                path=key,
+                got=keys[key],
+                hint="leave it out; `plan: {zero_stage: 2}` fixes a stage, and `plan: {offload: ...}` an offload",
+            )
+    for name in SIZES:
+        size = keys.get(f"{ZERO}.{name}", AUTO)
+        if size != AUTO and not _is_size(size):
+            raise SpecError(
+                "a buffer has a number of elements",
+                path=f"{ZERO}.{name}",
+                got=size,
+                allowed=f"a whole number from 0 to {ELEMENTS_MAX:.0e}, or auto",
+            )
+    return json.dumps(raw, sort_keys=True)
+
+
+def _is_size(size: object) -> bool:
+    return (
+        isinstance(size, int | float)
+        and not isinstance(size, bool)
+        and math.isfinite(size)
+        and 0 <= size <= ELEMENTS_MAX
+        and size == int(size)
+    )
+
+
+def _leaves(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of everything that is no mapping."""
+    for name, value in keys.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+DeepSpeedKeys = Annotated[
+    str,
+    BeforeValidator(_read_keys),
+    PlainSerializer(json.loads, return_type=dict[str, Any]),
+    WithJsonSchema({"type": "object"}),
+]
+
+
+def buckets_of(keys: str | None, *, virtual: bool) -> Buckets:
+    """Return the buffers of a job's DeepSpeed file: its own sizes, and ours where it has none or `auto`."""
+    buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
+    zero = json.loads(keys or "{}").get(ZERO, {})
+    sizes: dict[str, Any] = {
+        field: int(zero[name]) for name, field in SIZES.items() if zero.get(name, AUTO) != AUTO
+    }
+    if isinstance(zero.get("overlap_comm"), bool):
+        sizes["overlap"] = zero["overlap_comm"]
+    return replace(buckets, **sizes)
+
+
+def merge(config: dict[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's DeepSpeed configuration with a job's keys, which win but for `auto`."""
+    merged = dict(config)
+    for name, value in keys.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(name), dict):
+            merged[name] = merge(merged[name], value)
+        elif value != AUTO or name not in merged:
+            merged[name] = value
+    return merged
