@@ -12,7 +12,7 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.deepspeed_file import buckets_of, merge
+from orchestrator.specs.deepspeed_file import ZERO, buckets_of, leaves, merge
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.spec import JobSpec
@@ -97,20 +97,21 @@ def accelerate_config(
         "same_network": True,
     }
     mechanics = plan.mechanics
-    if not isinstance(mechanics, Zero):
+    # A script that is told its own DeepSpeed file starts DeepSpeed itself.
+    shards_itself = knobs.has_stage_in_file
+    if shards_itself or not isinstance(mechanics, Zero):
         config["mixed_precision"] = (
             "no" if plan.precision is Precision.FP32 else plan.precision.value
         )
-    has_accelerate_knob = knobs.zero_stage is not None and knobs.zero_stage.accelerate is not None
     match mechanics:
-        case Zero():
+        case Zero() if not shards_itself:
             deepspeed = {
                 "deepspeed_config_file": deepspeed_config_path,
                 "zero3_init_flag": mechanics.stage is ZeroStage.PARAMETERS,
                 "deepspeed_multinode_launcher": "standard",
             }
             return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
-        case ScriptFsdp() if has_accelerate_knob:
+        case ScriptFsdp() if knobs.offloads_by_fsdp:
             fsdp = {
                 "fsdp_sharding_strategy": "SHARD_GRAD_OP"
                 if mechanics.keeps_gathered
@@ -123,7 +124,7 @@ def accelerate_config(
                 "fsdp_sync_module_states": True,
             }
             return config | {"distributed_type": "FSDP", "fsdp_config": fsdp}
-        case Replicated() | ScriptFsdp():
+        case Replicated() | ScriptFsdp() | Zero():
             return config | {"distributed_type": "MULTI_GPU" if plan.world_size > 1 else "NO"}
         case Fsdp2():
             raise AssertionError(f"accelerate is told of a script's plans only: {plan}")
@@ -159,6 +160,11 @@ def script_command(
     arguments = list(spec.command)
     env = dict[str, str]()
     keys = dict[str, str]()
+    if spec.deepspeed is not None and knobs.zero_stage is not None and knobs.has_stage_in_file:
+        section = str(knobs.zero_stage.key).removesuffix(f"{ZERO}.stage")
+        keys = {
+            section + name: text_of(value) for name, value in leaves(json.loads(spec.deepspeed))
+        }
     accumulation = knobs.gradient_accumulation_steps
     layers = plan.full_checkpointing_layers
     if spec.config is not None and spec.config.flag is not None and config_path is not None:

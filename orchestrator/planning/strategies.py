@@ -119,7 +119,11 @@ def _script(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterat
         yield Strategy(engine=Engine.SCRIPT, layout=layout)
     for stage in spec.knobs.zero_stages:
         if not spec.knobs.is_sharded_by_fsdp:
-            yield from _zero(Engine.SCRIPT, hardware, layout, stage)
+            if spec.knobs.has_stage_in_file:
+                # Offloads stand in other keys of that file, which stay as they are.
+                yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage)
+            else:
+                yield from _zero(Engine.SCRIPT, hardware, layout, stage)
         elif layout.dp > 1:
             sharded = Strategy(
                 engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP

@@ -75,7 +75,7 @@ def _read_keys(raw: object) -> object:
     """Return the keys as JSON text, which can be hashed. Raises SpecError for a key that a plan decides."""
     if not isinstance(raw, Mapping):
         return raw
-    keys = dict(_leaves(raw))
+    keys = dict(leaves(raw))
     for key in keys:
         if key in KEYS_OF_PLAN or key.rpartition(".")[0] in KEYS_OF_PLAN:
             raise SpecError(
@@ -106,11 +106,11 @@ def _is_size(size: object) -> bool:
     )
 
 
-def _leaves(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of everything that is no mapping."""
     for name, value in keys.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

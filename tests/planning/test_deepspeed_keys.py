@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.planning.render import deepspeed_config
+from orchestrator.backends.attempts.workdir import rewrite_config
+from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
 from orchestrator.service.commands.plan import CandidateView, estimate_plan
 from orchestrator.specs.choices import Engine, ZeroStage
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
@@ -63,6 +65,15 @@ def script(**changed: Any) -> JobSpec:
     return job_from_data(fields | changed, "test")
 
 
+def script_plan(stage: int) -> Plan:
+    return Plan(
+        engine=Engine.SCRIPT,
+        layout=ParallelLayout(dp=2),
+        zero_stage=ZeroStage(stage),
+        micro_batch_size=4,
+    )
+
+
 def answer(stage: int, **changed: Any) -> CandidateView:
     cluster = ClusterSpec.model_validate({"name": "cluster", "nodes": [NODE]})
     settings = [("dp", "2"), ("micro_batch_size", "4"), ("zero_stage", str(stage))]
@@ -94,12 +105,7 @@ def test_a_plans_file_has_every_key_of_the_script_and_its_own_settings(
     keys: dict[str, Any], stage: int
 ) -> None:
     spec = script(deepspeed=keys)
-    plan = Plan(
-        engine=Engine.SCRIPT,
-        layout=ParallelLayout(dp=2),
-        zero_stage=ZeroStage(stage),
-        micro_batch_size=4,
-    )
+    plan = script_plan(stage)
     config = deepspeed_config(plan, clip_norm=None, keys=spec.deepspeed)
     plain = deepspeed_config(plan, clip_norm=None)
     for name, value in keys.items():
@@ -130,3 +136,31 @@ def test_keys_without_a_file_to_go_to_are_refused() -> None:
         script(
             deepspeed={"gradient_clipping": 1.0}, knobs={"micro_batch_size": {"flag": "--batch"}}
         )
+
+
+@given(STAGES, st.sampled_from(["", "engine."]))
+def test_a_script_with_a_file_of_its_own_gets_the_stage_and_the_sizes_in_a_copy(
+    stage: int, section: str
+) -> None:
+    sizes = {"reduce_bucket_size": 2_000_000, "overlap_comm": False}
+    spec = script(
+        knobs={"zero_stage": {"key": f"{section}zero_optimization.stage"}},
+        config={"file": "ds.json", "flag": "--deepspeed"},
+        deepspeed={"zero_optimization": sizes},
+        plan={"zero_stage": stage},
+    )
+    rendered = script_command(
+        spec,
+        script_plan(stage),
+        output_dir="out",
+        resume_from=None,
+        deepspeed_config_path=None,
+        config_path="copy.json",
+    )
+    written = json.loads(rewrite_config("{}", rendered.keys, is_json=True))
+    if section:
+        written = written["engine"]
+    assert written == {"zero_optimization": {"stage": stage, **sizes}}
+    assert rendered.arguments[-2:] == ("--deepspeed", "copy.json")
+    launched = accelerate_config(spec.knobs, script_plan(stage), deepspeed_config_path=None)
+    assert launched["distributed_type"] == "MULTI_GPU", "the script starts DeepSpeed itself"

@@ -20,7 +20,7 @@ from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout
+from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, ZeroStage
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -117,6 +117,12 @@ DS_AUTO = {
     "gradient_accumulation_steps": "auto",
     "zero_optimization": {},
 }
+DS_STAGED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8, "overlap_comm": True},
+}
+DS_OFFLOADED = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
 SBATCH = """#!/bin/bash
 #SBATCH --job-name=tune
 #SBATCH --nodes=2
@@ -195,6 +201,8 @@ def py(source: str, **others: str) -> dict[str, str]:
 CASES = {
     "alpaca": Case("torchrun --nproc_per_node=4 --master_port=29500 train.py --model_name_or_path facebook/opt-6.7b --bf16 True --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 8 --learning_rate 2e-5 --fsdp 'full_shard auto_wrap' --tf32 True", 128, 4, py(HF), ("trainer: hf", "facebook/opt-6.7b")),  # noqa: E501
     "alpaca-deepspeed": Case("torchrun --nproc_per_node=4 train.py --per_device_train_batch_size 4 --gradient_accumulation_steps 8 --deepspeed ds.json --bf16 True", 128, 4, py(HF, ds_DOT_json=json.dumps(DS_AUTO)), ("--deepspeed ds.json",)),  # noqa: E501
+    "alpaca-staged": Case("torchrun --nproc_per_node=4 train.py --per_device_train_batch_size 4 --deepspeed ds.json", 16, 4, py(HF, ds_DOT_json=json.dumps(DS_STAGED)), ("plan: {zero_stage: 2}", "{key: zero_optimization.stage}", "reduce_bucket_size: 200000000", "overlap_comm: true")),  # noqa: E501
+    "alpaca-offloaded": Case("torchrun --nproc_per_node=4 train.py --per_device_train_batch_size 4 --deepspeed ds.json", 16, 4, py(HF, ds_DOT_json=json.dumps(DS_OFFLOADED)), ("--deepspeed ds.json",), ("zero_optimization.stage",)),  # noqa: E501
     "hf-json": Case("python train.py args.json", 24, 1, py(HF, args_DOT_json='{"per_device_train_batch_size": 3, "gradient_accumulation_steps": 8}'), ("key: per_device",)),  # noqa: E501
     "hf-max-steps": Case("python train.py --model_name_or_path gpt2 --max_steps 500 --per_device_train_batch_size 2", 2, 1, py(HF), ("steps: 500", "{hf: gpt2}")),  # noqa: E501
     "accelerate-fsdp": Case("accelerate launch --config_file fsdp.yaml train.py --batch_size 16 --lr 1e-4", 128, 8, py(OWN_ACCELERATED, fsdp_DOT_yaml=FSDP), ("--config_file fsdp.yaml", "precision: bf16")),  # noqa: E501
@@ -281,6 +289,7 @@ def first_attempt(spec: JobSpec) -> RenderedCommand:
     plan = Plan(
         engine=Engine.SCRIPT, layout=ParallelLayout(dp=dp), micro_batch_size=max(1, micro), precision=spec.precision,
         gradient_accumulation_steps=max(1, accumulation), activation_checkpointing=ActivationCheckpointing.NONE,
+        zero_stage=dict(spec.plan).get("zero_stage", ZeroStage.NONE),
     )  # fmt: skip
     return script_command(
         spec, plan, output_dir="OUT", resume_from=None, deepspeed_config_path="NEW.json", config_path="COPY",

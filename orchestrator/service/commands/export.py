@@ -91,7 +91,9 @@ def _write_launcher_files(spec: JobSpec, plan: Plan, folder: Path) -> None:
     """Write the plan's settings, and the files that DeepSpeed and accelerate read."""
     (folder / "plan.json").write_text(json.dumps(settings(plan), indent=2) + "\n")
     deepspeed_path = folder / DEEPSPEED
-    if spec.knobs.deepspeed_config is not None or isinstance(plan.mechanics, Zero):
+    if spec.knobs.deepspeed_config is not None or (
+        spec.knobs.has_deepspeed_file and isinstance(plan.mechanics, Zero)
+    ):
         content = deepspeed_config(plan, clip_norm=spec.training.clip_norm, keys=spec.deepspeed)
         deepspeed_path.write_text(json.dumps(content, indent=2) + "\n")
     if spec.launch == "accelerate":

@@ -216,7 +216,7 @@ def _settings_without_knob(
         if key == "zero_stage":
             is_told = value is ZeroStage.NONE or value in knobs.zero_stages
         elif key == "offload":
-            is_told = is_sharded_by_deepspeed or (
+            is_told = (is_sharded_by_deepspeed and not knobs.has_stage_in_file) or (
                 value is Offload.PARAMETERS and knobs.offloads_by_fsdp
             )
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from typing import Any, Literal, get_args
 
@@ -12,7 +13,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.choices import Degradation, Precision
-from orchestrator.specs.deepspeed_file import DeepSpeedKeys
+from orchestrator.specs.deepspeed_file import DeepSpeedKeys, leaves
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fields import (
     DeadlineField,
@@ -203,6 +204,7 @@ class JobSpec(SpecModel):
         self._check_data()
         self._check_speeds()
         self._check_trainer()
+        self._check_deepspeed()
         self._check_guarantee()
         check_script(self.command, self.launch, self.knobs, self.config, self.phases)
         self._check_degrade()
@@ -267,12 +269,6 @@ class JobSpec(SpecModel):
             )
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
-        if self.deepspeed is not None and not self.knobs.has_deepspeed_file:
-            raise SpecError(
-                "the job writes no DeepSpeed file to which these keys could go",
-                path="deepspeed",
-                hint="say knobs.deepspeed_config: {flag: --deepspeed}, or zero_stage: {accelerate: deepspeed}",
-            )
         cut = find_cut_option(self.trainer, self.command or ())
         if cut is not None and not self.speeds:
             raise SpecError(
@@ -281,6 +277,26 @@ class JobSpec(SpecModel):
                 got=" ".join(cut),
                 hint="leave it out, or say `speeds`: then each number of devices runs as the script cuts it",
             )
+
+    def _check_deepspeed(self) -> None:
+        if self.deepspeed is None:
+            return
+        if not (self.knobs.has_deepspeed_file or self.knobs.has_stage_in_file):
+            raise SpecError(
+                "the job writes no DeepSpeed file to which these keys could go",
+                path="deepspeed",
+                hint="say knobs.deepspeed_config: {flag: --deepspeed}, zero_stage: {accelerate: deepspeed}, or with "
+                "`config` zero_stage: {key: zero_optimization.stage}",
+            )
+        if self.knobs.has_stage_in_file:
+            for name, value in leaves(json.loads(self.deepspeed)):
+                if isinstance(value, list):
+                    raise SpecError(
+                        "a list cannot be set in a copy of the script's own file",
+                        path=f"deepspeed.{name}",
+                        got=value,
+                        hint="leave it in the file of `config`",
+                    )
 
     def _check_degrade(self) -> None:
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from orchestrator.specs.choices import ZeroStage
+from orchestrator.specs.deepspeed_file import ZERO
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.patterns import compile_pattern
 from orchestrator.specs.spec_model import Command, Counter, Glob, Pattern, SpecModel, Variable
@@ -207,9 +208,16 @@ class Knobs(SpecModel):
         return by_accelerate or self.deepspeed_config is not None
 
     @property
+    def has_stage_in_file(self) -> bool:
+        """Whether the ZeRO stage is a key of the script's own DeepSpeed file, of which each attempt gets a copy."""
+        key = None if self.zero_stage is None else self.zero_stage.key
+        return key is not None and f".{key}".endswith(f".{ZERO}.stage")
+
+    @property
     def is_sharded_by_fsdp(self) -> bool:
         """Whether ZeRO stages of a plan mean FSDP for this script, not DeepSpeed."""
-        return self.zero_stage is not None and self.zero_stage.accelerate != "deepspeed"
+        has_deepspeed = self.has_deepspeed_file or self.has_stage_in_file
+        return self.zero_stage is not None and not has_deepspeed
 
     @property
     def offloads_by_fsdp(self) -> bool:

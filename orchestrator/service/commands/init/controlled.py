@@ -32,6 +32,8 @@ from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCom
 from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.json_object import JsonObject
 from orchestrator.service.notes import Notes
+from orchestrator.specs.choices import ZeroStage
+from orchestrator.specs.deepspeed_file import SIZES, ZERO
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 from orchestrator.specs.replace import replace
 
@@ -83,6 +85,15 @@ class Batch:
     notes: Notes
 
 
+@dataclass(frozen=True, slots=True)
+class DeepSpeedFile:
+    """A DeepSpeed file of the command."""
+
+    config: Mapping[str, str]  # as the job file names it
+    stage: int
+    sizes: JsonObject  # of its buffers, by DeepSpeed's names
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareCommand:
     """A command stripped of the settings that plans control, with these settings as knobs."""
@@ -97,6 +108,7 @@ class BareCommand:
     batch: Batch
     precision: str | None
     config: Mapping[str, str] | None  # the file of which each attempt gets a copy
+    deepspeed: DeepSpeedFile | None  # the file that shards it, where its stage can be a knob
     steps: Setting | None
     model: Setting | None
     length: Setting | None
@@ -143,10 +155,15 @@ def choose_knobs(
     knobs |= _checkpointing(settings, script, framework)
     if framework == "torchtune":  # each of its files says both
         knobs |= {"activation_checkpointing": None, "optimizer_in_backward": None}
+    deepspeed = _deepspeed_file(settings)
+    if deepspeed is not None:
+        knobs["zero_stage"] = {"key": f"{ZERO}.stage"}
     precision, knob, place = _precision(typed, settings, script, framework, preset)
     knobs |= knob
     controlled += [] if place is None else [place]
     config = _config(knobs, batch, settings, framework, script)
+    if config is None and deepspeed is not None and framework != "deepspeed":
+        config = deepspeed.config
     if config is not None and config.get("flag"):
         controlled.append(Setting("config", config["flag"], "flag"))
     names = {place.name for place in controlled}
@@ -186,6 +203,7 @@ def choose_knobs(
         batch=batch,
         precision=precision,
         config=config,
+        deepspeed=deepspeed,
         steps=steps,
         model=next((place for place in settings.of("model") if place.rank <= IN_FILE), None),
         length=next((place for place in settings.of("sequence_length") if place.number), None),
@@ -231,6 +249,26 @@ def _types_sharding(settings: Settings, framework: Framework | None) -> bool:
     if has_files and any(place.rank == TYPED for place in settings.of("deepspeed_config")):
         return True
     return any(name in ("--fsdp", "--fsdp_config") for name, *_ in pairs_of(settings.argv, {}))
+
+
+def _deepspeed_file(settings: Settings) -> DeepSpeedFile | None:
+    """Return the typed DeepSpeed file whose stage can be a knob; None where it offloads, or says no stage."""
+    flags = {place.name for place in settings.of("deepspeed_config") if place.rank == TYPED}
+    for file in settings.files:
+        content = file.content or {}
+        stage = content.get(f"{ZERO}.stage")
+        offloads = any(name.startswith(f"{ZERO}.offload_") for name in content)
+        is_typed = file.flag in flags and file.can_be_copied
+        if not is_typed or offloads or type(stage) is not int or stage not in list(ZeroStage):
+            continue
+        sizes = JsonObject()
+        for name in (*SIZES, "overlap_comm"):
+            size = content.get(f"{ZERO}.{name}")
+            if isinstance(size, int | float):
+                sizes[name] = size
+        config = {"file": file.word, "flag": str(file.flag)}
+        return DeepSpeedFile(config=config, stage=stage, sizes=sizes)
+    return None
 
 
 def _ranks(
