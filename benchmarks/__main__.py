@@ -1,6 +1,7 @@
 """`make bench`: measure what the project promises, print what has a bar, write all of it to `.bench/<name>.json`.
 
     python -m benchmarks [NAME ...]
+    python -m benchmarks published --rows FILE ...
 
 Each module offers `figures()`: what was measured in this run, beside its bar. Exit code 1 where a bar does not hold,
 2 where there is no such module.
@@ -39,6 +40,8 @@ FOLDER = Path(".bench")
 
 
 def main(names: list[str]) -> int:
+    if names[:2] == ["published", "--rows"]:
+        return importlib.import_module("benchmarks.published").print_rows(names[2:])
     unknown = sorted(set(names) - {*NAMES, *ON_REQUEST})
     if unknown:
         print(

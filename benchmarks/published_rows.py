@@ -7,7 +7,7 @@ weights, a recipe's adapters), the row says what that code does.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -46,34 +46,42 @@ class Row(NamedTuple):
         return estimate_plan(spec, given, idle_nodes(self.cluster))
 
 
+class FileError(ValueError):
+    """A file of rows that cannot be read, or has an unknown key or word."""
+
+
 def read_rows(folder: Path = FOLDER) -> list[Row]:
-    """The rows of every file in the folder. Raises ValueError where a key or a word is unknown."""
-    return [row for path in sorted(folder.glob("*.yaml")) for row in _rows(path)]
+    """The rows of every file in the folder. Raises FileError as `read_file` does."""
+    return [row for path in sorted(folder.glob("*.yaml")) for row in read_file(path)]
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    only(data, SOURCE_KEYS, path.name)
-    for said in data["rows"]:
-        where = f"{path.name}: {said.get('id')}"
-        only(said, ROW_KEYS, where)
-        measured = said.get("measured", {})
+def read_file(path: Path) -> Iterator[Row]:
+    """Yield the rows of one file. Raises FileError for an unreadable file, a missing or an unknown key or word."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise FileError(f"{path}: {error}") from None
+    only(data, SOURCE_KEYS, path.name, needed=SOURCE_KEYS - {"models", "devices"})
+    if not isinstance(data["rows"], list):
+        raise FileError(f"{path.name}: rows is no list")
+    for row in data["rows"]:
+        only(row, ROW_KEYS, f"{path.name}: a row", needed=ROW_KEYS - {"measured"})
+        where = f"{path.name}: {row['id']}"
+        measured = row.get("measured", {})
         only(measured, set(KINDS), where)
-        if said["outcome"] not in OUTCOMES:
-            raise ValueError(
-                f"{where}: outcome {said['outcome']!r} is none of {', '.join(OUTCOMES)}"
-            )
+        if row["outcome"] not in OUTCOMES:
+            raise FileError(f"{where}: outcome {row['outcome']!r} is none of {', '.join(OUTCOMES)}")
         kind = next((each for each in KINDS if each in measured), None)
         yield Row(
             source=data["source"],
             looked_at=data["looked_at"],
-            name=said["id"],
-            job=said["job"],
-            plan=said["plan"],
-            cluster=cluster_of(said["cluster"], data.get("devices", {}), where),
+            name=row["id"],
+            job=row["job"],
+            plan=row["plan"],
+            cluster=cluster_of(row["cluster"], data.get("devices", {}), where),
             kind=kind,
             measured_bytes=round(measured[kind] * GIB) if kind else 0,
-            ran=said["outcome"] == "ran",
+            ran=row["outcome"] == "ran",
         )
 
 
@@ -81,10 +89,10 @@ def cluster_of(
     name: str, devices: Mapping[str, Any], where: str, network: str = "100GB/s"
 ) -> ClusterSpec:
     """`2x8-a100-80gb`: nodes, devices of each, and a device of the catalogue or of the file."""
-    found = re.fullmatch(r"(\d+)x(\d+)-([a-z0-9-]+)", name)
-    if found is None:
-        raise ValueError(f"{where}: cluster {name!r} is not NODESxDEVICES-DEVICE")
-    nodes, count, device = int(found[1]), int(found[2]), devices.get(found[3], found[3])
+    match = re.fullmatch(r"(\d+)x(\d+)-([a-z0-9-]+)", str(name))
+    if match is None:
+        raise FileError(f"{where}: cluster {name!r} is not NODESxDEVICES-DEVICE")
+    nodes, count, device = int(match[1]), int(match[2]), devices.get(match[3], match[3])
     node = {
         "name": "node",
         "count": nodes,
@@ -95,9 +103,13 @@ def cluster_of(
     return ClusterSpec.model_validate({"name": name, "nodes": [node], "network_bandwidth": network})
 
 
-def only(said: Mapping[str, Any], known: set[str], where: str) -> None:
-    """Raises ValueError where a key is not known."""
-    if unknown := sorted(set(said) - known):
-        raise ValueError(
-            f"{where}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+def only(raw: object, allowed: set[str], where: str, *, needed: Iterable[str] = ()) -> None:
+    """Raise FileError where this is no mapping, has another key than these, or lacks a needed one."""
+    if not isinstance(raw, Mapping):
+        raise FileError(f"{where}: {raw!r} is no mapping of {', '.join(sorted(allowed))}")
+    if unknown := sorted(set(raw) - allowed):
+        raise FileError(
+            f"{where}: unknown {', '.join(unknown)}; allowed are {', '.join(sorted(allowed))}"
         )
+    if missing := sorted(set(needed) - set(raw)):
+        raise FileError(f"{where}: without {', '.join(missing)}")

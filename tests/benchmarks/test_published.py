@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from benchmarks.published_rows import read_rows
+from benchmarks.__main__ import main
+from benchmarks.published_rows import FOLDER, read_rows
 from orchestrator.planning.search import plans
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.plan import parse_plan
@@ -44,3 +46,30 @@ def test_an_unknown_word_is_an_error(row: str, unknown: str, tmp_path: Path) -> 
     (tmp_path / "source.yaml").write_text(HEADER % row)
     with pytest.raises(ValueError, match=unknown):
         read_rows(tmp_path)
+
+
+def test_rows_of_others_are_printed_as_a_line_of_readme_and_a_refused_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = yaml.safe_load((FOLDER / "torchtitan.yaml").read_text())
+    rows = data["rows"]
+    impossible = {**rows[0], "id": "impossible", "plan": {**rows[0]["plan"], "dp": 1_000}}
+    data |= {"looked_at": False, "rows": [*rows, impossible]}
+    path = tmp_path / "rows.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert main(["published", "--rows", str(path)]) == 0
+    printed = capsys.readouterr().out
+    measured = sum("measured" in row for row in rows)
+    assert f"| published GPU memory, 1 sources | {measured} measured | all |" in printed
+    assert "not answered: impossible: " in printed
+    assert f"{len(rows)} of {len(rows) + 1} rows were answered" in printed
+
+
+@pytest.mark.parametrize("text", ["[", "rows", "{source: s}", HEADER % "a", HEADER % "{id: a}"])
+def test_a_file_that_has_no_rows_is_one_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.yaml"
+    path.write_text(text)
+    assert main(["published", "--rows", str(path)]) == 2
+    assert "rows.yaml" in capsys.readouterr().out
