@@ -12,10 +12,11 @@ from functools import partial
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated.nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated.process import Process, evidence_of
+from orchestrator.backends.simulated.sharing import NO_SHARING, Sharing
 from orchestrator.scheduling.base.migration import saves_on_request
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.specs.actions import Launch, Stop
-from orchestrator.specs.attempt import LEARNED_STEPS, Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.attempt import LEARNED_STEPS, Attempt, AttemptStatus, Device, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
 from orchestrator.specs.events import Event, Finished, NodesSeen, PaceReported, Released, Started
 from orchestrator.specs.fault import FaultKind
@@ -25,6 +26,7 @@ from orchestrator.specs.replace import replace
 NODE_DOWN_S = (30.0, 900.0)
 REPEAT_S = (0.0, 120.0)
 OOM_WITHIN_STEPS = 3  # the peak of a training comes in its first steps
+ROUNDING_S = 1e-6
 FOREIGN_S = (10.0, 300.0)  # how long another process keeps the memory that it took
 
 REHEARSED = {
@@ -48,10 +50,12 @@ class SimulatedBackend:
         hazards: Mapping[FailureKind, float],
         repeat_chance: float,
         nature: Nature | None = None,
+        sharing: Sharing = NO_SHARING,
     ) -> None:
         """`hazards` are chances per attempt (user errors: per job), `repeat_chance` that of an event told twice.
 
-        `nature` knows the true step times and peaks; None: they are drawn for each family.
+        `nature` knows the true step times and peaks; None: they are drawn for each family. With `sharing` the cluster
+        is that of `add_guests`: an attempt holds its planned bytes of a card.
         """
         own_causes = {FailureKind.DEVICE_OOM, FailureKind.CANCELLED}
         assert not own_causes & set(hazards), hazards
@@ -59,6 +63,7 @@ class SimulatedBackend:
         self._nature = nature or Hidden(seed)
         self._hazards = hazards
         self._repeat_chance = repeat_chance
+        self._sharing = sharing
         self._nodes = idle_nodes(cluster)
         self._policy = cluster.policy
         self._memory_bytes = {node.name: node.device.memory for node in self._nodes}
@@ -67,6 +72,8 @@ class SimulatedBackend:
         self._running: dict[str, Process] = {}  # those of them that have not ended
         # by our attempts, by node and device
         self._used_bytes: Counter[tuple[str, int]] = Counter()
+        # of attempts on cards that may be shared: seconds at full speed, and what then happens
+        self._ends: dict[str, tuple[float, Callable[[], object]]] = {}
         self._checkpoints: dict[str, int] = {}  # newest complete step by job
         self._foreign_bytes: dict[
             tuple[str, int], int
@@ -164,7 +171,8 @@ class SimulatedBackend:
             launched_at_s=self._now_s,
         )
         self._processes[attempt.name] = self._running[attempt.name] = process
-        self._hold(process, process.peak_bytes)
+        process.held_bytes = estimate.device_bytes if self._sharing.cards else process.peak_bytes
+        self._hold(process, process.held_bytes)
         self._decide(process)
 
     def _decide(self, process: Process) -> None:
@@ -175,11 +183,13 @@ class SimulatedBackend:
         elif ending is FailureKind.STARTUP:
             self._after(starting_s, partial(self._end, process, FailureKind.STARTUP, None))
         else:
-            self._after(starting_s, partial(self._start, process))
             running_s = (step - process.first_step) * process.step_s
             if ending is FailureKind.HUNG:
                 running_s += process.job.spec.hang_timeout
-            self._after(starting_s + running_s, partial(self._meet, process, ending, step))
+            meet = partial(self._meet, process, ending, step)
+            self._after(starting_s, partial(self._start, process, running_s, meet))
+            if not self._sharing.cards:
+                self._after(starting_s + running_s, meet)
 
     def _fate(self, process: Process) -> tuple[float, FailureKind | None, int]:
         """Return (seconds until it starts, how it ends by itself, step after which it ends)."""
@@ -216,9 +226,13 @@ class SimulatedBackend:
                 return kind, step
         return None, last_step
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: Process, running_s: float, meet: Callable[[], object]) -> None:
+        """Start an attempt; on a shared card it meets its end when it has trained `running_s` at full speed."""
         if process.evidence is None:
-            process.started_at_s = self._now_s
+            process.started_at_s = process.paced_at_s = self._now_s
+            if self._sharing.cards:
+                self._ends[process.attempt.name] = (running_s, meet)
+                self._share(process)
             self._tell(process.started())
             planned_s = process.attempt.step_s
             if not 1 / ANOTHER_PACE < process.step_s / max(planned_s, 1e-9) < ANOTHER_PACE:
@@ -227,6 +241,36 @@ class SimulatedBackend:
                 self._after(
                     LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS)
                 )
+
+    def _share(self, process: Process) -> None:
+        """Set anew the rates and the ends of all that train on the cards of an attempt that starts or ends.
+
+        A rank waits for the slowest one, so a plan of several cards is slowed as soon as one of them is shared.
+        """
+        training = [other for other in self._running.values() if other.started_at_s is not None]
+        crowd = Counter[Device]()
+        for other in training:
+            crowd.update(self._cards_of(other))
+        changed = self._cards_of(process)
+        for other in training:
+            cards = self._cards_of(other)
+            if changed.isdisjoint(cards):
+                continue
+            other.trained_s = other.trained_until(self._now_s)
+            other.paced_at_s = self._now_s
+            other.rate = self._sharing.rate if any(crowd[card] > 1 for card in cards) else 1.0
+            running_s, _ = self._ends[other.attempt.name]
+            left_s = max(0.0, running_s - other.trained_s)
+            self._after(left_s / other.rate, partial(self._meet_shared, other))
+
+    def _cards_of(self, process: Process) -> set[Device]:
+        return {self._sharing.card_of(device) for device in process.devices}
+
+    def _meet_shared(self, process: Process) -> None:
+        """Meet the attempt's end, unless its rate has changed since this was set."""
+        running_s, meet = self._ends[process.attempt.name]
+        if process.trained_until(self._now_s) >= running_s - ROUNDING_S:
+            meet()
 
     def _pace(self, process: Process, steps_done: int) -> None:
         if process.evidence is None:
@@ -271,6 +315,8 @@ class SimulatedBackend:
         if complete:
             self._checkpoints[process.job.id] = complete
         del self._running[process.attempt.name]
+        if self._sharing.cards:
+            self._share(process)
         process.ended_at_s = self._now_s
         process.ending = ending
         process.evidence = self._evidence(
@@ -290,15 +336,14 @@ class SimulatedBackend:
 
     def _step_of(self, process: Process) -> int:
         """Return the step that a running attempt has reached."""
-        began_s = self._now_s if process.started_at_s is None else process.started_at_s
-        steps = int((self._now_s - began_s) / process.step_s)
+        steps = int(process.trained_until(self._now_s) / process.step_s)
         return min(process.first_step + steps, process.last_step - 1)
 
     _evidence = staticmethod(evidence_of)  # tests show other symptoms
 
     def _release(self, process: Process) -> None:
         process.released_at_s = self._now_s
-        self._hold(process, -process.peak_bytes)
+        self._hold(process, -process.held_bytes)
         self._tell_nodes()
         self._tell(process.released())
 
@@ -354,22 +399,21 @@ class SimulatedBackend:
 
     def _live_nodes(self) -> tuple[Node, ...]:
         """Every node that is up, with what a newcomer could take of each device now."""
-        used = self._used_bytes
-        foreign = self._foreign_bytes
-        return tuple(
-            replace(
-                node,
-                free_bytes=tuple(
-                    max(
-                        0,
-                        memory_bytes - used[node.name, index] - foreign.get((node.name, index), 0),
-                    )
-                    for index, memory_bytes in enumerate(node.free_bytes)
-                ),
-            )
-            for node in self._nodes
-            if node.name not in self._down
-        )
+        nodes = []
+        for node in self._nodes:
+            if node.name not in self._down:
+                places = [(node.name, index) for index in range(node.devices)]
+                free_bytes = map(self._free_bytes, places, node.free_bytes)
+                nodes.append(replace(node, free_bytes=tuple(free_bytes)))
+        return tuple(nodes)
+
+    def _free_bytes(self, place: Device, memory_bytes: int) -> int:
+        """Return the bytes that a newcomer could take; 0 for a guest where nobody holds the card."""
+        card = self._sharing.card_of(place)
+        if place != card and not self._used_bytes[card]:
+            return 0
+        used_bytes = self._used_bytes[card] + self._used_bytes[self._sharing.guest_of(card)]
+        return max(0, memory_bytes - used_bytes - self._foreign_bytes.get(place, 0))
 
     def _chance(self, kind: FailureKind) -> float:
         return self._hazards.get(kind, 0.0)

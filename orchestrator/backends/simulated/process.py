@@ -44,6 +44,10 @@ class Process:
     peak_bytes: int  # true allocated peak
     capacity_bytes: int  # available for tensors on the smallest of its devices
     launched_at_s: float
+    held_bytes: int = 0  # of each of its devices, which no newcomer can take
+    rate: float = 1.0  # of its speed alone: below 1 beside another job on its card
+    trained_s: float = 0.0  # at full speed, until the rate last changed
+    paced_at_s: float = 0.0  # when it did
     started_at_s: float | None = None
     ended_at_s: float | None = None
     released_at_s: float | None = None
@@ -71,6 +75,12 @@ class Process:
     def fault(self) -> Fault | None:
         """The injected failure, which only the first attempt meets; None without one."""
         return self.job.fault if self.attempt.number == 1 else None
+
+    def trained_until(self, now_s: float) -> float:
+        """Return the seconds at full speed that it has trained; 0 before it starts."""
+        if self.started_at_s is None:
+            return 0.0
+        return self.trained_s + self.rate * (now_s - self.paced_at_s)
 
     def started(self) -> Started:
         assert self.started_at_s is not None, self.attempt.name

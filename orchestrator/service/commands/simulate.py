@@ -16,6 +16,7 @@ from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.sharing import NO_SHARING, Sharing, add_guests
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.scheduler import Scheduler
@@ -216,14 +217,26 @@ class TimedScheduler(Scheduler):
 
 
 def simulate(
-    trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()
+    trace: Trace,
+    cluster: ClusterSpec,
+    *,
+    seed: int,
+    trouble: Trouble = Trouble(),
+    share_rate: float | None = None,
 ) -> Simulated:
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
+
+    With `share_rate` two jobs of one device each share a card where their planned bytes fit, at this share of the
+    speed of each. No service shares a card yet.
 
     Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows.
     """
     arrivals = list[Arrival]()  # as they are submitted
-    backend = backend_for(arrivals, cluster, seed=seed, trouble=trouble)
+    world = cluster
+    sharing = NO_SHARING
+    if share_rate is not None:
+        world, sharing = add_guests(cluster, share_rate)
+    backend = backend_for(arrivals, world, seed=seed, trouble=trouble, sharing=sharing)
     taken_s: list[float] = []
     controller = Controller(
         NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s)
@@ -263,7 +276,7 @@ def simulate(
     submitted_trace = replace(trace, arrivals=tuple(arrivals))
     outcomes = outcomes_of(submitted_trace, cluster, backend.processes)
     return Simulated(
-        report=report_on(submitted_trace, cluster, outcomes),
+        report=report_on(submitted_trace, cluster, outcomes, sharing),
         outcomes=outcomes,
         decisions_s=tuple(taken_s),
     )
@@ -330,12 +343,19 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
 
 
 def backend_for(
-    arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble
+    arrivals: Sequence[Arrival],
+    cluster: ClusterSpec,
+    *,
+    seed: int,
+    trouble: Trouble,
+    sharing: Sharing = NO_SHARING,
 ) -> SimulatedBackend:
     """Return a simulated backend in which these jobs, in order of submission, have their true durations."""
     hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
     nature = TraceNature(arrivals, cluster.launch_cost)
-    return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
+    return SimulatedBackend(
+        cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature, sharing=sharing
+    )
 
 
 def outcomes_of(
@@ -396,19 +416,16 @@ def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) ->
     return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
 
 
-def report_on(trace: Trace, cluster: ClusterSpec, outcomes: Sequence[Outcome]) -> Report:
-    """Return the metrics of a simulation from its outcomes."""
+def report_on(
+    trace: Trace, cluster: ClusterSpec, outcomes: Sequence[Outcome], sharing: Sharing = NO_SHARING
+) -> Report:
+    """Return the metrics of a simulation from its outcomes. The hours of a shared card count once."""
     finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
     completions = sorted(outcome.completion_s for outcome in finished) or [0.0]
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
     devices = cluster.device_count
     makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
-    held_s = sum(
-        len(process.devices) * (process.ended_at_s - process.launched_at_s)
-        for outcome in outcomes
-        for process in outcome.attempts
-        if process.ended_at_s is not None
-    )
+    held_s = _held_s(outcomes, sharing)
     return Report(
         trace=trace.name,
         cluster=cluster.name,
@@ -435,6 +452,27 @@ def report_on(trace: Trace, cluster: ClusterSpec, outcomes: Sequence[Outcome]) -
         promises_kept=sum(outcome.keeps_promise for outcome in outcomes),
         restarts=sum(max(0, len(outcome.attempts) - 1) for outcome in outcomes),
     )
+
+
+def _held_s(outcomes: Sequence[Outcome], sharing: Sharing) -> float:
+    """Return the seconds over all cards in which a job held each."""
+    spans = []
+    for outcome in outcomes:
+        for process in outcome.attempts:
+            if process.ended_at_s is not None:
+                for device in process.devices:
+                    card = sharing.card_of(device)
+                    spans.append((card, process.launched_at_s, process.ended_at_s))
+    held_s = 0.0
+    last_card = None
+    until_s = 0.0
+    for card, begin_s, end_s in sorted(spans):
+        if card != last_card:
+            last_card = card
+            until_s = begin_s
+        held_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return held_s
 
 
 def quantile(ascending: Sequence[float], share: float) -> float:

@@ -39,6 +39,15 @@ def simulate(
         QueueTime | None,
         typer.Option("--queue", help="Play the live queue from now on, instead of a list."),
     ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(
+            "--share",
+            metavar="RATE",
+            help="Let two one-device jobs of a list share a card where planned bytes fit. Each runs at this part of"
+            " its speed.",
+        ),
+    ] = None,
     cluster: Cluster = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
@@ -57,13 +66,22 @@ def simulate(
     home = home.expanduser()
     if (trace is None) == (queue is None):
         raise SpecError("say what to play", path="LIST", allowed="a list of jobs, or --queue now")
+    if share is not None and not 0 < share <= 1:
+        raise SpecError(
+            "a part of a job's speed", path="--share", got=share, allowed="above 0, at most 1"
+        )
+    if share is not None and queue:
+        raise SpecError(
+            "a play of the live queue shares no card", path="--share", allowed="a list of jobs"
+        )
     hardware = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
     with show_spinner("simulating"):
         if trace is None:
             run = _play_live(hardware, home, is_live=cluster is None)
         else:
             played = read_list(trace, home)
-            run = play(played, shift_maintenance(hardware, played.begins_s), seed=0)
+            dated = shift_maintenance(hardware, played.begins_s)
+            run = play(played, dated, seed=0, share_rate=share)
     _print_run(run, hardware, as_json=as_json)
 
 
