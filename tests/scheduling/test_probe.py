@@ -180,6 +180,41 @@ def test_probes_see_memory_per_sample_below_peaks_that_have_no_samples(seed: int
     assert len(night.launched) <= 1 + PROBES_MAX
 
 
+class LateNight(Night):
+    """A night on which training needs `later` times the bytes per sample that probes see."""
+
+    later = 1.0
+
+    def truth(self, attempt: Attempt) -> Evidence:
+        probed = self.sample
+        if not attempt.probe:
+            self.sample *= self.later
+        evidence = super().truth(attempt)
+        self.sample = probed
+        return evidence
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_failures_of_a_probed_script_lead_to_the_largest_micro_batch_that_fits(seed: int) -> None:
+    draw = random.Random(seed)
+    fixed, sample = draw.randint(10, 150), draw.choice([1, 2, 4, 8, 20])
+    floor = draw.choice([0, 100, 200, 300, 400])
+    forward = draw.choice([0.0, 0.8 * sample])
+    night = LateNight(fixed, sample, floor=floor, forward=forward)
+    night.later = draw.choice([1, 2, 4, 10])
+    fitting = [
+        micro
+        for micro in (1, 2, 4, 8, 16, 32, 64)
+        if max(floor, fixed + sample * night.later * micro) <= 512
+    ]
+    night.submit(unknown())
+    while night.end() is not night.launched[-1]:
+        assert len(night.launched) <= PROBES_MAX + 7
+    last = night.launched[-1]
+    assert not last.probe
+    assert last.plan.micro_batch_size == fitting[-1]
+
+
 def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_attempt_runs_it() -> (
     None
 ):

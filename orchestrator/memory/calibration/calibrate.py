@@ -355,7 +355,8 @@ def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
     """Return the line through the newest probes' peaks at the two largest micro-batch sizes; None without two.
 
     A peak in the optimizer's update, a loader or an evaluation hides what samples need: the slope is then below that of
-    the bytes at the end of a forward pass. PROBES_MAX look for it before these count.
+    the bytes at the end of a forward pass, or peaks are alike. PROBES_MAX look for it before these count. No slope is 0:
+    then a failure teaches what samples need. With 0 it would say that no micro-batch fits.
     """
     probed = {
         outcome.plan.micro_batch_size: outcome
@@ -367,10 +368,12 @@ def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
     (few, least), (more, most) = sorted(probed.items())[-2:]
     sample_bytes = max(0, most.measured_bytes - least.measured_bytes) // (more - few)
     forward_bytes = (most.forward_bytes - least.forward_bytes) // (more - few)
-    is_hidden = SLOPE_MIN * sample_bytes < forward_bytes
+    # Peaks that are alike may hide so much: it is all that is known where no forward pass was seen.
+    alike_bytes = int((SLOPE_MIN - 1) * most.measured_bytes / more)
+    is_hidden = sample_bytes < alike_bytes or SLOPE_MIN * sample_bytes < forward_bytes
     if is_hidden and len(probed) < PROBES_MAX:
         return None
-    sample_bytes = max(sample_bytes, forward_bytes)
+    sample_bytes = max(sample_bytes, forward_bytes, alike_bytes)
     return MeasuredLine(
         fixed_bytes=max(0, most.measured_bytes - more * sample_bytes),
         sample_bytes=sample_bytes,
