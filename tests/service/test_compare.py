@@ -342,7 +342,43 @@ def test_a_short_file_is_compared_over_its_own_steps() -> None:
 def test_a_script_ends_when_it_says() -> None:
     with pytest.raises(SpecError, match="a script says itself when it ends"):
         comparison_jobs(script_spec(), [()], 30)
-    assert comparison_jobs(script_spec(), [()], None)[0].command == script_spec().command
+    assert comparison_jobs(script_spec(), [()], None, 2)[0].command == script_spec().command
+
+
+def test_a_script_with_one_strategy_is_told_what_would_give_another() -> None:
+    with pytest.raises(SpecError, match="one strategy only") as error:
+        comparison_jobs(script_spec(), [()], None)
+    assert "model: {factory: model.py:build}" in str(error.value)
+    assert "deepspeed_config" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "gpus"),
+    [
+        ({}, {"min": 1, "max": 2}),
+        ({"micro_batch_size": {"flag": "--batch"}}, 2),
+        ({"deepspeed_config": {"flag": "--deepspeed"}}, 2),
+        ({"zero_stage": {"flag": "--shard"}, "micro_batch_size": {"flag": "--batch"}}, 2),
+        ({"activation_checkpointing": {"switch": "--recompute"}}, {"min": 1, "max": 2}),
+    ],
+)
+def test_every_strategy_of_a_script_pins_only_what_the_script_can_be_told(
+    knobs: dict[str, object], gpus: object
+) -> None:
+    data = {"name": "own", "command": "python train.py", "global_batch_size": 8}
+    spec = JobSpec.model_validate({**data, "knobs": knobs, "gpus": gpus})
+    for choice in ("all", "frontier"):
+        choices = choose_strategies(spec, choice, idle_nodes(CLUSTER), ())
+        for member in comparison_jobs(spec, choices, None, 2):
+            assert JobSpec.model_validate(member.model_dump(mode="json")) == member
+
+
+def test_learning_rates_of_a_script_are_told_by_its_knob() -> None:
+    data = {"name": "own", "command": "python train.py", "global_batch_size": 8, "gpus": 1}
+    knobs = {"learning_rate": {"flag": "--lr", "default": 0.1}}
+    spec = JobSpec.model_validate({**data, "knobs": knobs})
+    jobs = comparison_jobs(spec, [()], None, 1, (1e-2, 1e-3))
+    assert [job.learning_rate for job in jobs] == [1e-2, 1e-3]
 
 
 @pytest.fixture
@@ -476,7 +512,7 @@ def test_learning_rates_times_strategies_are_rows_of_one_comparison_and_losses_m
     ]
     assert [job.training.seed for job in jobs] == [0] * 4 + [1] * 4
     assert [job.member.repeat for job in jobs if job.member] == [1] * 4 + [2] * 4
-    with pytest.raises(SpecError, match="a script has its own learning rate"):
+    with pytest.raises(SpecError, match="nothing tells the script its rate"):
         comparison_jobs(script_spec(), [()], None, 1, (1e-3,))
 
 

@@ -355,8 +355,8 @@ def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
     """Return the line through the newest probes' peaks at the two largest micro-batch sizes; None without two.
 
     A peak in the optimizer's update, a loader or an evaluation hides what samples need: the slope is then below that of
-    the bytes at the end of a forward pass, or peaks are alike. PROBES_MAX look for it before these count. No slope is 0:
-    then a failure teaches what samples need. With 0 it would say that no micro-batch fits.
+    the bytes at the end of a forward pass, or peaks are alike. PROBES_MAX look for it before these count. No slope is
+    0: then a failure teaches what samples need. With 0 it would say that no micro-batch fits.
     """
     probed = {
         outcome.plan.micro_batch_size: outcome

@@ -24,6 +24,7 @@ from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.yaml_text import read_document
 
@@ -78,7 +79,7 @@ def choose_strategies(
             for candidate in exact
             if not any(_dominates(other, candidate) for other in exact)
         ]
-        pins_of_strategies = [pins_of(candidate.plan) for candidate in best]
+        pins_of_strategies = [_all_pins(spec, candidate.plan) for candidate in best]
     else:
         partial = _all_ways(spec, group) if choice == "all" else _read_strategies(spec, choice)
         ways = list(dict.fromkeys(partial))
@@ -120,14 +121,16 @@ def comparison_jobs(
     Strategies alternate, so that changes on the machine affect all of them. They share the job's data, start and seed;
     repeats of a model have the next seeds. An out-of-memory failure ends the job, as a result.
     """
-    if spec.is_script and learning_rates:
-        hint = "a sweep varies a script's learning rate: docs/guides/sweeps.md"
-        raise SpecError("a script has its own learning rate", path="--learning-rate", hint=hint)
+    knob = spec.knobs.learning_rate
+    if spec.is_script and learning_rates and knob is None:
+        hint = "say knobs.learning_rate: {flag: --lr, default: 0.001}"
+        raise SpecError("nothing tells the script its rate", path="--learning-rate", hint=hint)
     for rate in learning_rates:
         if not 0 < rate < inf:
             allowed = "a number above 0"
             raise SpecError("no learning rate", path="--learning-rate", got=rate, allowed=allowed)
-    rates = tuple(dict.fromkeys(learning_rates)) or (spec.training.learning_rate,)
+    rates: tuple[float | None, ...] = tuple(dict.fromkeys(learning_rates))
+    rates = rates or (spec.learning_rate,)
     ways = list(product(choices, rates))
     if not 1 <= repeats <= REPEATS_MAX or repeats * len(ways) > JOBS_MAX:
         most = min(REPEATS_MAX, JOBS_MAX // len(ways))
@@ -135,6 +138,13 @@ def comparison_jobs(
     if spec.is_script and steps is not None:
         hint = "leave --steps out; shorten the script with its own options, by --set command=..."
         raise SpecError("a script says itself when it ends", path="--steps", got=steps, hint=hint)
+    if spec.is_script and repeats * len(ways) == 1:
+        raise SpecError(
+            "the script has one strategy only, so there is nothing to compare",
+            path="--strategies",
+            hint="say what it can be told: `knobs: {deepspeed_config: {flag: --deepspeed}}`, `zero_stage`, or"
+            " `gpus: {min: 1, max: 2}`; or let our engines train its model: `model: {factory: model.py:build}`, `data`",
+        )
     changes: dict[str, Any] = {
         "name": f"{spec.name[: NAME_MAX - len('-compare')]}-compare",
         "family": spec.family_name,
@@ -147,7 +157,7 @@ def comparison_jobs(
         steps = min(STEPS, spec.training.max_steps) if steps is None else steps
         changes["training"] = replace(spec.training, max_steps=steps, checkpoint_every_steps=steps)
     jobs = []
-    for number, (repeat, (pins, rate)) in enumerate(product(range(repeats), ways)):
+    for number, (repeat, (pins, learning_rate)) in enumerate(product(range(repeats), ways)):
         place = Member(
             number=number,
             of=repeats * len(ways),
@@ -158,11 +168,21 @@ def comparison_jobs(
         changes |= {"plan": pins, "member": place}
         job = spec.model_copy(update=changes)
         if not spec.is_script:
+            assert learning_rate is not None, "a model's training has a learning rate"
             seed = job.training.seed + repeat
-            training = replace(job.training, seed=seed, learning_rate=rate)
+            training = replace(job.training, seed=seed, learning_rate=learning_rate)
             job = job.model_copy(update={"training": training})
+        elif knob is not None:
+            rated = knob.model_copy(update={"default": learning_rate})
+            job = job.model_copy(
+                update={"knobs": spec.knobs.model_copy(update={"learning_rate": rated})}
+            )
         jobs.append(job)
     return jobs
+
+
+def _all_pins(spec: JobSpec, plan: Plan) -> Pins:
+    return pins_of(plan, spec.knobs if spec.is_script else None)
 
 
 def _dominates(candidate: Candidate, rival: Candidate) -> bool:
@@ -224,7 +244,7 @@ def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
         "offload_target",
     )
     for plan in plans(spec, group.hardware):
-        yield tuple(pin for pin in pins_of(plan) if pin[0] in names)
+        yield tuple(pin for pin in _all_pins(spec, plan) if pin[0] in names)
 
 
 def _read_strategies(spec: JobSpec, choice: str) -> Iterator[Pins]:
@@ -281,4 +301,4 @@ def _complete_pins(
     except SpecError:
         return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
     candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
-    return pins if candidate is None else pins_of(candidate.plan)
+    return pins if candidate is None else _all_pins(spec, candidate.plan)

@@ -120,10 +120,17 @@ Pins = Annotated[  # settings of a plan with their values
 ]
 
 
-def pins_of(plan: Plan) -> tuple[tuple[str, Any], ...]:
-    """Return all settings of a plan as (name, value) pins, so that only this plan matches them."""
-    values = ((key, getattr(plan.layout if key in AXES else plan, key)) for key in GIVEN)
-    return tuple((key, value) for key, value in values if value is not None)
+def pins_of(plan: Plan, knobs: Knobs | None = None) -> tuple[tuple[str, Any], ...]:
+    """Return all settings of a plan as (name, value) pins, so that only this plan of a job matches them.
+
+    `knobs` are those of a script, None for a model: a setting without a knob is the same in all plans, and no pin.
+    """
+    values = {key: getattr(plan.layout if key in AXES else plan, key) for key in GIVEN}
+    values = {key: value for key, value in values.items() if value is not None}
+    if knobs is not None:
+        for key in list(_settings_without_knob(values, knobs, plan.precision)):
+            del values[key]
+    return tuple(values.items())
 
 
 def has_pins(part: object, pins: Mapping[str, Any]) -> bool:
@@ -211,7 +218,7 @@ def _settings_without_knob(
     is_sharded_by_deepspeed = bool(knobs.zero_stages) and not knobs.is_sharded_by_fsdp
     for key, value in values.items():
         usual = precision if key == "precision" else GIVEN[key].usual
-        if key in ("engine", "dp", "tp") or value == usual:
+        if key in ("engine", "dp", "tp") or value == (1 if key in AXES else usual):
             continue
         if key == "zero_stage":
             is_told = value is ZeroStage.NONE or value in knobs.zero_stages
@@ -220,8 +227,6 @@ def _settings_without_knob(
                 value is Offload.PARAMETERS and knobs.offloads_by_fsdp
             )
         else:
-            is_told = getattr(knobs, KNOB_OF.get(key, ""), None) is not None or (
-                key == "pp" and value == 1
-            )
+            is_told = getattr(knobs, KNOB_OF.get(key, ""), None) is not None
         if not is_told:
             yield key
