@@ -213,6 +213,19 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_own_error(tmp_path: P
     ] == [], message
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)  # a child process that imports transformers
+def test_an_error_of_transformers_names_its_line_and_the_factory(tmp_path: Path) -> None:
+    sizes = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 64"
+    model = f"{{hf: {{model_type: olmo_hybrid, vocab_size: 99, pad_token_id: 500, {sizes}}}}}"
+    text = f"name: own\nglobal_batch_size: 8\nmodel: {model}\ndata: {{text: [corpus.txt]}}\n"
+    with pytest.raises(SpecError) as caught:
+        read_job(job_file(tmp_path, text), home=tmp_path / "home")
+    message = str(caught.value)
+    assert "(transformers/models/olmo_hybrid/modeling_olmo_hybrid.py, line " in message
+    assert "write a `factory`" in message
+
+
 @pytest.mark.timeout(300)  # a child process that imports torch
 @pytest.mark.long
 def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_project(

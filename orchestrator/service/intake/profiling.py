@@ -39,6 +39,7 @@ PROGRAM = "orchestrator.training.tracing.trace"
 BAD_JOB_EXIT_CODE = 2  # of that program
 Profiles = tuple[ModelProfile | None, ...]  # by arithmetic
 Arithmetic = tuple[Precision, bool, bool]  # its precision, whether by autocast, whether as on CUDA
+OWN_MODELS = "/orchestrator/training/models/"
 HINT = (
     "give its costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
     f"the trace alone: python -m {PROGRAM}"
@@ -213,8 +214,14 @@ def _trace(
         path = re.sub(r"^model\b", key, error["path"] or "")
         raise SpecError(source=source, **{**error, "path": path, "hint": error["hint"] or HINT})
     if child.returncode:
+        stderr = child.stderr.decode(errors="replace")
         what = f"there is no closed form of its memory, and tracing it failed: {_last_error_line(child)}"
-        raise SpecError(what, source=source, path=key, hint=HINT)
+        place = _place_in_transformers(stderr)
+        hint = HINT
+        if place is not None:
+            what += f" ({place})"
+            hint = f"see whether transformers alone trains this configuration, or write a `factory`; else {HINT}"
+        raise SpecError(what, source=source, path=key, hint=hint)
     return _profiles().validate_json(child.stdout)
 
 
@@ -223,6 +230,21 @@ def _write(file: Path, profiles: Profiles) -> None:
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     temporary.write_bytes(_profiles().dump_json(profiles))
     temporary.replace(file)
+
+
+def _place_in_transformers(stderr: str) -> str | None:
+    """Return the last line of transformers' own code in a traceback; None where ours came after it.
+
+    The recorder of operations stands below every call of torch and is no cause.
+    """
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stderr)
+    for path, line in reversed(frames):
+        _, is_theirs, module = path.rpartition("/transformers/")
+        if is_theirs:
+            return f"transformers/{module}, line {line}"
+        if OWN_MODELS in path:
+            return None
+    return None
 
 
 def _last_error_line(child: subprocess.CompletedProcess[bytes]) -> str:
