@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
@@ -165,3 +166,29 @@ def test_a_second_run_of_a_live_job_is_told_of_the_first(
     until(has_second, "lm-2 is submitted", SEEN_S)
     printed = capsys.readouterr().err
     assert "lm-1 is queued and has this name: what follows is one more job" in printed
+
+
+def test_a_line_of_progress_that_says_nothing_new_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follow, "PLAIN_EVERY_S", 0.0)
+    printed = io.StringIO()
+    console = Console(file=printed, width=100)
+    with Progress(console=console, disable=True) as bar:
+        task = bar.add_task("lm-1", total=None, said="")
+        for step in (1, 1, 1, 2, 2, 1):
+            job = {
+                "id": "lm-1",
+                "status": "running",
+                "progress": {
+                    "step": step,
+                    "max_steps": 3,
+                    "step_s": 2.0,
+                    "peak_bytes": 2**20,
+                    "left_s": None,
+                    "loss": None,
+                },
+            }
+            follow._show_progress(job, bar, task, console, 0.0)  # type: ignore[arg-type]
+    steps = re.findall(r"step (\d)/3", printed.getvalue())
+    assert steps == ["1", "2", "1"]

@@ -34,6 +34,10 @@ from tests.service.test_access import TEAMS
 from tests.service.worlds import JOB, World, job_spec
 
 CHROMIUM = shutil.which("chromium")
+# Names of the visible regions that are wider than the window.
+CUT = """[...document.querySelectorAll('.wide')]
+    .filter(region => region.offsetParent && region.scrollWidth > region.clientWidth)
+    .map(region => region.getAttribute('aria-label') || region.getAttribute('aria-labelledby'))"""
 FIRST_PAGES = ("/overview", "/queue", "/jobs/lm-1", "/night?hours=72", "/submit")
 OTHER_PAGES = (
     "/jobs/lm-1/plan",
@@ -181,6 +185,9 @@ def test_no_page_has_a_serious_violation_in_light_and_dark_leaves_the_origin_or_
             assert not wrong, (path, scheme, wrong)
         root = "document.documentElement"
         assert tab.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), path
+        # What people look for on a telephone: each figure, point and attempt without a scroll.
+        if path in ("/jobs/lm-1", "/jobs/lm-8", "/compare/lm-compare-4"):
+            assert tab.evaluate(CUT) == [], path
         assert tab.evaluate(f"{root}.lang") == "en"
         assert tab.title().endswith(" · orc")
     assert {urlsplit(url).netloc for url in addresses if not url.startswith("data:")} == {

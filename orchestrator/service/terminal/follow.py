@@ -203,7 +203,10 @@ def _peaks(attempt: AttemptView) -> str:
 def _show_progress(
     job: JobView, bar: Progress, task: TaskID, console: Console, printed_at_s: float
 ) -> float:
-    """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was."""
+    """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was.
+
+    A line like the one before tells nothing and is not printed.
+    """
     progress = job["progress"]
     left = time_left(job["progress"])
     line = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
@@ -212,7 +215,12 @@ def _show_progress(
         bar.update(
             task, description=f"{job['id']} {job['status']}", completed=step, total=total, said=line
         )
-    elif line and time.monotonic() - printed_at_s > PLAIN_EVERY_S:
+    elif (
+        line
+        and time.monotonic() - printed_at_s > PLAIN_EVERY_S
+        and line != bar.tasks[task].fields["said"]
+    ):
+        bar.update(task, said=line)
         console.print(f"{job['id']}: {line}", highlight=False, markup=False, soft_wrap=True)
         return time.monotonic()
     return printed_at_s
