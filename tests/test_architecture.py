@@ -116,6 +116,7 @@ STANDARD_LIBRARY_ONLY = {
             "job/model",
             "run",
             "errors",
+            "frozen",
             "profile",
             "replace",
             "stages",

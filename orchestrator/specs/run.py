@@ -31,12 +31,12 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
 from orchestrator.specs.choices import OffloadTarget
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import (
     DataSpec,
     ModelSpec,
@@ -132,7 +132,7 @@ class AttemptFolder:
         return self.path / f"rank{rank}.error.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GuardSettings:
     """Settings of the guard (our hook inside each rank's process), the same for all ranks of an attempt."""
 
@@ -145,7 +145,7 @@ class GuardSettings:
     heartbeat_interval_s: float = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingRun:
     """Everything that our engines need to run an attempt (one launch of a job)."""
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, get_type_hints
 
 from orchestrator.specs.choices import AXES, Degradation, ParallelLayout
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 
 
@@ -81,7 +82,7 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
     return Plan(**{setting.name: setting.from_json(data[setting.name]) for setting in SETTINGS})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Change:
     """A setting that differs between two plans, with both values as text."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 
 TEXT_LENGTH_MAX = 2**18
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
@@ -28,7 +28,7 @@ _FLOAT = re.compile(
 _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Document:
     """The plain data of one file, and the line number of each path in it (0: from the command line)."""
 

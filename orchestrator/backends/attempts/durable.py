@@ -7,9 +7,10 @@ import errno
 import json
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from orchestrator.specs.frozen import frozen
 
 REPORT_BYTES_MAX = 2**20  # of a JSON file that a rank wrote
 DISK_AWAY = (
@@ -70,7 +71,7 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(os.open(path, flags, 0o666), "ab", buffering=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fence:
     """Fencing number of a service that owns the journal, stored in a folder that all owners share.
 

@@ -55,6 +55,7 @@ from orchestrator.specs.attempt import (
     RankEnd,
     device_count,
 )
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.patterns import LinePattern, count_of
 from orchestrator.specs.replace import replace
@@ -74,7 +75,7 @@ Part = TypeVar("Part")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ending:
     """Facts about an attempt's end that only its watcher saw, stored in its folder for a restarted service."""
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -22,6 +21,7 @@ from orchestrator.planning.render import (
 from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.device_kind import DeviceId
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
@@ -44,7 +44,7 @@ FLAGS_WITH_A_WORD = (
 )  # of the Python interpreter, when written apart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchNode:
     """Facts about a node that a launch depends on."""
 
@@ -64,7 +64,7 @@ class LaunchNode:
         return tuple(self.device_ids[index] for index in devices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankRequest:
     """A process to start: a rank, or a launcher (torchrun) for all ranks of a node, whose first is `rank`."""
 
@@ -73,7 +73,7 @@ class RankRequest:
     env: tuple[tuple[str, str], ...]  # added to the launcher's variables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchRequest:
     """Everything needed to start an attempt. Secrets appear by name only."""
 

@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ from joserfc import jws, jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.oidc import OidcSpec, SignInError, safe_url
 
 ALGORITHMS = [
@@ -34,7 +34,7 @@ BODY_BYTES_MAX = 2**20
 AGE_S_MAX = 600  # of a token that has just been made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SignIn:
     """A pending sign-in; `url` is the provider's page."""
 

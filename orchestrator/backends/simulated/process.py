@@ -21,6 +21,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.events import Finished, PaceReported, Released, Started
 from orchestrator.specs.fault import Fault
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import OOM_EXIT_CODE
 
@@ -102,7 +103,7 @@ class Process:
         return Released(job_id=self.job.id, number=self.attempt.number, at_s=self.released_at_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Symptom:
     """Traces of an ending: exit codes of the failing and the other ranks, last log text, and the guard's report."""
 

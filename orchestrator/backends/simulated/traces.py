@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from orchestrator.backends.simulated.nature import stream
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
 
 Shape = tuple[int, ...]  # devices on each node, most first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Arrival:
     """A job of a trace: its arrival, the facts told to the orchestrator, and the true ones."""
 
@@ -29,7 +30,7 @@ class Arrival:
     step_factor: float = 1.0  # true / stated seconds per step, on every other placement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Trace:
     """Job arrivals in the order of time, the first at 0."""
 

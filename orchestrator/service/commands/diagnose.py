@@ -6,7 +6,6 @@ import getpass
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -25,6 +24,7 @@ from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -47,7 +47,7 @@ _REDACTED = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Diagnosis:
     """Why a training ended: the cause and its log line, what this service would do, and what a person can do."""
 
@@ -257,7 +257,7 @@ def _resolve_log(path: Path) -> Path:
     return real
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Project:
     """A project whose logs are known: a row of projects.yaml."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from math import ceil, inf
@@ -27,6 +26,7 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
@@ -41,7 +41,7 @@ AS_FAST = 1 + 1e-9
 SHORTEST_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Trouble:
     """Probabilities of failures in a simulation."""
 
@@ -50,7 +50,10 @@ class Trouble:
     node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+NO_TROUBLE = Trouble()
+
+
+@frozen
 class Outcome:
     """Result of one job in a simulation."""
 
@@ -129,7 +132,7 @@ class Report(TypedDict):
     restarts: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Simulated:
     """Result of a simulation: metrics, each job's outcome, and the real seconds of each decision."""
 
@@ -216,7 +219,7 @@ class TimedScheduler(Scheduler):
 
 
 def simulate(
-    trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()
+    trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = NO_TROUBLE
 ) -> Simulated:
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
 

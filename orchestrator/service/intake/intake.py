@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
 from orchestrator.specs.job.pins import SHORT
@@ -74,7 +74,7 @@ OF_SCRIPTS = (
 )  # what plans of a script follow of its training
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ReadJob:
     """A job with absolute paths, and the keys whose paths are on this machine."""
 

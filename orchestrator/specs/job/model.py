@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.str_enum import StrEnum
 
 # Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision
@@ -34,7 +35,7 @@ class Strict:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DecoderSpec(Strict):
     """A Llama-style decoder transformer: RMSNorm, rotary positions, gated MLP. Fields are named as in Hugging Face."""
 
@@ -76,7 +77,7 @@ class DecoderSpec(Strict):
         return self.hidden_size // self.num_attention_heads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LoraSpec(Strict):
     """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
@@ -87,7 +88,7 @@ class LoraSpec(Strict):
     quantise_base: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelSpec(Strict):
     """A model: exactly one of `decoder`, `hf` and `factory`. A model without a tokenizer reads bytes.
 
@@ -121,7 +122,7 @@ class ModelSpec(Strict):
         return 4 if self.weights in (None, Precision.FP32) else 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DataSpec(Strict):
     """Training data: files of one kind, split into samples of at most `sequence_length` tokens.
 
@@ -155,7 +156,7 @@ class Schedule(StrEnum):
     COSINE = "cosine"  # arXiv:1608.03983, equation 5, without restarts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Freeze(Strict):
     """Parameters to freeze, matched by their full names in the model."""
 
@@ -163,7 +164,7 @@ class Freeze(Strict):
     until_step: int | None = field(default=None, metadata={"ge": 1, "le": STEPS_MAX})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingSpec(Strict):
     """Optimizer, learning-rate schedule and length of the training. No plan changes them."""
 

@@ -32,6 +32,7 @@ from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCom
 from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.json_object import JsonObject
 from orchestrator.service.notes import Notes
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
 from orchestrator.specs.replace import replace
 
@@ -83,7 +84,7 @@ class Batch:
     notes: Notes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BareCommand:
     """A command stripped of the settings that plans control, with these settings as knobs."""
 

@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from orchestrator.service.commands.init.named_files import REWRITABLE, number_of
 from orchestrator.service.commands.init.saved_files import SavedFile, saved_files
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 
 MODULES_MAX = 96  # of the script's folder and its packages that are read with it
 TRL = (
@@ -62,7 +63,7 @@ _NOT_LITERAL = object()
 Constants = dict[str, Any]  # values of names in the code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Flag:
     """A command-line flag of a script."""
 
@@ -80,7 +81,7 @@ class Flag:
         return self.name.lstrip("-").replace("-", "_").lower()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Script:
     """Flags and other facts of a script and the modules beside it."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from orchestrator.service.commands.init.slurm import (
 )
 from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
 from orchestrator.service.notes import Notes
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.trainer import program_name
 
 DEPTH_MAX = 16  # wrappers in each other
@@ -50,7 +51,7 @@ ENVIRONMENTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Unwrapped:
     """A command without its wrappers, and the wrappers' settings."""
 

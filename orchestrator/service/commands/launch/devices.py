@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.devices import nvml
@@ -19,13 +18,14 @@ from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
 
 VIRTUAL = re.compile(r"(?:(\d{1,2})x)?virtual-(.+)")
 PROMISE_BYTES_MAX = 4096  # of a lock's content
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Machine:
     """The node with the devices of a line."""
 
