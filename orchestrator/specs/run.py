@@ -32,7 +32,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
 from orchestrator.specs.choices import OffloadTarget
@@ -45,6 +44,7 @@ from orchestrator.specs.job.model import (
     model_from_json,
     training_from_json,
 )
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import plan_from_json
 
@@ -172,7 +172,7 @@ class TrainingRun:
         return Path(self.nvme_folder) / f"{Path(self.job_folder).name}-{digest}" / str(self.epoch)
 
 
-def training_run_from_json(data: dict[str, Any]) -> TrainingRun:
+def training_run_from_json(data: JsonObject) -> TrainingRun:
     """Return the TrainingRun from the JSON form of `dataclasses.asdict`."""
     return TrainingRun(
         **{

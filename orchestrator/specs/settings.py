@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from orchestrator.specs.choices import AXES, Degradation, ParallelLayout
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 
 
@@ -38,7 +39,7 @@ class Setting:
         return AXES if self.kind is ParallelLayout else (self.name,)
 
     @cached_property
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> JsonObject:
         """Allowed values by their text; {} where the setting is a number."""
         if self.kind is bool:
             return {text_of(value): value for value in (False, True)}
@@ -77,7 +78,7 @@ def _plan_settings() -> tuple[Setting, ...]:
 SETTINGS = _plan_settings()  # in the order in which people read them
 
 
-def plan_from_json(data: dict[str, Any]) -> Plan:
+def plan_from_json(data: JsonObject) -> Plan:
     """Return the plan from the JSON form of `dataclasses.asdict`. Raises IllegalPlan for an illegal combination."""
     return Plan(**{setting.name: setting.from_json(data[setting.name]) for setting in SETTINGS})
 

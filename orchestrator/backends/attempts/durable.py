@@ -8,9 +8,10 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 
 REPORT_BYTES_MAX = 2**20  # of a JSON file that a rank wrote
 DISK_AWAY = (
@@ -45,7 +46,7 @@ def open_left(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file. Raises OSError, and ValueError for another content."""
     with open_left(path) as file:
         text = file.read(REPORT_BYTES_MAX + 1)

@@ -57,6 +57,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.patterns import LinePattern, count_of
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -230,7 +231,7 @@ def collect_folder(folder: AttemptFolder) -> Evidence:
     )
 
 
-def _watched(ending: Ending) -> dict[str, Any]:
+def _watched(ending: Ending) -> JsonObject:
     """Return the evidence that only the watcher of an attempt saw, by field."""
     names = {entry.name for entry in dataclasses.fields(Evidence)}
     return {

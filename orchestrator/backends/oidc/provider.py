@@ -18,6 +18,7 @@ from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.oidc import OidcSpec, SignInError, safe_url
 
 ALGORITHMS = [
@@ -54,7 +55,7 @@ class Provider:
         self._secret = secret
         self._clock = clock
         self._lock = threading.Lock()
-        self._discovery: tuple[dict[str, Any], float] = (
+        self._discovery: tuple[JsonObject, float] = (
             {},
             0.0,
         )  # discovery, and until when it counts
@@ -145,7 +146,7 @@ class Provider:
         except ValueError as error:
             raise SignInError(f"the provider's {name} cannot be used: {error}") from None
 
-    def _json(self, url: str) -> dict[str, Any]:
+    def _json(self, url: str) -> JsonObject:
         try:
             with httpx.Client(timeout=TIMEOUT_S) as client, client.stream("GET", url) as answer:
                 answer.raise_for_status()

@@ -29,8 +29,10 @@ from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.ray import connection
 from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 CALLS_AT_ONCE = 4096  # one for each running attempt, and some
@@ -44,7 +46,7 @@ class Calls:
         self._launchers = RayLaunchers()
         self._groups: dict[str, ActorGroup] = {}  # by the attempt's name
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[JsonObject]:
         """Return every node that Ray has seen, in Ray's format."""
         try:
             return list(ray.nodes())  # type: ignore[no-untyped-call]
@@ -98,7 +100,7 @@ class Calls:
         return self._group(attempt).free_port(node)
 
     def run_before(
-        self, attempt: Attempt, node: str, argv: Sequence[str], env: dict[str, str], workdir: str
+        self, attempt: Attempt, node: str, argv: Sequence[str], env: Env, workdir: str
     ) -> int:
         return self._group(attempt).run_before(node, argv, env, workdir)
 

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.service.client.endpoint import fingerprint_of
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 
 CONNECT_S = 10.0
 

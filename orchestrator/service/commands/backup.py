@@ -26,11 +26,11 @@ from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.client.lifecycle import journal_url
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
 

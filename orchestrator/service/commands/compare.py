@@ -22,6 +22,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import SHORT, pins_of
 from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.replace import replace
@@ -135,7 +136,7 @@ def comparison_jobs(
     if spec.is_script and steps is not None:
         hint = "leave --steps out; shorten the script with its own options, by --set command=..."
         raise SpecError("a script says itself when it ends", path="--steps", got=steps, hint=hint)
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         "name": f"{spec.name[: NAME_MAX - len('-compare')]}-compare",
         "family": spec.family_name,
         "degrade": Degrade(allow="none"),

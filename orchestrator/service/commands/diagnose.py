@@ -20,7 +20,6 @@ from orchestrator.scheduling.failures.unexplained import in_one_line
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.service.client.client import Client
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
@@ -28,6 +27,7 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.packaged import load_table
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate

@@ -25,11 +25,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.environment import inherited, matching
 from orchestrator.memory.profiles import autocasts, has_fused_loss
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, TracedProfile
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.init.shell_text import first_command
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.written import as_yaml, as_yaml_line
 from orchestrator.specs.yaml_text import Path, dotted, read_document, read_value
 

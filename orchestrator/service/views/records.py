@@ -19,7 +19,6 @@ from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.columns import column_values
 from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
@@ -28,6 +27,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.recorded import recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.str_enum import StrEnum
 
 # Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision
@@ -98,11 +99,11 @@ class ModelSpec(Strict):
     """
 
     decoder: DecoderSpec | None = None
-    hf: str | dict[str, Any] | None = field(default=None, hash=False)
+    hf: str | JsonObject | None = field(default=None, hash=False)
     lora: LoraSpec | None = None
     factory: str | None = None
     weights: Precision | None = None
-    config: dict[str, Any] = field(
+    config: JsonObject = field(
         default_factory=dict,
         hash=False,
         metadata={"json_schema_extra": {"default": {}}},
@@ -196,7 +197,7 @@ class TrainingSpec(Strict):
             )
 
 
-def model_from_json(data: dict[str, Any]) -> ModelSpec:
+def model_from_json(data: JsonObject) -> ModelSpec:
     """Return the ModelSpec from the JSON form of `dataclasses.asdict`."""
     decoder = data["decoder"]
     lora = data["lora"]
@@ -209,12 +210,12 @@ def model_from_json(data: dict[str, Any]) -> ModelSpec:
     )
 
 
-def data_from_json(data: dict[str, Any]) -> DataSpec:
+def data_from_json(data: JsonObject) -> DataSpec:
     """Return the DataSpec from the JSON form of `dataclasses.asdict`."""
     return DataSpec(**_tuples(data, ("text", "chat", "tokens", "tensors")))
 
 
-def training_from_json(data: dict[str, Any]) -> TrainingSpec:
+def training_from_json(data: JsonObject) -> TrainingSpec:
     """Return the TrainingSpec from the JSON form of `dataclasses.asdict`."""
     enums = {"optimizer": Optimizer(data["optimizer"]), "schedule": Schedule(data["schedule"])}
     return TrainingSpec(
@@ -222,5 +223,5 @@ def training_from_json(data: dict[str, Any]) -> TrainingSpec:
     )
 
 
-def _tuples(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _tuples(data: JsonObject, names: Sequence[str]) -> JsonObject:
     return {**data, **{name: tuple(data[name]) for name in names}}

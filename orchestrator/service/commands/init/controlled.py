@@ -29,11 +29,11 @@ from orchestrator.service.commands.init.meanings import (
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
-from orchestrator.service.commands.init.vocabulary import Argv, Env
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 
 SEVERAL_RANKS = (

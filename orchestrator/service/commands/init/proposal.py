@@ -31,10 +31,10 @@ from orchestrator.service.commands.init.typed_command import (
     package_roots,
     read_command,
 )
-from orchestrator.service.commands.init.vocabulary import Env
-from orchestrator.service.json_object import JsonObject
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import parse_jobs
 
 YAML_WORDS = ("no", "yes", "on", "off", "true", "false", "null", "none", "y", "n")

@@ -14,9 +14,10 @@ from orchestrator.backends.attempts.launch_request import FLAGS_WITH_A_WORD
 from orchestrator.backends.attempts.program import interpreter_of
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.slurm import SlurmOptions
-from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, take_flag

@@ -27,8 +27,9 @@ from orchestrator.service.commands.init.slurm import (
     slurm_notes,
     slurm_options,
 )
-from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.trainer import program_name
 

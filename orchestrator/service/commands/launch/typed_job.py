@@ -11,10 +11,10 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import GUARD, RankRequest
 from orchestrator.service.commands.init.proposal import UNKNOWN_BATCH, Proposal, read_proposal
-from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import take_flag
