@@ -212,8 +212,6 @@ def _outcome(
             attempt=stint.attempt,
             first_step=0,
             step_s=stint.attempt.step_s,
-            peak_bytes=0,
-            capacity_bytes=0,
             launched_at_s=max(0.0, stint.launched_at_s - now_s),
             started_at_s=max(0.0, stint.launched_at_s + launch_cost_s - now_s),
             ended_at_s=None if stint.ended_at_s is None else stint.ended_at_s - now_s,

@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from itertools import groupby
 from math import ceil, inf
 from statistics import fmean, median
@@ -13,19 +14,16 @@ from typing import TypedDict
 
 from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
-from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
-from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -39,18 +37,6 @@ ROUNDING_S = 1e-3
 AS_FAST = 1 + 1e-9
 # below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
 SHORTEST_S = 10.0
-
-
-@frozen
-class Trouble:
-    """Probabilities of failures in a simulation."""
-
-    # of a job whose first attempt runs out of memory, so that it needs a lighter plan
-    oom_chance: float = 0.0
-    node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
-
-
-NO_TROUBLE = Trouble()
 
 
 @frozen
@@ -141,29 +127,6 @@ class Simulated:
     decisions_s: tuple[float, ...]
 
 
-class TraceNature:
-    """True durations by a trace: measured step times, and launches as long as the cluster declares."""
-
-    stop_share: Span = (0.0, 0.0)
-    save_s = SAVE_S
-    release_s: Span = (0.0, 0.0)
-
-    def __init__(self, arrivals: Sequence[Arrival], launch_cost_s: float) -> None:
-        self.startup_s: Span = (launch_cost_s, launch_cost_s)
-        self._arrivals = arrivals
-
-    def step_s(self, job: Job, attempt: Attempt) -> float:
-        """Return the step time measured on this placement, else the job's stated one with the trace's error."""
-        arrival = self._arrivals[job.order - 1]
-        shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
-        measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
-        return attempt.step_s * arrival.step_factor if measured is None else measured
-
-    def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:  # noqa: ARG002
-        """Return 0, since a trace has no memory measurements."""
-        return 0
-
-
 class NullJournal:
     """Journal that stores nothing, for a service that will not restart."""
 
@@ -218,15 +181,19 @@ class TimedScheduler(Scheduler):
         return actions
 
 
-def simulate(
-    trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = NO_TROUBLE
-) -> Simulated:
+def simulate(trace: Trace, cluster: ClusterSpec) -> Simulated:
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
 
     Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows.
     """
-    arrivals = list[Arrival]()  # as they are submitted
-    backend = backend_for(arrivals, cluster, seed=seed, trouble=trouble)
+    arrivals = list[Arrival]()
+    return play(trace, cluster, arrivals, backend_for(arrivals, cluster))
+
+
+def play(
+    trace: Trace, cluster: ClusterSpec, arrivals: list[Arrival], backend: SimulatedBackend
+) -> Simulated:
+    """Return the result on this backend; `arrivals` gets the jobs as they are submitted."""
     taken_s: list[float] = []
     controller = Controller(
         NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s)
@@ -234,16 +201,10 @@ def simulate(
     controller.turn(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
     turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
-    burst = stream(seed, "burst")
-    fault = Fault(kind=FaultKind.OOM, rank=0, step=1)
 
     def submit(together: Sequence[Arrival]) -> None:
-        bursts = [
-            (_with_deadline(arrival), fault if burst.random() < trouble.oom_chance else None)
-            for arrival in together
-        ]
         arrivals.extend(together)
-        controller.submit_all(bursts)
+        controller.submit_all([(_with_deadline(arrival), None) for arrival in together])
 
     def turn(wait_s: float) -> None:
         controller.turn(wait_s)
@@ -332,13 +293,17 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
-def backend_for(
-    arrivals: Sequence[Arrival], cluster: ClusterSpec, *, seed: int, trouble: Trouble
-) -> SimulatedBackend:
+def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec) -> SimulatedBackend:
     """Return a simulated backend in which these jobs, in order of submission, have their true durations."""
-    hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
-    nature = TraceNature(arrivals, cluster.launch_cost)
-    return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
+    return SimulatedBackend(cluster, partial(true_step_s, arrivals))
+
+
+def true_step_s(arrivals: Sequence[Arrival], job: Job, attempt: Attempt) -> float:
+    """Return the step time measured on this placement, else the job's stated one with the trace's error."""
+    arrival = arrivals[job.order - 1]
+    shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
+    measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
+    return attempt.step_s * arrival.step_factor if measured is None else measured
 
 
 def outcomes_of(

@@ -63,7 +63,7 @@ def simulate(
             run = _play_live(hardware, home, is_live=cluster is None)
         else:
             played = read_list(trace, home)
-            run = play(played, shift_maintenance(hardware, played.begins_s), seed=0)
+            run = play(played, shift_maintenance(hardware, played.begins_s))
     _print_run(run, hardware, as_json=as_json)
 
 
