@@ -196,15 +196,6 @@ class Launcher:
         """Send SIGKILL to all ranks after `grace_s` seconds, since other ranks failed or the attempt hangs."""
         self._kill_within(grace_s)
 
-    def read(self, rank: int, offset: int, size: int = 65536) -> bytes:
-        """Return at most `size` bytes of a rank's log from `offset`; b"" without a log."""
-        try:
-            with self._folder.log(rank).open("rb") as log:
-                log.seek(offset)
-                return log.read(min(size, 2**20))
-        except OSError:
-            return b""
-
     def _status(self) -> LauncherStatus:
         return {
             "version": self._version,

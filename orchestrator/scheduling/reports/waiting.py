@@ -77,7 +77,6 @@ class Blocked(NamedTuple):
     free: int
     obstacles: Mapping[Obstacle, tuple[Device, ...]]
     scattered: bool  # enough devices are left, but not on suitable nodes
-    usable: tuple[Device, ...]  # free devices without an obstacle
 
     @property
     def starts(self) -> bool:
@@ -234,8 +233,8 @@ class Waits:
                 left = tuple(device for device in left if device not in excluded)
                 obstacles[obstacle] = excluded
             if not _fits(entry.shape, left):
-                return Blocked(offer, len(free), obstacles, len(left) >= entry.devices, left)
-        return Blocked(offer, len(free), {}, scattered=False, usable=left)
+                return Blocked(offer, len(free), obstacles, len(left) >= entry.devices)
+        return Blocked(offer, len(free), {}, scattered=False)
 
     def _window_of(self, node: str) -> Window:
         """Return the next maintenance of a node; one that never begins where there is none."""
