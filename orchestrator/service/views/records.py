@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
-from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
@@ -345,20 +345,7 @@ def picture_view(picture: Picture) -> PictureView:
 
 def picture_from_view(view: PictureView) -> Picture:
     """Return the chart from its JSON."""
-    points = tuple(
-        Point(
-            step_s=point["step_s"],
-            needed_bytes=point["needed_bytes"],
-            mark=Mark(point["mark"]),
-            label=point["label"],
-            name=point["name"],
-            within_s=None
-            if point["within_s"] is None
-            else (point["within_s"][0], point["within_s"][1]),
-        )
-        for point in view["points"]
-    )
-    return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
+    return TypeAdapter(Picture).validate_python(view)
 
 
 def observations_view(observations: Sequence[Observation]) -> list[JsonObject]:
