@@ -117,6 +117,7 @@ STANDARD_LIBRARY_ONLY = {
             "run",
             "command_line",
             "errors",
+            "from_json",
             "frozen",
             "json_object",
             "profile",

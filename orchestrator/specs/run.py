@@ -35,18 +35,15 @@ from pathlib import Path
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
 from orchestrator.specs.choices import OffloadTarget
+from orchestrator.specs.from_json import from_json
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import (
     DataSpec,
     ModelSpec,
     TrainingSpec,
-    data_from_json,
-    model_from_json,
-    training_from_json,
 )
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import plan_from_json
 
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
 # modification time of each uploaded file: 2000-01-01, so that a later write shows
@@ -174,15 +171,7 @@ class TrainingRun:
 
 def training_run_from_json(data: JsonObject) -> TrainingRun:
     """Return the TrainingRun from the JSON form of `dataclasses.asdict`."""
-    return TrainingRun(
-        **{
-            **data,
-            "model": model_from_json(data["model"]),
-            "data": data_from_json(data["data"]),
-            "training": training_from_json(data["training"]),
-            "plan": plan_from_json(data["plan"]),
-        }
-    )
+    return from_json(TrainingRun, data)
 
 
 Report = GuardSettings | TrainingRun | Heartbeat | OomReport | ErrorReport

@@ -45,18 +45,6 @@ class Setting:
             return {text_of(value): value for value in (False, True)}
         return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
 
-    def from_json(self, value: Any) -> Any:
-        """Return the typed value from the JSON form of `dataclasses.asdict`."""
-        if self.kind is ParallelLayout:
-            return ParallelLayout(**value)
-        if _is_enum(self.kind):
-            return self.kind(value)
-        return (
-            tuple((phase, samples) for phase, samples in value)
-            if isinstance(value, list)
-            else value
-        )
-
 
 def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
@@ -76,11 +64,6 @@ def _plan_settings() -> tuple[Setting, ...]:
 
 
 SETTINGS = _plan_settings()  # in the order in which people read them
-
-
-def plan_from_json(data: JsonObject) -> Plan:
-    """Return the plan from the JSON form of `dataclasses.asdict`. Raises IllegalPlan for an illegal combination."""
-    return Plan(**{setting.name: setting.from_json(data[setting.name]) for setting in SETTINGS})
 
 
 @frozen

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
 from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.from_json import from_json
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.str_enum import StrEnum
@@ -199,29 +199,9 @@ class TrainingSpec(Strict):
 
 def model_from_json(data: JsonObject) -> ModelSpec:
     """Return the ModelSpec from the JSON form of `dataclasses.asdict`."""
-    decoder = data["decoder"]
-    lora = data["lora"]
-    return ModelSpec(
-        **{
-            **data,
-            "decoder": DecoderSpec(**decoder) if decoder else None,
-            "lora": LoraSpec(**_tuples(lora, ("target_modules",))) if lora else None,
-        }
-    )
-
-
-def data_from_json(data: JsonObject) -> DataSpec:
-    """Return the DataSpec from the JSON form of `dataclasses.asdict`."""
-    return DataSpec(**_tuples(data, ("text", "chat", "tokens", "tensors")))
+    return from_json(ModelSpec, data)
 
 
 def training_from_json(data: JsonObject) -> TrainingSpec:
     """Return the TrainingSpec from the JSON form of `dataclasses.asdict`."""
-    enums = {"optimizer": Optimizer(data["optimizer"]), "schedule": Schedule(data["schedule"])}
-    return TrainingSpec(
-        **{**data, **enums, "freeze": tuple(Freeze(**entry) for entry in data["freeze"])}
-    )
-
-
-def _tuples(data: JsonObject, names: Sequence[str]) -> JsonObject:
-    return {**data, **{name: tuple(data[name]) for name in names}}
+    return from_json(TrainingSpec, data)
