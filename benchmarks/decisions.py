@@ -15,7 +15,6 @@ from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.simulate import (
     FOREVER_S,
     NullJournal,
-    Trouble,
     backend_for,
     quantile,
 )
@@ -87,7 +86,7 @@ def decisions_at(cluster: ClusterSpec, pending: int, decisions: int) -> tuple[in
     kinds = [_kind(draw) for _ in range(40)]
     arrivals = [_arrival(draw, kinds) for _ in range(pending + RUNNING + decisions)]
     coming = iter(arrivals)
-    backend = backend_for(arrivals, cluster, seed=0, trouble=Trouble())
+    backend = backend_for(arrivals, cluster)
     taken_s: list[float] = []
     ended = 0
 

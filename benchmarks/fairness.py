@@ -51,17 +51,9 @@ class Waited:
 def figures() -> list[Figure]:
     say(f"{SEEDS} nights of {FLOOD} jobs at once, under three queues")
     nights = [night(seed) for seed in range(SEEDS)]
-    fair = [
-        one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, ALIKE, seed))
-    ]
-    alone = [
-        one
-        for seed, trace in enumerate(nights)
-        for one in waits(trace, ours(trace, UNSHARED, seed))
-    ]
-    fifo = [
-        one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, FIFO, seed))
-    ]
+    fair = [one for trace in nights for one in waits(trace, ours(trace, ALIKE))]
+    alone = [one for trace in nights for one in waits(trace, ours(trace, UNSHARED))]
+    fifo = [one for trace in nights for one in waits(trace, ours(trace, FIFO))]
     say(f"{SEEDS} nights of two teams with shares 2 : 1")
     large = [share_of(seed) for seed in range(SEEDS)]
     return [
@@ -104,9 +96,9 @@ def arrival(at_s: float, user: str, draw: random.Random) -> Arrival:
     return Arrival(at_s=at_s, spec=spec.model_copy(update={"user": user}))
 
 
-def ours(trace: Trace, policy: PolicySpec, seed: int) -> tuple[Outcome, ...]:
+def ours(trace: Trace, policy: PolicySpec) -> tuple[Outcome, ...]:
     cluster = cluster_of(DEVICES // 8, LAUNCH_S).model_copy(update={"policy": policy})
-    return simulate(trace, cluster, seed=seed).outcomes
+    return simulate(trace, cluster).outcomes
 
 
 def waits(trace: Trace, outcomes: Sequence[Outcome]) -> list[Waited]:
@@ -143,7 +135,7 @@ def share_of(seed: int) -> float:
         name="two floods",
         arrivals=tuple(arrival(0.0, user, draw) for user in ("ada", "bob") * 1000),
     )
-    outcomes = ours(trace, TWO_TO_ONE, seed)
+    outcomes = ours(trace, TWO_TO_ONE)
     users = [given.spec.user for given in trace.arrivals]
     until_s = min(
         max(

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.draws import misjudge
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.peers import Peer
 from benchmarks.side_by_side import SideBySide, measured, ranged
 from benchmarks.trace_files import read_trace, request_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.service.commands.simulate import Outcome, Simulated, simulate
 from orchestrator.specs.cluster import ClusterSpec
 
@@ -88,13 +89,12 @@ def _multi_tenant(
     for sigma, told in ((0.0, ""), (0.5, ", told lognormal(0.5)")):
         say(f"{where}, {len(inputs)} shaken inputs{told}")
         runs = [
-            simulate(misjudge(trace, sigma, seed), cluster, seed=seed)
-            for seed, trace in enumerate(inputs)
+            simulate(misjudge(trace, sigma, seed), cluster) for seed, trace in enumerate(inputs)
         ]
         shown.add("mt on 8x8", f"ours{told}", [measured(run) for run in runs])
         found += _of_runs(f"{where}{told}", runs, is_told=not sigma)
     alike = [_all(one, _without_promise) for one in inputs]
-    runs = [simulate(one, cluster, seed=seed) for seed, one in enumerate(alike)]
+    runs = [simulate(one, cluster) for one in alike]
     shown.add("mt on 8x8", "ours without promises", [measured(run) for run in runs])
     return found
 
@@ -162,9 +162,7 @@ def _best_plan(
                     continue
                 say(f"{name}, {len(inputs)} shaken inputs {how}: {queue}")
                 played = inputs if change is None else [_all(one, change) for one in inputs]
-                runs = [
-                    measured(simulate(one, hardware, seed=seed)) for seed, one in enumerate(played)
-                ]
+                runs = [measured(simulate(one, hardware)) for one in played]
                 shown.add(f"{name.partition(',')[0]} on 8x8, {how}", queue, runs)
                 completions = [one["mean completion"] for one in runs]
                 title = ranged(f"{name}, jobs {how}, {queue}: mean completion", completions)

@@ -64,7 +64,7 @@ def main() -> None:
         ("philly", ("philly", "philly.csv"), PHILLY_NODES, 30.0),
     ):
         print(
-            f"trace {name} {trace(simulate(published(*parts), cluster_of(count, launch_s), seed=0).outcomes)}"
+            f"trace {name} {trace(simulate(published(*parts), cluster_of(count, launch_s)).outcomes)}"
         )
 
 

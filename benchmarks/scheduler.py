@@ -19,13 +19,13 @@ from statistics import fmean
 from rich.console import Console
 
 from benchmarks.decisions import decision_figures
+from benchmarks.draws import misjudge, stream
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from benchmarks.trace_files import read_trace
-from orchestrator.backends.simulated.nature import stream
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, trace_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
@@ -125,15 +125,15 @@ def published(*parts: str) -> Trace:
 
 def ours(cluster: ClusterSpec, sigma: float = 0.0) -> Play:
     """Our queue, told times whose logarithm is off by `sigma`."""
-    return lambda trace, seed: simulate(misjudge(trace, sigma, seed), cluster, seed=seed)
+    return lambda trace, seed: simulate(misjudge(trace, sigma, seed), cluster)
 
 
 def theirs(order: str, cluster: ClusterSpec) -> Play:
     """Another policy, with as many devices for each job as its user asked for; slowdowns count from the best number."""
 
-    def play(trace: Trace, seed: int) -> Simulated:
+    def play(trace: Trace, _: int) -> Simulated:
         asked = replace(trace, arrivals=tuple(map(as_asked, trace.arrivals)))
-        run = simulate(asked, cluster.with_order(order), seed=seed)
+        run = simulate(asked, cluster.with_order(order))
         devices = sum(node.devices * node.count for node in cluster.nodes)
         outcomes = tuple(
             replace(one, alone_s=cluster.launch_cost + alone_s(arrival, devices))
@@ -431,7 +431,7 @@ def philly_figures(shown: SideBySide) -> list[Figure]:
     name = f"philly on {PHILLY_NODES}x8"
     say(f"{name}, {len(trace.arrivals)} jobs: {OURS}")
     begin_s = time.process_time()
-    run = simulate(trace, cluster, seed=0)
+    run = simulate(trace, cluster)
     replay_s, decided_s, mine = time.process_time() - begin_s, sum(run.decisions_s), measured(run)
     yard_s = yardstick_s()
     del run

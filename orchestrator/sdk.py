@@ -341,8 +341,24 @@ class Job:
         return folder
 
 
+def _in_thread(
+    method: Callable[Concatenate[Any, Arguments], Answer], attribute: str
+) -> Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Answer]]:
+    """Return the method of an attribute as a coroutine that runs it in a thread."""
+
+    @wraps(method)
+    async def call(own: Any, /, *args: Arguments.args, **keywords: Arguments.kwargs) -> Answer:
+        return await asyncio.to_thread(method, getattr(own, attribute), *args, **keywords)
+
+    return call
+
+
 class AsyncClient:
     """`Client` with coroutines; each request runs in a thread."""
+
+    queue = _in_thread(Client.queue, "_client")
+    report = _in_thread(Client.report, "_client")
+    close = _in_thread(Client.close, "_client")
 
     def __init__(self, service: str | Path | None = None) -> None:
         self._client = Client(service)
@@ -374,18 +390,6 @@ class AsyncClient:
         """Return an earlier job, as `Client.job` does."""
         return AsyncJob(await asyncio.to_thread(self._client.job, job_id))
 
-    async def queue(self, ended: int = 100) -> list[JobView]:
-        """Return live and ended jobs, as `Client.queue` does."""
-        return await asyncio.to_thread(self._client.queue, ended)
-
-    async def report(self, since_s: float) -> MorningReport:
-        """Return what happened since then, as `Client.report` does."""
-        return await asyncio.to_thread(self._client.report, since_s)
-
-    async def close(self) -> None:
-        """Close the connection; jobs go on."""
-        await asyncio.to_thread(self._client.close)
-
     async def __aenter__(self) -> AsyncClient:
         return self
 
@@ -398,31 +402,19 @@ class AsyncClient:
         await self.close()
 
 
-def _in_thread(
-    method: Callable[Concatenate[Job, Arguments], Answer],
-) -> Callable[Concatenate[AsyncJob, Arguments], Coroutine[Any, Any, Answer]]:
-    """Return a method of Job as one of AsyncJob: a coroutine that runs it in a thread."""
-
-    @wraps(method)
-    async def call(job: AsyncJob, /, *args: Arguments.args, **keywords: Arguments.kwargs) -> Answer:
-        return await asyncio.to_thread(method, job._job, *args, **keywords)
-
-    return call
-
-
 class AsyncJob:
     """`Job` with coroutines."""
 
-    info = _in_thread(Job.info)
-    status = _in_thread(Job.status)
-    done = _in_thread(Job.done)
-    cancel = _in_thread(Job.cancel)
-    hold = _in_thread(Job.hold)
-    release = _in_thread(Job.release)
-    suspend = _in_thread(Job.suspend)
-    resume = _in_thread(Job.resume)
-    logs = _in_thread(Job.logs)
-    fetch = _in_thread(Job.fetch)
+    info = _in_thread(Job.info, "_job")
+    status = _in_thread(Job.status, "_job")
+    done = _in_thread(Job.done, "_job")
+    cancel = _in_thread(Job.cancel, "_job")
+    hold = _in_thread(Job.hold, "_job")
+    release = _in_thread(Job.release, "_job")
+    suspend = _in_thread(Job.suspend, "_job")
+    resume = _in_thread(Job.resume, "_job")
+    logs = _in_thread(Job.logs, "_job")
+    fetch = _in_thread(Job.fetch, "_job")
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -9,9 +9,9 @@ from tests.size import PACKAGE_NODES_MAX, Counts, count, modules
 # Of 2026-11-29. An anchor of our size has 3 to 12 conditional expressions in 1,000 lines, we had 40.
 # A limit may only fall: lower it with the commit that made the number smaller.
 LIMITS = {
-    "conditional expressions in 1,000 statements": 45.9,
-    "comprehensions in 1,000 statements": 57.1,
-    "nested comprehensions": 246,
+    "conditional expressions in 1,000 statements": 44.9,
+    "comprehensions in 1,000 statements": 55.8,
+    "nested comprehensions": 238,
     "functions with more than ten decisions": 153,
 }
 SLACK = 0.02  # of a limit: so far below, the limit is lowered

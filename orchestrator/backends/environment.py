@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
+
+from orchestrator.specs.command_line import Env
 
 CHOSEN_BY_RAY = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 INHERITED = (  # a trailing * stands for any end; docs/security.md has the same list
@@ -78,7 +80,7 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name.upper()) is not None
 
 
-def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+def inherited(environment: Env) -> dict[str, str]:
     """Return the variables of INHERITED, without those with secret names and proxies whose address has a password."""
     passed = matching(environment, INHERITED)
     return {
@@ -88,7 +90,7 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+def matching(environment: Env, patterns: Iterable[str]) -> dict[str, str]:
     """Return the variables that match a pattern. A pattern with * never matches secret names."""
     starts = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
     names = {name for name in environment if name.startswith(starts) and not is_secret(name)}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, placement_text
 from orchestrator.specs.events import Event
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.settings import in_short
@@ -21,7 +21,7 @@ OutboxRow = tuple[int, Record]  # its number, which is never given again, and wh
 Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Totals:
     """Row counts of a journal (event log)."""
 
@@ -33,7 +33,7 @@ class Totals:
     ]  # when the oldest of them was made, for each target that lacks one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Submission:
     """The jobs that were submitted under an idempotency key."""
 
@@ -41,7 +41,7 @@ class Submission:
     ids: tuple[str, ...]  # of its jobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Lookups:
     """Callbacks by which a tracker queries the service, from any thread."""
 

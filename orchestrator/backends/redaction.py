@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from orchestrator.backends.environment import is_secret
 from orchestrator.specs.attempt import Evidence
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
 
@@ -18,17 +19,17 @@ SHORTEST_BY_NAME = 8  # of what is a secret by its variable's name alone: `MAX_T
 Hide = Callable[[str], str]
 
 
-def hider(spec: JobSpec, environment: Mapping[str, str]) -> Hide:
+def hider(spec: JobSpec, environment: Env) -> Hide:
     """Return a function that replaces values of the job's secrets and variables in a text by their names."""
     return _hider([*_secrets(spec, environment), *((value, name) for name, value in spec.env)])
 
 
-def without_secrets(evidence: Evidence, spec: JobSpec, environment: Mapping[str, str]) -> Evidence:
+def without_secrets(evidence: Evidence, spec: JobSpec, environment: Env) -> Evidence:
     """Return the evidence with values of the job's secrets replaced by their names."""
     return _hide_in(evidence, _hider(_secrets(spec, environment)))
 
 
-def hidden_bytes(spec: JobSpec, environment: Mapping[str, str]) -> tuple[bytes, ...]:
+def hidden_bytes(spec: JobSpec, environment: Env) -> tuple[bytes, ...]:
     """Return the values of the job's secrets, for `mask`."""
     values = {value.encode(errors="surrogateescape") for value, _ in _secrets(spec, environment)}
     return tuple(sorted(value for value in values if len(value) >= SHORTEST_HIDDEN))
@@ -49,7 +50,7 @@ def mask(text: bytes, values: Sequence[bytes]) -> bytes:
     return text
 
 
-def _secrets(spec: JobSpec, environment: Mapping[str, str]) -> list[tuple[str, str]]:
+def _secrets(spec: JobSpec, environment: Env) -> list[tuple[str, str]]:
     """Return (value, name) of the job's secrets, and of every variable of service or job that is named like one."""
     by_name = [
         (value, name) for name, value in (*environment.items(), *spec.env) if is_secret(name)

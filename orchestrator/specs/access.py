@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from orchestrator.specs.frozen import frozen
 
 
 class Role(StrEnum):
@@ -22,7 +23,7 @@ class Role(StrEnum):
 _RANKS = {role: rank for rank, role in enumerate(Role)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Principal:
     """The authenticated sender of a request, with its role."""
 

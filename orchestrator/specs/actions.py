@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from orchestrator.specs.attempt import Attempt, attempt_name
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Launch:
     """Start an attempt. The backend answers with Started, then Finished; a failed launch gets Finished alone."""
 
@@ -17,7 +16,7 @@ class Launch:
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Stop:
     """End an attempt: SIGTERM, then SIGKILL after `grace_s` seconds. The backend answers with Finished."""
 
@@ -30,7 +29,7 @@ class Stop:
         return attempt_name(self.job_id, self.number)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Record:
     """Send the current record of a job, and of `attempt` unless None, to the experiment tracker."""
 
@@ -38,7 +37,7 @@ class Record:
     attempt: Attempt | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Archive:
     """Store the final record of a job for good. It has ended, its devices are free, and the scheduler dropped it."""
 

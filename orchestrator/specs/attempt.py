@@ -5,16 +5,16 @@ Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, OwnSettings
 from orchestrator.specs.settings import Change
 from orchestrator.specs.str_enum import StrEnum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NodeDevices:
     """The devices that an attempt uses on one node, by index."""
 
@@ -149,7 +149,7 @@ class Phase(StrEnum):
     CHECKPOINTING = "checkpointing"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ending:
     """Features of an unexplained end of an attempt, by which a later end of the same cause is recognised."""
 
@@ -160,7 +160,7 @@ class Ending:
     may_pass: bool  # the operating system or a network refused something that may succeed later
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Verdict:
     """How a job goes on after an end that nothing explains, or after a shortage."""
 
@@ -194,7 +194,7 @@ class About(StrEnum):
     LEFT_EARLY = "left_early"  # exit 0 without its results or its steps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Failure:
     """The diagnosis of a failed attempt: its kind, a sentence for people, and the log lines that show it."""
 
@@ -211,7 +211,7 @@ class Failure:
     about: About | None = None  # None where it names nothing but the program
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class OomReport:
     """An out-of-memory report of one rank, written by the guard (our hook inside its process). Sizes are in bytes."""
 
@@ -231,7 +231,7 @@ class OomReport:
     count: int = 1  # number of such errors of this rank so far
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ErrorReport:
     """The exception that ended a rank, as the guard (our hook inside each rank's process) wrote it."""
 
@@ -244,7 +244,7 @@ class ErrorReport:
     bases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Heartbeat:
     """The newest progress report of a rank. Each report replaces the one before it."""
 
@@ -276,7 +276,7 @@ class Heartbeat:
     mixing: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Finding:
     """A log line that suggests a cause of failure, with its place in the log."""
 
@@ -291,7 +291,7 @@ class Finding:
     is_exception: bool = False  # it ended its rank as far as the log tells; else a line beside it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankEnd:
     """How the process of one rank ended. `exit_code` is the exit code, or minus the signal number; None if unknown.
 
@@ -306,7 +306,7 @@ class RankEnd:
     root_exit_code: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Evidence:
     """Raw facts collected at the end of an attempt (one launch of a job). `scheduling.classify` diagnoses them."""
 
@@ -348,7 +348,7 @@ class Evidence:
     collect_error: str | None = None  # nothing that it left could be read: the error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Pace:
     """Measured training speed of a running attempt."""
 
@@ -383,7 +383,7 @@ class StopCause(StrEnum):
     PERSON = "person"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Attempt:
     """An attempt: one launch of a job, with its plan, devices and outcome.
 

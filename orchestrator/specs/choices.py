@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.str_enum import StrEnum
 
 
@@ -94,7 +94,7 @@ class Degradation(IntEnum):
 AXES = ("dp", "cp", "tp", "pp")  # ranks from the slowest to the fastest: pp, dp, cp, tp
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ParallelLayout:
     """Degrees of data, context, tensor and pipeline parallelism. Their product is the number of ranks."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from functools import lru_cache
 from itertools import pairwise
 from zoneinfo import ZoneInfo
+
+from orchestrator.specs.frozen import frozen
 
 DAY_MIN = 24 * 60
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
@@ -22,7 +23,7 @@ _SPAN = re.compile(rf"{_TIME}-(?:{_TIME}|24:00)")
 _DAY_LIST = re.compile(r"[a-z]{3}(-[a-z]{3})?(,[a-z]{3}(-[a-z]{3})?)*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Window:
     """Daily hours, such as 22:00-08:00, optionally of some weekdays. `days` are the weekdays on which they begin."""
 
@@ -71,7 +72,7 @@ class Window:
         return next(span for span in _spans(self, today) if span[1] > from_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Deadline:
     """A time of day by which a job should be done: on `day`, or at its next occurrence where `day` is None."""
 

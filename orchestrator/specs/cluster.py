@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -21,6 +20,8 @@ from orchestrator.specs.device_kind import DeviceId, DeviceKind
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.fields import Bandwidth, Bytes, Name, Seconds, UserName
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.oidc import OidcSpec
@@ -285,7 +286,7 @@ class ClusterSpec(SpecModel):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Node:
     """A live node: its devices by index, with the free bytes last reported for each."""
 
@@ -344,6 +345,6 @@ def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
     )
 
 
-def cluster_json_schema() -> dict[str, Any]:
+def cluster_json_schema() -> JsonObject:
     """Return the JSON Schema (2020-12) of a cluster file, for editors."""
     return json_schema_of(ClusterSpec)

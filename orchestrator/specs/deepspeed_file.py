@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 from orchestrator.specs.choices import ZeroStage
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.replace import replace
 
 # A plan decides these. A job that fixes one says so in its `plan`, `global_batch_size` or `precision`.
@@ -30,7 +30,7 @@ AUTO = "auto"  # transformers fills it in; of a buffer's size our own number sta
 ELEMENTS_MAX = 10**15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Buckets:
     """Sizes of DeepSpeed's buffers in elements, as `engines/deepspeed_settings.py` sets them (tested)."""
 

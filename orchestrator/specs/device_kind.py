@@ -5,14 +5,13 @@ A kind cannot be defined before it says every trait: no trait has a default. Sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.str_enum import StrEnum
 
 DeviceId = int | str  # of a device, as its driver counts, or its UUID
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeviceTraits:
     """The traits of a kind of device, as memory, cost, placement and launches use them."""
 

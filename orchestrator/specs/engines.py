@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -17,11 +16,12 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.errors import refuse_unknown
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan_fields import PlanFields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EngineFacts:
     """Fixed properties of an engine. How it shards training state is in the plan's `mechanics`."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.specs.attempt import Evidence, Pace
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.fault import Fault
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RequestKey:
     """Idempotency key of a submission: a repeated one is recognised by it."""
 
@@ -21,7 +21,7 @@ class RequestKey:
     digest: str  # SHA-256 of the request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Submitted:
     job_id: str
     order: int  # number among all submissions ever: 1, 2, 3 ...
@@ -41,7 +41,7 @@ class Submitted:
     type: Literal["submitted"] = "submitted"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CancelRequested:
     job_id: str
     reason: str = ""  # of the service's own; "" where somebody asked
@@ -49,7 +49,7 @@ class CancelRequested:
     type: Literal["cancel_requested"] = "cancel_requested"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RetryRequested:
     """A person released a job that waited for an answer, with the changes in `spec`."""
 
@@ -59,7 +59,7 @@ class RetryRequested:
     type: Literal["retry_requested"] = "retry_requested"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class UpdateRequested:
     """A person changed an unfinished job: its hold, priority, deadline or time limit."""
 
@@ -71,7 +71,7 @@ class UpdateRequested:
     type: Literal["update_requested"] = "update_requested"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DrainRequested:
     """A person drained a node: it takes no new attempts. With `undo` it takes them again."""
 
@@ -81,7 +81,7 @@ class DrainRequested:
     type: Literal["drain_requested"] = "drain_requested"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NodesSeen:
     """The live nodes of the whole cluster; a node that is missing here is gone.
 
@@ -95,7 +95,7 @@ class NodesSeen:
     type: Literal["nodes_seen"] = "nodes_seen"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Started:
     """Every rank of an attempt has a running process."""
 
@@ -105,7 +105,7 @@ class Started:
     type: Literal["started"] = "started"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PaceReported:
     """A running attempt reported a new training speed."""
 
@@ -116,7 +116,7 @@ class PaceReported:
     type: Literal["paced"] = "paced"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Finished:
     """Every process of an attempt has ended."""
 
@@ -127,7 +127,7 @@ class Finished:
     type: Literal["finished"] = "finished"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Released:
     """The devices of an ended attempt report their memory free again."""
 
@@ -137,7 +137,7 @@ class Released:
     type: Literal["released"] = "released"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Observed:
     """Observations (predicted and measured outcomes) were imported from elsewhere, or from an earlier home folder."""
 
@@ -146,7 +146,7 @@ class Observed:
     type: Literal["observed"] = "observed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TimerFired:
     """The time of `Scheduler.wake_at_s` has come."""
 

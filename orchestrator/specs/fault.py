@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from orchestrator.specs.frozen import frozen
 
 
 class FaultKind(StrEnum):
@@ -16,7 +17,7 @@ class FaultKind(StrEnum):
     HANG = "hang"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fault:
     """A real failure to inject into the first attempt: on this rank, before this optimizer step completes."""
 

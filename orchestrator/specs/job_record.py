@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.fault import Fault
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sections import Dependency
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.pending import Facts, Pending
@@ -28,7 +28,7 @@ class JobStatus(StrEnum):
         return self not in (JobStatus.QUEUED, JobStatus.RUNNING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Job:
     """A submitted job with its status, its attempts (launches) and its dependencies."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Any
 
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.yaml_text import read_document
 
 
-def load_table(package: str | None, name: str) -> dict[str, Any]:
+def load_table(package: str | None, name: str) -> JsonObject:
     """Return the plain data of a package's file `NAME.yaml`, read anew by each call."""
     assert package is not None, "a script, not a module of a package"
     path = files(package) / f"{name}.yaml"

@@ -31,6 +31,7 @@ from orchestrator.specs.job.pins import GIVEN as PLAN_SETTINGS
 from orchestrator.specs.job.sections import Remedy
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_no_text
 from orchestrator.specs.preset_file import with_preset_file
 from orchestrator.specs.replace import replace
@@ -213,7 +214,7 @@ def trial_of(
 ) -> JobSpec:
     """Return trial `number` of the sweep, built from its first trial. Raises SpecError for illegal parameters."""
     assert first.trial is not None, first.name
-    data: dict[str, Any] = first.model_dump(mode="json")
+    data: JsonObject = first.model_dump(mode="json")
     row = {INDEX: number, **parameters}
     for keys, text in first.trial.template:
         place = data

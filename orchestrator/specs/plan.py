@@ -5,15 +5,14 @@ Training processes read it too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.engines import why_illegal
 from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan_fields import PlanFields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Plan(PlanFields):
     """The legal settings of one run: parallelism, batch, precision and so on. An illegal set raises IllegalPlan."""
 

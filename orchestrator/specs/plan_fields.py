@@ -6,7 +6,7 @@ Training processes read it too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from orchestrator.specs.choices import (
@@ -24,6 +24,7 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.errors import refuse_unknown
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.mechanics import (
     Fsdp2,
     Mechanics,
@@ -112,7 +113,7 @@ def _sharding_in_short(plan: PlanFields) -> list[str]:
     return [name, "weights kept gathered"] if mechanics.keeps_gathered else [name]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlanFields:
     """The settings of a plan, legal or not. `specs.plan.Plan` is always legal.
 

@@ -7,10 +7,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.str_enum import StrEnum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LossChunks:
     """Memory of a loss that is computed in chunks of tokens, on top of its segment's saved bytes."""
 
@@ -38,7 +39,7 @@ class BackwardPeak(NamedTuple):
     mode: ActivationCheckpointing | None = None  # kind of checkpointing; None: any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Segment:
     """`count` equal parts (such as layers) of a model. Bytes and FLOPs are per part; activations also per sample."""
 
@@ -192,7 +193,7 @@ WITHOUT_SECONDS = (
 )  # the same, until an attempt has measured a step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MeasuredLine:
     """Measured memory of a script's rank as a line: bytes = fixed_bytes + sample_bytes x micro-batch size."""
 
@@ -201,7 +202,7 @@ class MeasuredLine:
     is_of_one_rank: bool  # which had no buckets for gradients
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class OwnSettings:
     """Settings that a script uses by default. Assumptions about its memory are relative to them."""
 
@@ -313,7 +314,7 @@ class ModelProfile:
         return sum(segment.count * segment.forward_flops for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TracedProfile:
     """A traced profile, with the settings it was traced at: tokens per sample, autocast or not, CUDA or not."""
 
@@ -323,7 +324,7 @@ class TracedProfile:
     cuda: bool = False  # whether autocast does as on CUDA, where more operations compute in fp32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MomentBytes:
     """Live bytes of one rank at one candidate for the memory peak, split by how they are predicted."""
 
@@ -333,7 +334,7 @@ class MomentBytes:
     activation_bytes: int  # as the profile says: what measurements correct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MemoryEstimate:
     """Predicted peak memory of the rank that needs most, in bytes."""
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.packaged import load_table
 
 WRITTEN = "2026-11-28"
@@ -33,7 +34,7 @@ def load_published() -> Mapping[str, PublishedModel]:
         columns = family["columns"]
         for name, (parameters, *row) in family["models"].items():
             sizes = dict(zip(columns, row[: len(columns)], strict=True))
-            extras: dict[str, Any] = dict(*row[len(columns) :])
+            extras: JsonObject = dict(*row[len(columns) :])
             models[name] = PublishedModel(family["config"] | sizes | extras, parameters)
     return models
 
@@ -66,7 +67,7 @@ def nearest_models(name: str) -> list[str]:
     return sorted(models, key=lambda entry: -likeness[entry])[:3]
 
 
-def published_sizes(name: str) -> dict[str, Any]:
+def published_sizes(name: str) -> JsonObject:
     """Return the stored configuration of a hub repository; {} where the table has none.
 
     The lookup ignores case and the endings -Instruct, -it and -hf.

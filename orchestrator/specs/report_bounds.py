@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.metric_row import is_bounded_number
 
 BYTES_MAX = 2**60  # of a field that counts bytes
@@ -20,13 +21,13 @@ LONG_TEXTS = {"message": 64 * 1024, "traceback": 64 * 1024}  # whose ends are ke
 Report = TypeVar("Report")
 
 
-def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def bounded_values(kind: type[Any], data: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
     """Return the values of a report's fields that are typed and in range, and reasons for those that are not.
 
     A loss that is infinite or NaN is left out without a reason: trainings diverge.
     """
     hashable: Any = kind  # mypy takes no type for one
-    values = dict[str, Any]()
+    values = JsonObject()
     reasons = list[str]()
     for name, adapter in field_adapters(hashable).items():
         if name not in data:

@@ -31,22 +31,19 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
 from orchestrator.specs.choices import OffloadTarget
+from orchestrator.specs.from_json import from_json
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import (
     DataSpec,
     ModelSpec,
     TrainingSpec,
-    data_from_json,
-    model_from_json,
-    training_from_json,
 )
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import plan_from_json
 
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
 # modification time of each uploaded file: 2000-01-01, so that a later write shows
@@ -132,7 +129,7 @@ class AttemptFolder:
         return self.path / f"rank{rank}.error.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GuardSettings:
     """Settings of the guard (our hook inside each rank's process), the same for all ranks of an attempt."""
 
@@ -145,7 +142,7 @@ class GuardSettings:
     heartbeat_interval_s: float = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingRun:
     """Everything that our engines need to run an attempt (one launch of a job)."""
 
@@ -172,17 +169,9 @@ class TrainingRun:
         return Path(self.nvme_folder) / f"{Path(self.job_folder).name}-{digest}" / str(self.epoch)
 
 
-def training_run_from_json(data: dict[str, Any]) -> TrainingRun:
+def training_run_from_json(data: JsonObject) -> TrainingRun:
     """Return the TrainingRun from the JSON form of `dataclasses.asdict`."""
-    return TrainingRun(
-        **{
-            **data,
-            "model": model_from_json(data["model"]),
-            "data": data_from_json(data["data"]),
-            "training": training_from_json(data["training"]),
-            "plan": plan_from_json(data["plan"]),
-        }
-    )
+    return from_json(TrainingRun, data)
 
 
 Report = GuardSettings | TrainingRun | Heartbeat | OomReport | ErrorReport

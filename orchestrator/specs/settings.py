@@ -9,6 +9,8 @@ from functools import cached_property
 from typing import Any, get_type_hints
 
 from orchestrator.specs.choices import AXES, Degradation, ParallelLayout
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 
 
@@ -37,23 +39,11 @@ class Setting:
         return AXES if self.kind is ParallelLayout else (self.name,)
 
     @cached_property
-    def choices(self) -> dict[str, Any]:
+    def choices(self) -> JsonObject:
         """Allowed values by their text; {} where the setting is a number."""
         if self.kind is bool:
             return {text_of(value): value for value in (False, True)}
         return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
-
-    def from_json(self, value: Any) -> Any:
-        """Return the typed value from the JSON form of `dataclasses.asdict`."""
-        if self.kind is ParallelLayout:
-            return ParallelLayout(**value)
-        if _is_enum(self.kind):
-            return self.kind(value)
-        return (
-            tuple((phase, samples) for phase, samples in value)
-            if isinstance(value, list)
-            else value
-        )
 
 
 def _is_enum(kind: Any) -> bool:
@@ -76,12 +66,7 @@ def _plan_settings() -> tuple[Setting, ...]:
 SETTINGS = _plan_settings()  # in the order in which people read them
 
 
-def plan_from_json(data: dict[str, Any]) -> Plan:
-    """Return the plan from the JSON form of `dataclasses.asdict`. Raises IllegalPlan for an illegal combination."""
-    return Plan(**{setting.name: setting.from_json(data[setting.name]) for setting in SETTINGS})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Change:
     """A setting that differs between two plans, with both values as text."""
 

@@ -19,6 +19,7 @@ from pydantic import (
 
 from orchestrator.specs import units
 from orchestrator.specs.globs import parse_glob
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.packaged import load_table
 from orchestrator.specs.patterns import compile_pattern
 
@@ -124,7 +125,7 @@ Number = Annotated[
 ]
 
 
-def json_schema_of(noun: type[SpecModel]) -> dict[str, Any]:
+def json_schema_of(noun: type[SpecModel]) -> JsonObject:
     """Return the JSON Schema (2020-12) of a file of this type. Defaults appear as in a file: `10min`, not 600.0."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | noun.model_json_schema()
     for section in (schema, *schema.setdefault("$defs", {}).values()):
@@ -149,7 +150,7 @@ def _add_meanings(schema: Any, sections: Mapping[str, Mapping[str, Any]]) -> Non
                 key["examples"] = [entry["example"]]
 
 
-def _default_in_file(default: object, key: dict[str, Any]) -> object:
+def _default_in_file(default: object, key: JsonObject) -> object:
     if default == [] and key.get("type") == "object":
         return {}
     if isinstance(default, bool) or not isinstance(default, int | float):

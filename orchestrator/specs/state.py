@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from pydantic import InstanceOf
 
 from orchestrator.specs.attempt import Placement
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.observation import Observation
@@ -15,7 +16,7 @@ from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.suspension import Suspension, UnexplainedEnd
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Reservation:
     """Devices promised to a waiting job, for the time that it is expected to need them."""
 
@@ -25,7 +26,7 @@ class Reservation:
     placement: Placement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Demand:
     """Device-seconds of recently submitted jobs, grouped by job length, decayed to `at_s`."""
 
@@ -34,7 +35,7 @@ class Demand:
     device_s: tuple[float, ...]  # by job length: 1 to 2 seconds, 2 to 4, 4 to 8 ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Usage:
     """Device-seconds of a user's finished attempts, decayed to `at_s`."""
 
@@ -43,7 +44,7 @@ class Usage:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunLength:
     """How long an attempt took that ended. Lengths that nobody told are predicted from these."""
 
@@ -55,7 +56,7 @@ class RunLength:
     step_ratio: float | None  # measured / predicted seconds of a step, where no speed is predicted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Credit:
     """Device-seconds that may be spent, as of a time; below zero in debt. See scheduling/base/credit.py."""
 
@@ -64,7 +65,7 @@ class Credit:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class UnreadableDevice:
     """A device that the driver cannot read, and since when, in seconds since 1970."""
 
@@ -73,7 +74,7 @@ class UnreadableDevice:
     since_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class State:
     """Everything that a scheduler decision reads. It is immutable: each event makes a new one.
 

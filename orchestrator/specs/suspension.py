@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from orchestrator.specs.attempt import Ending, Placement
+from orchestrator.specs.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class UnexplainedEnd:
     """An attempt that ended for no known reason. Later unexplained ends are compared with it."""
 
@@ -18,7 +17,7 @@ class UnexplainedEnd:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Suspension:
     """A device or node that takes no new attempts until `until_s`, after failures that nothing else explains."""
 

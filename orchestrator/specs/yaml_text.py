@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 
 TEXT_LENGTH_MAX = 2**18
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
@@ -28,12 +29,12 @@ _FLOAT = re.compile(
 _WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Document:
     """The plain data of one file, and the line number of each path in it (0: from the command line)."""
 
     source: str
-    data: dict[str, Any]
+    data: JsonObject
     lines: Mapping[Path, int]
 
 
@@ -105,7 +106,7 @@ def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> 
         return [
             _plain(value, (*path, index), source, lines) for index, value in enumerate(node.value)
         ]
-    data: dict[str, Any] = {}
+    data: JsonObject = {}
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):

@@ -6,7 +6,6 @@ import gc
 import json
 import signal
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -14,6 +13,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.run import AttemptFolder, TrainingRun
 from orchestrator.training import progress
 from orchestrator.training.build import build_engine, build_recipe
@@ -34,7 +34,7 @@ SAVING_TIMEOUT = timedelta(
 LAST_SAVE_S = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ranks:
     """The position of this process among the ranks, and its device."""
 

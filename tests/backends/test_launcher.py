@@ -177,16 +177,6 @@ def test_a_long_poll_answers_on_change_and_at_its_timeout(
     await_end(launcher)
 
 
-def test_logs_are_read_from_an_offset(folder: AttemptFolder) -> None:
-    launcher = launcher_of(folder)
-    launcher.start(ranks_of("exit:0"), "/")
-    await_end(launcher)
-    text = folder.log(0).read_bytes()
-    assert launcher.read(0, 0, 10) + launcher.read(0, 10) == text
-    assert launcher.read(0, len(text)) == b""
-    assert launcher.read(9, 0) == b""
-
-
 LAUNCHING_PROCESS = """
 import sys, time
 from tests.backends.test_launcher import AttemptFolder, launcher_of, ranks_of

@@ -9,8 +9,9 @@ from statistics import median, pstdev
 
 import pytest
 
+from benchmarks.draws import misjudge
 from benchmarks.trace_files import SCALING, _read_speeds, read_trace
-from orchestrator.backends.simulated.traces import Trace, misjudge
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.specs.errors import SpecError
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.specs.choices import Engine, ZeroStage
+from orchestrator.specs.from_json import from_json
 from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec, model_from_json
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun, plan_from_json
+from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun
 from tests.ranks import Rank, start_ranks
 
 STEPS = 2  # DDP rebuilds its buckets in the second
@@ -141,7 +142,7 @@ def main(folder: Path, rank: int) -> None:
             **{
                 **fields,
                 "model": model_from_json(fields["model"]),
-                "plan": plan_from_json(fields["plan"]),
+                "plan": from_json(Plan, fields["plan"]),
             }
         )
         try:

@@ -19,11 +19,11 @@ from typing import Any
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.access import Role
 from orchestrator.specs.events import RequestKey
 from orchestrator.specs.job.spec import JobSpec
+from tests.scheduling.faulty_world import FaultyBackend
 from tests.scheduling.world import CLUSTERS, STORM, decoder, script, too_large
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def write_journal(path: Path) -> dict[str, Any]:
     with closing(Journal(f"sqlite:///{path}")) as journal:
         journal.outbox.register(["mlflow", "jsonl"])
         journal.notices.register(["mail"])
-        backend = SimulatedBackend(CLUSTER, seed=3, hazards=STORM, repeat_chance=0.3)
+        backend = FaultyBackend(CLUSTER, seed=3, hazards=STORM, repeat_chance=0.3)
         controller = Controller(journal, backend, backend.now)
         accounts = Accounts(journal.database.transaction, backend.now)
         accounts.set_user("ada", Role.MEMBER)
@@ -100,7 +100,7 @@ def read_journal(path: Path) -> dict[str, Any]:
     """Return what a service of this version makes of a journal, and what it cannot read."""
     with closing(Journal(f"sqlite:///{path}")) as journal:
         journal.read_all()
-        backend = SimulatedBackend(CLUSTER, seed=3, hazards={}, repeat_chance=0.0)
+        backend = FaultyBackend(CLUSTER, seed=3, hazards={}, repeat_chance=0.0)
         controller = Controller(journal, backend, backend.now)
         live = {
             job.id: [job.status.value, len(job.attempts)] for job in controller.state.jobs.values()

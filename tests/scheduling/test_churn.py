@@ -35,7 +35,7 @@ def outcomes(*arrivals: tuple[float, object]) -> Sequence[Outcome]:
     trace = Trace(
         name="t", arrivals=tuple(Arrival(at_s=at_s, spec=spec) for at_s, spec in arrivals)
     )
-    return simulate(trace, ONE_NODE, seed=0).outcomes
+    return simulate(trace, ONE_NODE).outcomes
 
 
 def stops_s(outcome: Outcome) -> list[float]:

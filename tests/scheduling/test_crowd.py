@@ -35,8 +35,8 @@ def beside_shortest_first(file: str, nodes: int) -> tuple[Measured, Measured]:
     trace = read_trace(TRACES / file)
     rigid = replace(trace, arrivals=tuple(map(as_asked, trace.arrivals)))
     cluster = cluster_of(nodes, LAUNCH_S, 4)
-    adaptive_run = simulate(rigid, cluster, seed=0)
-    shortest = simulate(rigid, cluster.with_order(Peer.SJF), seed=0)
+    adaptive_run = simulate(rigid, cluster)
+    shortest = simulate(rigid, cluster.with_order(Peer.SJF))
     return measured(adaptive_run), measured(shortest)
 
 
@@ -74,7 +74,7 @@ def crowd(
 
 def mean_h(trace: Trace, of: Callable[[Arrival], bool]) -> float:
     """Return the mean hours from submission to end of some jobs."""
-    outcomes = simulate(trace, cluster_of(DEVICES // 8, LAUNCH_S), seed=0).outcomes
+    outcomes = simulate(trace, cluster_of(DEVICES // 8, LAUNCH_S)).outcomes
     taken_s = []
     for arrival, outcome in zip(trace.arrivals, outcomes, strict=True):
         if of(arrival):
@@ -105,7 +105,7 @@ def test_under_overload_most_deadlines_are_met_however_long_it_lasts() -> None:
     """A fixed number was met at a load of 1.3, whether the stream lasted 12 hours or 48."""
     for jobs in (400, 1600):
         trace = crowd(1, load=1.3, jobs=jobs, deadline=lambda draw, _: draw.uniform(1.5, 6.0))
-        run = measured(simulate(trace, cluster_of(DEVICES // 8, LAUNCH_S), seed=0))
+        run = measured(simulate(trace, cluster_of(DEVICES // 8, LAUNCH_S)))
         assert run["deadlines met"] >= 0.55
 
 
@@ -119,7 +119,7 @@ def mean_with_deadlines_s(share: float) -> float:
         due_s = arrival.at_s + LAUNCH_S + lengths * arrival.spec.steps  # of a second
         arrivals.append(replace(arrival, deadline_s=due_s if draw.random() < share else None))
     rigid = replace(trace, arrivals=tuple(arrivals))
-    return measured(simulate(rigid, cluster_of(16, LAUNCH_S, 4), seed=0))["mean completion"]
+    return measured(simulate(rigid, cluster_of(16, LAUNCH_S, 4)))["mean completion"]
 
 
 def test_deadlines_of_half_the_jobs_leave_the_others_their_share() -> None:

@@ -106,7 +106,7 @@ def night(policy: PolicySpec, *jobs: tuple[float, str, int], devices: int = 4) -
         for at_s, user, steps in jobs
     )
     hardware = cluster_of(1, 10.0, devices).model_copy(update={"policy": policy})
-    outcomes = simulate(Trace(name="night", arrivals=arrivals), hardware, seed=0).outcomes
+    outcomes = simulate(Trace(name="night", arrivals=arrivals), hardware).outcomes
     assert all(
         outcome.ended_at_s is not None and outcome.started_at_s is not None for outcome in outcomes
     )

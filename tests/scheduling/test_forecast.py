@@ -9,9 +9,10 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.draws import misjudge
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import (
     SUPPOSED_SPREAD,
@@ -25,7 +26,6 @@ from orchestrator.scheduling.reports.forecast import (
 from orchestrator.service.commands.simulate import (
     FOREVER_S,
     NullJournal,
-    Trouble,
     backend_for,
     outcomes_of,
 )
@@ -70,7 +70,7 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(
             misjudge(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed),
             cluster_of(1, 10.0),
         )
-        backend = backend_for(trace.arrivals, cluster, seed=seed, trouble=Trouble())
+        backend = backend_for(trace.arrivals, cluster)
         controller = Controller(NullJournal(), backend, backend.now)
         controller.turn(0.0)
         controller.submit_all([(arrival.spec, None) for arrival in trace.arrivals])

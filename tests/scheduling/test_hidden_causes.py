@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.simulated.nature import stream
-from orchestrator.backends.simulated.process import Process, evidence_of
+from benchmarks.draws import stream
 from orchestrator.specs.attempt import ErrorReport, Evidence, FailureKind, RankEnd
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
+from tests.scheduling.faulty_world import FaultyProcess, evidence_of
 from tests.scheduling.world import (
     CALM,
     HOUR_S,
@@ -103,13 +103,13 @@ class HiddenCauses(MortalBackend):
 
     causes: Causes
 
-    def _destiny(self, process: Process, _: random.Random) -> tuple[FailureKind | None, int]:
+    def _destiny(self, process: FaultyProcess, _: random.Random) -> tuple[FailureKind | None, int]:
         cause, step = self.fate_of(process)
         if cause == "preempted":
             return FailureKind.PREEMPTED, step
         return (None if cause is None else FailureKind.UNKNOWN), step
 
-    def fate_of(self, process: Process) -> tuple[str | None, int]:
+    def fate_of(self, process: FaultyProcess) -> tuple[str | None, int]:
         """The cause that an attempt meets first, and after which step."""
         causes, draw, first = (
             self.causes,
@@ -134,7 +134,9 @@ class HiddenCauses(MortalBackend):
         step, cause = min(ends, key=lambda end: end[0])
         return (None, process.last_step) if step >= process.last_step else (cause, step)
 
-    def _evidence(self, process: Process, ending: FailureKind | None, **facts: Any) -> Evidence:  # type: ignore[override]
+    def _symptoms(
+        self, process: FaultyProcess, ending: FailureKind | None, **facts: Any
+    ) -> Evidence:  # type: ignore[override]
         if ending is not FailureKind.UNKNOWN:
             return evidence_of(process, ending, **facts)
         evidence = evidence_of(process, FailureKind.USER_ERROR, **facts)

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 
+from benchmarks.draws import misjudge
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge, trace_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
@@ -139,7 +140,7 @@ def random_night(draw: random.Random) -> tuple[Trace, ClusterSpec]:
 
 def outcomes_of(seed: int) -> tuple[Outcome, ...]:
     trace, cluster = random_night(random.Random(seed))
-    return simulate(trace, cluster, seed=seed).outcomes
+    return simulate(trace, cluster).outcomes
 
 
 @settings(UNSHRUNK, max_examples=examples(40, 6))
@@ -167,7 +168,7 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
 @given(SEEDS)
 def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
     trace, cluster = random_night(random.Random(seed))
-    outcomes = simulate(misjudge(trace, 0.7, seed), cluster, seed=seed).outcomes
+    outcomes = simulate(misjudge(trace, 0.7, seed), cluster).outcomes
     assert [
         outcome for outcome in outcomes if outcome.ended_at_s is None and outcome.attempts
     ] == []
@@ -211,7 +212,7 @@ def test_a_stream_of_promises_starves_nobody() -> None:
         spec = job_spec_from_trace("short", {1: draw.uniform(30.0, 90.0)}, 10)
         stream.append(Arrival(at_s=at_s, spec=spec.model_copy(update={"guarantee": Guarantee()})))
         at_s += draw.expovariate(1.5 * 4 / (LAUNCH_S + 600.0))
-    outcomes = simulate(trace_of("stream", stream), cluster_of(1, LAUNCH_S, 4), seed=1).outcomes
+    outcomes = simulate(trace_of("stream", stream), cluster_of(1, LAUNCH_S, 4)).outcomes
     (its,) = [outcome for outcome in outcomes if outcome.name == "wide"]
     assert its.started_at_s is not None
     limit_s = its.submitted_at_s + tuning.TUNING.aging_factor * (LAUNCH_S + 600.0)

@@ -13,7 +13,6 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.simulated.process import SYMPTOMS, Process, evidence_of
 from orchestrator.scheduling.step import step
 from orchestrator.service.server import controller as service
 from orchestrator.service.server.controller import Controller
@@ -37,6 +36,7 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.policy import UNSHARED
 from orchestrator.specs.state import State
 from tests.examples import examples, phases
+from tests.scheduling.faulty_world import SYMPTOMS, FaultyProcess, evidence_of
 from tests.scheduling.invariants import violations
 from tests.scheduling.people import interrupted
 from tests.scheduling.transition import Transition, history
@@ -272,7 +272,7 @@ def random_evidence(draw: random.Random, state: State, job_id: str, number: int)
     if job is None or not 1 <= number <= len(job.attempts):
         return Evidence(stopped=draw.random() < 0.3, launch_error=draw.choice((None, "no answer")))
     estimate = job.attempts[number - 1].estimate
-    process = Process(
+    process = FaultyProcess(
         job=job,
         attempt=job.attempts[number - 1],
         first_step=0,

@@ -54,7 +54,7 @@ def stream(nodes: int, length_s: int, until_s: float, *, with_deadlines: bool) -
         at_s += draw.expovariate(0.9 * 8 * nodes / SHORT_S)
     arrivals.sort(key=lambda arrival: arrival.at_s)
     outcomes = simulate(
-        Trace(name="stream", arrivals=tuple(arrivals)), cluster_of(nodes, 8), seed=0
+        Trace(name="stream", arrivals=tuple(arrivals)), cluster_of(nodes, 8)
     ).outcomes
     return outcomes[arrivals.index(wide)]
 
@@ -174,14 +174,14 @@ def delayed(
 def test_nobody_waits_past_its_limit_for_who_came_later(objective: Objective, seed: int) -> None:
     assume((objective, seed) != OPEN_CASE)
     trace, cluster = random_stream(random.Random(seed)), with_objective(cluster_of(1, 4), objective)
-    assert delayed(trace, simulate(trace, cluster, seed=0).outcomes, objective) == []
+    assert delayed(trace, simulate(trace, cluster).outcomes, objective) == []
 
 
 @pytest.mark.xfail(strict=True, reason="open: job 22 starts 2775 s after all who may go before")
 def test_the_open_case_of_a_job_that_waits_past_its_limit() -> None:
     objective, seed = OPEN_CASE
     trace, cluster = random_stream(random.Random(seed)), with_objective(cluster_of(1, 4), objective)
-    assert delayed(trace, simulate(trace, cluster, seed=0).outcomes, objective) == []
+    assert delayed(trace, simulate(trace, cluster).outcomes, objective) == []
 
 
 def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
@@ -197,7 +197,7 @@ def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
                 deadline_s=60.0 + lengths * length_s,
             ),
         )
-        outcomes = simulate(Trace(name="two", arrivals=jobs), cluster_of(1, 1), seed=0).outcomes
+        outcomes = simulate(Trace(name="two", arrivals=jobs), cluster_of(1, 1)).outcomes
         starts_s = [outcome.started_at_s or 0.0 for outcome in outcomes]
         assert min((1, 2), key=lambda number: starts_s[number]) == first
 
@@ -215,7 +215,7 @@ def test_a_deadline_presses_when_nothing_else_happens() -> None:
             deadline_s=deadline_s,
         ),
     )
-    outcomes = simulate(Trace(name="press", arrivals=jobs), cluster_of(1, 2), seed=0).outcomes
+    outcomes = simulate(Trace(name="press", arrivals=jobs), cluster_of(1, 2)).outcomes
     assert outcomes[2].started_at_s == pytest.approx(presses_s, abs=1e-3)
 
 
@@ -237,9 +237,7 @@ def test_without_aging_the_wide_would_starve(
     )
     if found_by == "random streams":
         traces = (random_stream(random.Random(seed)) for seed in range(30))
-        assert any(
-            delayed(trace, simulate(trace, cluster_of(1, 4), seed=0).outcomes) for trace in traces
-        )
+        assert any(delayed(trace, simulate(trace, cluster_of(1, 4)).outcomes) for trace in traces)
     else:
         with pytest.raises(AssertionError):
             test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(2, 600, 6 * HOUR_S)

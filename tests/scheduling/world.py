@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from orchestrator.backends.ports import Submission, Totals, decisions
-from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Archive, Launch, Record
 from orchestrator.specs.attempt import FailureKind
@@ -25,6 +24,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import State
+from tests.scheduling.faulty_world import FaultyBackend
 
 TURNS_MAX = 20_000
 EVENTS_MAX = 1000  # several times what a night of twelve jobs has
@@ -218,7 +218,7 @@ def too_large(name: str, **fields: object) -> JobSpec:
     return script(name, profile=profile, **fields)
 
 
-class MortalBackend(SimulatedBackend):
+class MortalBackend(FaultyBackend):
     """The simulated world, where the service dies just before performing some launches, counted from 0."""
 
     kill_at_launches: Collection[int] = ()
@@ -511,7 +511,7 @@ def backend_of(scenario: Scenario) -> MortalBackend:
     return backend
 
 
-def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) -> State:
+def play(scenario: Scenario, journal: MemoryJournal, backend: FaultyBackend) -> State:
     """The state once every job has ended and released its devices, with all jobs in it that it has forgotten.
 
     After each death of the service a new one begins.

@@ -45,7 +45,7 @@ def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Pat
         "jobs: [{at: 1h, file: prepare.yaml}, {at: 1h, file: sweep.yaml}, {at: 1h, file: late.yaml},"
         " {at: 2h, file: due.yaml}]\n"
     )
-    run = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4), seed=0)
+    run = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4))
     starts_h = [(outcome.name, (outcome.started_at_s or 0.0) / HOUR_S) for outcome in run.outcomes]
     assert starts_h == [
         ("prepare", 0.0),
@@ -70,7 +70,7 @@ def test_a_maintenance_counts_from_the_begin_of_a_list_and_is_refused_where_jobs
         write(night, "begins: 2026-07-01T18:00 Europe/Berlin\njobs: [{file: prepare.yaml}]\n"),
         night,
     )
-    (outcome,) = simulate(dated, shift_maintenance(cluster, dated.begins_s), seed=0).outcomes
+    (outcome,) = simulate(dated, shift_maintenance(cluster, dated.begins_s)).outcomes
     assert outcome.started_at_s == 2 * HOUR_S
     undated = read_list(write(night, "jobs: [{file: prepare.yaml}]\n"), night)
     with pytest.raises(SpecError, match="maintenance: the jobs have no date"):
@@ -89,7 +89,7 @@ def test_a_sweep_of_a_list_is_played_with_all_its_trials_so_many_at_once(
     text += "parameters: {{lr: {{values: [1, 2, 3, 4, 5]}}}}, max_trials: 4}}\nmax_concurrent: {at_once}\n"
     (night / "tune.yaml").write_text(text.format(name="tune", at_once=at_once))
     run = simulate(
-        read_list(write(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4), seed=0
+        read_list(write(night, "jobs: [{file: tune.yaml}]\n"), night), cluster_of(1, 0.0, 4)
     )
     assert [outcome.trial for outcome in run.outcomes] == [
         ("tune#0", number) for number in range(4)
@@ -108,7 +108,7 @@ def test_trials_of_a_sweep_that_is_stuck_count_as_not_finished(night: Path) -> N
     )
     (night / "tune.yaml").write_text((text + sweep + "max_concurrent: 1\n").format(name="tune"))
     text = "jobs: [{file: tune.yaml}, {file: prepare.yaml}]\n"
-    report = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4), seed=0).report
+    report = simulate(read_list(write(night, text), night), cluster_of(1, 0.0, 4)).report
     assert (report["jobs"], report["finished"]) == (3, 1)
 
 

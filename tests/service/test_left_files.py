@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.threads import ThreadFaults
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.routes import attempt_files
@@ -21,6 +20,7 @@ from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 from tests.backends.test_ends_despite_faults import GOOD, POISONS
+from tests.scheduling.faulty_world import FaultyBackend
 from tests.scheduling.world import CLUSTERS
 from tests.service.worlds import World
 
@@ -124,7 +124,7 @@ def test_a_home_that_an_earlier_version_let_ranks_poison_is_shown_again(tmp_path
     with closing(sqlite3.connect(path)) as database:
         database.executescript(POISONED_HOME.read_text())
     with closing(Journal(f"sqlite:///{path}")) as journal:
-        backend = SimulatedBackend(CLUSTERS[2], seed=3, hazards={}, repeat_chance=0.0)
+        backend = FaultyBackend(CLUSTERS[2], seed=3, hazards={}, repeat_chance=0.0)
         controller = Controller(journal, backend, backend.now)
         jobs = [*controller.state.jobs.values(), *controller.ended(100)]
         assert len(jobs) == 10

@@ -16,7 +16,6 @@ import yaml
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.notice import notice
 from orchestrator.backends.notify.targets import targets_of
-from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.cli import main
 from orchestrator.service.client.client import Client, process_is_alive, service_file
 from orchestrator.service.client.lifecycle import start, stop
@@ -31,6 +30,7 @@ from orchestrator.specs.parse import parse_job
 from orchestrator.specs.replace import replace
 from tests.backends.ray_jobs import until
 from tests.backends.test_notify import PRIVATE_PATH, SECRET, Hook
+from tests.scheduling.faulty_world import FaultyBackend
 from tests.service.worlds import World
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ class Watched:
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
         self.journal.outbox.register(["mlflow"])
         self.journal.notices.register(["hook"])
-        self.backend = SimulatedBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
+        self.backend = FaultyBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
         self.controller.turn(0.0)
         targets = targets_of(self.spec, "c", {})

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.cli import main
 from orchestrator.service.commands.replay import read_events, replay
@@ -34,6 +33,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, TimerFired
 from orchestrator.specs.job.spec import JobSpec
 from tests.scheduling.factories import node
+from tests.scheduling.faulty_world import FaultyBackend
 from tests.scheduling.test_drain import maintained
 from tests.scheduling.test_queue import script, seen, submitted
 from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario, settled
@@ -120,7 +120,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three jobs of an hour on one device; the other cluster has three."""
-    backend = SimulatedBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
+    backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     journal = Journal(f"sqlite:///{tmp_path}/journal.sqlite")
     controller = Controller(journal, backend, backend.now)
     controller.turn(0.0)
@@ -190,7 +190,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
 ) -> None:
     """Two jobs wait and one is held, which no play counts; nothing finishes in a queue of held jobs alone."""
     monkeypatch.chdir(tmp_path)
-    backend = SimulatedBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
+    backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     with contextlib.closing(Journal(f"sqlite:///{tmp_path}/journal.sqlite")) as journal:
         controller = Controller(journal, backend, backend.now)
         controller.turn(0.0)

@@ -14,22 +14,34 @@ import pytest
 from rich.console import Console
 
 from benchmarks import scheduler
+from benchmarks.draws import misjudge
 from benchmarks.peers import Peer, tiresias
+from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.process import Process
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudge
+from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.cli import main
 from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.live_queue import play_queue
-from orchestrator.service.commands.simulate import Outcome, Simulated, Trouble, quantile, simulate
+from orchestrator.service.commands.simulate import (
+    Outcome,
+    Simulated,
+    play,
+    quantile,
+    simulate,
+    true_step_s,
+)
 from orchestrator.service.terminal.gantt import picture
 from orchestrator.service.terminal.simulation_tables import simulated_table
-from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import NodesSeen, Submitted
+from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
+from tests.scheduling.faulty_world import FaultyBackend, FaultyProcess
 
 LAUNCH_COST_S = 30.0
 CLUSTER = ClusterSpec(
@@ -37,7 +49,36 @@ CLUSTER = ClusterSpec(
     nodes=[NodeSpec(name="node", count=3, devices=4, device="a100-80gb", host_memory="1TiB")],
     launch_cost=f"{LAUNCH_COST_S}s",
 )
-STORM = Trouble(oom_chance=0.3, node_loss_chance=0.3)
+CHANCE = 0.3  # that a job runs out of memory, and that an attempt takes a node down with it
+OUT_OF_MEMORY = Fault(kind=FaultKind.OOM, rank=0, step=1)
+
+
+class Storm(FaultyBackend):
+    """Attempts take their true times; first attempts run out of memory, and nodes are lost."""
+
+    startup_s = (LAUNCH_COST_S, LAUNCH_COST_S)
+    release_s = (0.0, 0.0)
+    stop = SimulatedBackend.stop
+
+    def __init__(self, arrivals: list[Arrival], cluster: ClusterSpec, seed: int) -> None:
+        hazards = {FailureKind.NODE_LOST: CHANCE}
+        super().__init__(cluster, seed=seed, hazards=hazards, repeat_chance=0.0)
+        self._arrivals = arrivals
+
+    def _hidden_step_s(self, job: Job, attempt: Attempt) -> float:
+        return true_step_s(self._arrivals, job, attempt)
+
+    def _factors(self, _: Job) -> tuple[float, float]:
+        return 1.0, 0.0  # a trace has no memory measurements
+
+    def _new_process(self, job: Job, attempt: Attempt) -> FaultyProcess:
+        is_hit = self._stream("burst", job.id).random() < CHANCE
+        return super()._new_process(replace(job, fault=OUT_OF_MEMORY) if is_hit else job, attempt)
+
+
+def storm(trace: Trace, seed: int) -> Simulated:
+    arrivals: list[Arrival] = []
+    return play(trace, CLUSTER, arrivals, Storm(arrivals, CLUSTER, seed))
 
 
 def job(name: str, steps: int, speeds: dict[int, float], **fields: object) -> JobSpec:
@@ -118,14 +159,14 @@ def breaches(trace: Trace, outcomes: tuple[Outcome, ...]) -> list[str]:
     return violations
 
 
-@pytest.mark.parametrize("trouble", [Trouble(), STORM], ids=["calm", "storm"])
+@pytest.mark.parametrize("is_calm", [True, False], ids=["calm", "storm"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_laws_of_the_world_hold_under_the_production_queue(seed: int, trouble: Trouble) -> None:
+def test_the_laws_of_the_world_hold_under_the_production_queue(seed: int, is_calm: bool) -> None:
     trace = day(seed)
-    run = simulate(trace, CLUSTER, seed=seed, trouble=trouble)
+    run = simulate(trace, CLUSTER) if is_calm else storm(trace, seed)
     assert breaches(trace, run.outcomes) == []
-    assert run.report["finished"] == len(trace.arrivals) or trouble is STORM
-    if trouble is STORM:
+    assert run.report["finished"] == len(trace.arrivals) or not is_calm
+    if not is_calm:
         endings = {process.ending for process in attempts(run.outcomes)}
         assert {FailureKind.DEVICE_OOM, FailureKind.NODE_LOST} <= endings, (
             "the storm left nobody out"
@@ -154,7 +195,7 @@ def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.Monke
         update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)}
     )
     trace = Trace(name="two", arrivals=(long, short))
-    first, second = simulate(trace, one_node.with_order(Peer.TIRESIAS), seed=0).outcomes
+    first, second = simulate(trace, one_node.with_order(Peer.TIRESIAS)).outcomes
     before, after = first.attempts
     assert after.first_step == 1000 - LAUNCH_COST_S
     assert before.ended_at_s == second.attempts[0].launched_at_s == 1000.0 + SAVE_S
@@ -166,7 +207,7 @@ def test_wrong_estimates_change_predictions_and_not_the_simulated_times() -> Non
     misjudged = misjudge(trace, 0.5, seed=1)
     assert misjudged.arrivals[0].spec.speeds != trace.arrivals[0].spec.speeds
     for night in (trace, misjudged):
-        (outcome,) = simulate(night, CLUSTER, seed=0).outcomes
+        (outcome,) = simulate(night, CLUSTER).outcomes
         assert outcome.completion_s == pytest.approx(2000 + LAUNCH_COST_S)
         assert outcome.slowdown == pytest.approx(1.0)
 
@@ -178,7 +219,7 @@ def test_a_measured_placement_takes_its_measured_time() -> None:
         nodes=[NodeSpec(name="n", count=2, devices=1, device="a100-80gb", host_memory="1TiB")],
     )
     arrival = Arrival(at_s=0.0, spec=job("a", 100, {2: 1.0}), shapes=(((2,), 1.0), ((1, 1), 3.0)))
-    (outcome,) = simulate(Trace(name="one", arrivals=(arrival,)), spread, seed=0).outcomes
+    (outcome,) = simulate(Trace(name="one", arrivals=(arrival,)), spread).outcomes
     assert outcome.completion_s == pytest.approx(300.0 + spread.launch_cost)
 
 
@@ -190,7 +231,7 @@ def test_a_job_that_no_node_can_hold_is_counted_as_not_finished() -> None:
             Arrival(at_s=0.0, spec=job("narrow", 10, {1: 1.0}), deadline_s=1e6),
         ),
     )
-    report = simulate(trace, CLUSTER, seed=0).report
+    report = simulate(trace, CLUSTER).report
     assert (report["jobs"], report["finished"]) == (2, 1)
     assert (report["deadlines"], report["deadlines_met"]) == (2, 1)
 
@@ -205,7 +246,7 @@ def test_the_report_counts_what_happened() -> None:
         Arrival(at_s=0.0, spec=spec, deadline_s=150.0),
         Arrival(at_s=10.0, spec=spec, deadline_s=150.0),
     )
-    report = simulate(Trace(name="two", arrivals=arrivals), one_node, seed=0).report
+    report = simulate(Trace(name="two", arrivals=arrivals), one_node).report
     assert report["makespan_s"] == pytest.approx(260.0)
     assert report["mean_completion_s"] == pytest.approx((130 + 250) / 2)
     assert report["p99_completion_s"] == pytest.approx(250.0)
@@ -225,7 +266,7 @@ def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
         Arrival(at_s=0.0, spec=job("wide", 10, {1: 9.0}, gpus={"min": 1, "max": 4}, **fields)),
         Arrival(at_s=0.0, spec=job("other", 10, {1: 1.0})),
     )
-    run = simulate(Trace(name="four", arrivals=arrivals), CLUSTER, seed=0)
+    run = simulate(Trace(name="four", arrivals=arrivals), CLUSTER)
     assert [run.report[key] for key in ("guaranteed", "promised", "promises_kept", "finished")] == [
         3,
         2,
@@ -247,7 +288,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_night() -> 
         )
 
     def play(seed: int) -> str:
-        return serialize(simulate(misjudge(day(5), 0.5, seed), CLUSTER, seed=seed, trouble=STORM))
+        return serialize(storm(misjudge(day(5), 0.5, seed), seed))
 
     assert play(1) == play(1) != play(2)
 
@@ -259,7 +300,7 @@ def test_quantiles_are_values_that_were_seen() -> None:
 
 
 def test_the_picture_shows_every_node() -> None:
-    run = simulate(day(1), CLUSTER, seed=0)
+    run = simulate(day(1), CLUSTER)
     drawn = picture(run.outcomes, CLUSTER)
     assert [line.split()[0] for line in drawn.splitlines()[:4]] == [
         "node0",

@@ -10,7 +10,6 @@ from fastapi.testclient import TestClient
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.oidc.provider import Provider
-from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
 from orchestrator.service.server.controller import Controller
@@ -20,6 +19,7 @@ from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.keep import UNLIMITED, KeepSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import UNSHARED, PolicySpec
+from tests.scheduling.faulty_world import FaultyBackend
 from tests.service.services import TOKEN, new_journal, service_of
 
 JOB = """\
@@ -47,7 +47,7 @@ class World:
         self.home = home
         self.journal = new_journal(home)
         cluster = read_cluster(None).model_copy(update={"policy": policy})
-        backend = SimulatedBackend(cluster, seed=0, hazards={}, repeat_chance=0.0)
+        backend = FaultyBackend(cluster, seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, backend, backend.now)
         self.controller.turn(1.0)
         self.ended = False

@@ -20,8 +20,9 @@ from orchestrator.specs.choices import (
     ZeroStage,
 )
 from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.from_json import from_json
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.settings import changes, in_short, plan_from_json, settings
+from orchestrator.specs.settings import changes, in_short, settings
 
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
 ON_TWO, TENSOR, PIPELINE = ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)
@@ -197,7 +198,7 @@ def test_every_plan_survives_its_file_and_reads_as_itself() -> None:
     plans = legal_plans(8)
     assert len(plans) > 100
     for plan in plans:
-        assert plan_from_json(json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
+        assert from_json(Plan, json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
     assert len({in_short(plan) for plan in plans if plan.engine is TORCH}) == sum(
         p.engine is TORCH for p in plans
     )

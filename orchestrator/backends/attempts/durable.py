@@ -7,9 +7,11 @@ import errno
 import json
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 
 REPORT_BYTES_MAX = 2**20  # of a JSON file that a rank wrote
 DISK_AWAY = (
@@ -44,7 +46,7 @@ def open_left(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a file. Raises OSError, and ValueError for another content."""
     with open_left(path) as file:
         text = file.read(REPORT_BYTES_MAX + 1)
@@ -70,7 +72,7 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(os.open(path, flags, 0o666), "ab", buffering=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fence:
     """Fencing number of a service that owns the journal, stored in a folder that all owners share.
 

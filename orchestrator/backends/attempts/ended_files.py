@@ -16,11 +16,12 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.keep import PartKind
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint.folder import list_superseded
@@ -30,7 +31,7 @@ BLOCK_BYTES = 512  # of st_blocks
 _IN_TRASH = re.compile(r".+\.[0-9a-f]{16}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Part:
     """A file or folder of an ended job that is removed as a whole."""
 
@@ -41,7 +42,7 @@ class Part:
     ended_at_s: float  # of the job, in seconds since 1970
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Removal:
     """Record of one removal: time, reason, user and bytes."""
 

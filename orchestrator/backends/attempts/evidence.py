@@ -55,7 +55,9 @@ from orchestrator.specs.attempt import (
     RankEnd,
     device_count,
 )
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.patterns import LinePattern, count_of
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -74,7 +76,7 @@ Part = TypeVar("Part")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ending:
     """Facts about an attempt's end that only its watcher saw, stored in its folder for a restarted service."""
 
@@ -229,7 +231,7 @@ def collect_folder(folder: AttemptFolder) -> Evidence:
     )
 
 
-def _watched(ending: Ending) -> dict[str, Any]:
+def _watched(ending: Ending) -> JsonObject:
     """Return the evidence that only the watcher of an attempt saw, by field."""
     names = {entry.name for entry in dataclasses.fields(Evidence)}
     return {

@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.environment import INHERITED, matching
+from orchestrator.specs.command_line import Env
 from orchestrator.training.guard.fork_server import GUARD, user_of
 
 SERVER = GUARD.with_name("fork_server.py")
@@ -70,7 +71,7 @@ class ForkedRank:
 
 def fork_rank(
     argv: Sequence[str],
-    env: Mapping[str, str],
+    env: Env,
     workdir: str,
     log: BinaryIO,
     until_s: float,
@@ -109,7 +110,7 @@ def restore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _find_doubt(argv: Sequence[str], env: Mapping[str, str], workdir: str) -> str:
+def _find_doubt(argv: Sequence[str], env: Env, workdir: str) -> str:
     """Return why a rank may not be forked; "" where it may."""
     if len(argv) < 5 or argv[1] != str(GUARD) or argv[3] != "--" or not os.path.isabs(argv[0]):
         return "it is no Python program under the guard, or its interpreter has flags"
@@ -158,7 +159,7 @@ def begins_with_torch(source: bytes) -> bool:
     return False
 
 
-def _reach(connection: socket.socket, python: str, env: Mapping[str, str]) -> str:
+def _reach(connection: socket.socket, python: str, env: Env) -> str:
     """Connect to the server of this interpreter and these variables, started if there is none. Raises OSError.
 
     Returns why there can be none, or "".
@@ -175,7 +176,7 @@ def _reach(connection: socket.socket, python: str, env: Mapping[str, str]) -> st
     return "" if user_of(connection) == os.geteuid() else "another user has its name"
 
 
-def _start(name: str, prefix: str, python: str, env: Mapping[str, str]) -> str:
+def _start(name: str, prefix: str, python: str, env: Env) -> str:
     """Start a server, and wait until it can be reached. Returns why there can be none, or ""."""
     listed = Path("/proc/net/unix").read_text().split()
     if len({word for word in listed if word.startswith(f"@{prefix}")}) >= SERVERS_MAX:

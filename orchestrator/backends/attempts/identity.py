@@ -13,7 +13,6 @@ import os
 import pwd
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import LaunchRequest
@@ -21,6 +20,7 @@ from orchestrator.backends.attempts.launcher import RUN_AS
 from orchestrator.backends.attempts.script_output import FileAccess
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder, find_upload, uploads_folder
@@ -33,7 +33,7 @@ ENTER_GROUP = 0o710
 ADD = 0o1777
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Identity:
     """The system user under which a job's processes run."""
 

@@ -6,14 +6,15 @@ import contextlib
 import fcntl
 import socket
 import struct
-from collections.abc import Mapping
+
+from orchestrator.specs.command_line import Env
 
 GLOO = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 ADDRESS = slice(20, 24)  # of struct ifreq: behind the name (16), the family (2) and the port (2)
 
 
-def gloo_interface(env: Mapping[str, str]) -> dict[str, str]:
+def gloo_interface(env: Env) -> dict[str, str]:
     """Return the variable that sets gloo's interface towards MASTER_ADDR; {} for an attempt on one machine.
 
     By itself gloo takes the address of the host's name, which is 127.0.1.1 on many machines: no other one reaches it.

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -21,7 +20,9 @@ from orchestrator.planning.render import (
 )
 from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.command_line import Argv
 from orchestrator.specs.device_kind import DeviceId
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.job_record import Job
@@ -44,7 +45,7 @@ FLAGS_WITH_A_WORD = (
 )  # of the Python interpreter, when written apart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchNode:
     """Facts about a node that a launch depends on."""
 
@@ -64,16 +65,16 @@ class LaunchNode:
         return tuple(self.device_ids[index] for index in devices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankRequest:
     """A process to start: a rank, or a launcher (torchrun) for all ranks of a node, whose first is `rank`."""
 
     rank: int
-    argv: tuple[str, ...]
+    argv: Argv
     env: tuple[tuple[str, str], ...]  # added to the launcher's variables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchRequest:
     """Everything needed to start an attempt. Secrets appear by name only."""
 
@@ -82,7 +83,7 @@ class LaunchRequest:
     # (folder, file): `workdir` gets links to everything in folder but this file
     linked: tuple[str, str] | None
     files: tuple[tuple[str, str], ...]  # (absolute path, text), written before any rank starts
-    before: tuple[str, ...] | None  # run on the first node, to its end, before any rank starts
+    before: Argv | None  # run on the first node, to its end, before any rank starts
     ranks: tuple[
         tuple[str, tuple[RankRequest, ...]], ...
     ]  # (node, its processes), in the placement's order
@@ -160,7 +161,7 @@ def launch_request(
 
 def _before(
     spec: JobSpec, rendered: RenderedCommand, resume_from: str | None, python: str
-) -> tuple[str, ...] | None:
+) -> Argv | None:
     """The command to run before a restart from a checkpoint; None without a checkpoint."""
     if spec.resume.before is None or resume_from is None:
         return None
@@ -294,7 +295,7 @@ def _render(
     )
 
 
-def add_guard(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+def add_guard(argv: Argv, guard_settings: str, python: str) -> Argv:
     """Return `argv` with our guard (a hook for memory and errors) inserted before a Python program; others unchanged.
 
     The interpreter's own flags are kept. `python` replaces a bare `python` or `python3`. A program from `-c` or
@@ -308,7 +309,7 @@ def add_guard(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[
     return (*interpreter, str(GUARD), guard_settings, "--", *program)
 
 
-def _guard_self_start(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+def _guard_self_start(argv: Argv, guard_settings: str, python: str) -> Argv:
     """The program of a job that starts its ranks itself; each rank inherits the guard by its environment.
 
     A Python with -I, -E or -S ignores that and runs the guard by its path; so far as it passes its flags on,
@@ -324,7 +325,7 @@ def _guard_self_start(argv: tuple[str, ...], guard_settings: str, python: str) -
     return add_guard(argv, guard_settings, python)
 
 
-def _interpreter(argv: tuple[str, ...], python: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _interpreter(argv: Argv, python: str) -> tuple[Argv, Argv]:
     """The interpreter with its flags, and the program with its own."""
     start = 1
     while (
@@ -339,7 +340,7 @@ def _launchers(
     attempt: Attempt,
     nodes: Mapping[str, LaunchNode],
     paths: AttemptFolder,
-    argv: tuple[str, ...],
+    argv: Argv,
     common: Mapping[str, str],
     master_port: int,
     python: str,
@@ -366,7 +367,7 @@ def _launchers(
 
 def _launcher_words(
     spec: JobSpec, attempt: Attempt, node: int, gang: Mapping[str, str], paths: AttemptFolder
-) -> tuple[str, ...]:
+) -> Argv:
     """Arguments between interpreter and script: the module that starts ranks, and its rendezvous.
 
     torch/distributed/run.py; accelerate/commands/launch.py; deepspeed/launcher/launch.py, which the `deepspeed` command
@@ -420,7 +421,7 @@ def _ranks(
     spec: JobSpec,
     attempt: Attempt,
     nodes: Mapping[str, LaunchNode],
-    argv: tuple[str, ...],
+    argv: Argv,
     common: Mapping[str, str],
     master_port: int,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:

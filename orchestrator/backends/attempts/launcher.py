@@ -34,6 +34,7 @@ from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
 from orchestrator.backends.environment import base_env
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.run import AttemptFolder
 
 POLL_S = 0.05
@@ -54,7 +55,7 @@ CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
 RUN_AS = "ORC_RUN_AS"  # uid:gid of a rank's process; it does not inherit this
 
 
-RankStart = tuple[int, tuple[str, ...], dict[str, str]]  # number, argv, environment
+RankStart = tuple[int, Argv, dict[str, str]]  # number, argv, environment
 
 
 class LauncherStatus(TypedDict):
@@ -147,7 +148,7 @@ class Launcher:
             self._changed.wait_for(lambda: self._state != "starting", timeout=30)
             return self._status()
 
-    def run_before(self, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+    def run_before(self, argv: Sequence[str], env: Env, workdir: str) -> int:
         """Run the command that precedes the ranks, and return its exit code. Raises TimeoutExpired after 15 minutes."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder.before) as log:
@@ -194,15 +195,6 @@ class Launcher:
     def abort(self, grace_s: float) -> None:
         """Send SIGKILL to all ranks after `grace_s` seconds, since other ranks failed or the attempt hangs."""
         self._kill_within(grace_s)
-
-    def read(self, rank: int, offset: int, size: int = 65536) -> bytes:
-        """Return at most `size` bytes of a rank's log from `offset`; b"" without a log."""
-        try:
-            with self._folder.log(rank).open("rb") as log:
-                log.seek(offset)
-                return log.read(min(size, 2**20))
-        except OSError:
-            return b""
 
     def _status(self) -> LauncherStatus:
         return {
@@ -286,7 +278,7 @@ class Launcher:
             threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
 
     def _start_process(
-        self, number: int, argv: tuple[str, ...], env: dict[str, str], workdir: str
+        self, number: int, argv: Argv, env: dict[str, str], workdir: str
     ) -> subprocess.Popen[bytes] | ForkedRank:
         """Start and return a rank's process. Raises NoProgram where exec can never succeed, OSError otherwise."""
         user = run_as(env.pop(RUN_AS, None))
@@ -314,9 +306,7 @@ class Launcher:
                 )
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
 
-    def _fork(
-        self, argv: tuple[str, ...], env: dict[str, str], workdir: str, log: BinaryIO
-    ) -> ForkedRank | str:
+    def _fork(self, argv: Argv, env: Env, workdir: str, log: BinaryIO) -> ForkedRank | str:
         """Return a rank's process that a server forked, or why it is to be started plainly."""
         return fork_rank(argv, _with_guard(env), workdir, log, self._fork_until_s)
 
@@ -399,7 +389,7 @@ def run_as(identity: str | None) -> Identity:
     return {"user": int(uid), "group": int(gid), "extra_groups": []}
 
 
-def _with_guard(env: dict[str, str]) -> dict[str, str]:
+def _with_guard(env: Env) -> Env:
     """The variables with the guard's folder first in PYTHONPATH, where the rank is guarded.
 
     It guards every Python process that trains.

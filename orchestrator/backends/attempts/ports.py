@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.backends.attempts.durable import Fence
@@ -12,10 +11,12 @@ from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.command_line import Env
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LiveNode:
     """A node of the running cluster, with its description from the cluster file."""
 
@@ -58,7 +59,7 @@ class LauncherGroup(Protocol):
     def free_port(self, node: str) -> int:
         """Return a TCP port that is free on `node`."""
 
-    def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+    def run_before(self, node: str, argv: Sequence[str], env: Env, workdir: str) -> int:
         """Run a command on `node` to its end, and return its exit code."""
 
     def start(

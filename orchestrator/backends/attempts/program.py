@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from orchestrator.specs.command_line import Env
 
 EXEC_ERRORS = (
     errno.ENOENT,
@@ -33,7 +34,7 @@ class Problem(NamedTuple):
         return f"{self.what}: tried {self.tried}; {self.hint}"
 
 
-def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Problem | None:
+def why_not_started(program: str, workdir: str, env: Env) -> Problem | None:
     """Return why exec of `program` in `workdir` fails, or its Python cannot start; None where it works.
 
     Only Python interpreters are run: the program itself, or the one in its first line.
@@ -59,7 +60,7 @@ def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Probl
     return _why_no_interpreter(file, workdir, env) if PYTHON.fullmatch(file.name) else None
 
 
-def _find_program(program: str, workdir: str, env: Mapping[str, str]) -> Path | Problem:
+def _find_program(program: str, workdir: str, env: Env) -> Path | Problem:
     """The file that exec would take."""
     if "/" not in program:
         search = env.get("PATH", os.defpath)
@@ -102,7 +103,7 @@ def interpreter_of(file: Path) -> str | None:
     return argv[0] if argv else None
 
 
-def _why_no_interpreter(python: Path, workdir: str, env: Mapping[str, str]) -> Problem | None:
+def _why_no_interpreter(python: Path, workdir: str, env: Env) -> Problem | None:
     hint = "name the interpreter of an environment that works on this machine"
     try:
         ended = subprocess.run(

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import open_to_append, read_json
@@ -16,6 +15,7 @@ from orchestrator.backends.attempts.left_files import log_tail
 from orchestrator.backends.devices.nvml import NvmlDevice
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.specs.device_kind import DeviceId
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.metric_row import is_bounded_number, parse_row
 from orchestrator.specs.run import AttemptFolder
 
@@ -29,7 +29,7 @@ SAMPLES_BYTES = 2**21  # of a node's file that are read at an attempt's end: 19 
 MEGABYTE = 1e6  # as MLflow counts (mlflow/system_metrics/metrics/gpu_monitor.py, 3.17)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Watched:
     """The node, and the attempt's devices on it, whose use is sampled."""
 

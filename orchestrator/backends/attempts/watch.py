@@ -42,6 +42,7 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, devices
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
@@ -64,7 +65,7 @@ def event_that_is_set() -> threading.Event:
     return event
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class World:
     """Objects shared by all watchers of one backend."""
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import pynvml
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.replace import replace
 
 # Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py),
@@ -23,7 +23,7 @@ PCIE_LANE_BYTES_S = {1: 0.19e9, 2: 0.38e9, 3: 0.75e9, 4: 1.5625e9, 5: 3.4375e9, 
 FAULTS = (pynvml.NVMLError, ValueError, OSError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NvmlProcess:
     """A process that uses device memory; `used_bytes` is None where the driver does not say (as in containers)."""
 
@@ -31,7 +31,7 @@ class NvmlProcess:
     used_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NvmlDevice:
     """A device, in PCI bus order. An unreadable device has an `error` and 0 bytes free."""
 
@@ -52,7 +52,7 @@ class NvmlDevice:
     instances: tuple[NvmlDevice, ...] = ()  # of MIG: programs run on these alone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NvmlReading:
     """All devices of this machine, or an error text."""
 
@@ -79,7 +79,7 @@ def devices() -> NvmlReading:
         _query(pynvml.nvmlShutdown)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NvmlRates:
     """Peak rates of a device, per second. None where the driver does not say."""
 

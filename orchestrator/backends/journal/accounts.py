@@ -7,7 +7,6 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -15,6 +14,7 @@ import sqlalchemy as sa
 
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError, StorageError, UnknownError
+from orchestrator.specs.frozen import frozen
 
 PREFIX = "orc_"
 SECRET_BYTES = 32
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 Transaction = Callable[[], AbstractContextManager[sa.Connection]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class User:
     """A person or a program, with a role."""
 
@@ -49,7 +49,7 @@ class User:
     created_at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Token:
     """Metadata of a token. The token itself is stored nowhere."""
 
@@ -62,7 +62,7 @@ class Token:
     used_at_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AuditRow:
     """A request in the audit log: it changed something, or was refused."""
 

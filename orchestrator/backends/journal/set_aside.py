@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,6 +11,7 @@ import sqlalchemy as sa
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.history import Codec, Unreadable
 from orchestrator.backends.journal.tables import table
+from orchestrator.specs.frozen import frozen
 
 ROWS_MAX = 1000  # that are listed; of more, the first
 
@@ -22,7 +22,7 @@ _set_aside = table(
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class UnreadableRow:
     """The raw bytes of an unreadable row, and why it cannot be read."""
 

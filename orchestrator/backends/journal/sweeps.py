@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
 from orchestrator.specs.events import Event, Submitted
+from orchestrator.specs.frozen import frozen
 
 ADD_TRIAL = sa.text("INSERT INTO trials (job, sweep, number) VALUES (:job, :sweep, :number)")
 ADD_SWEEP = sa.text("INSERT INTO sweeps (id) VALUES (:sweep)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrialRow:
     """The job of a trial, and the last value of its metric; None before it ended with one."""
 

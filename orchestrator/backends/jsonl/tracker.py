@@ -18,6 +18,7 @@ from orchestrator.backends.redaction import Hide, hider
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.json_object import JsonObject
 
 TAIL_BYTES = 65_536  # read at a time, from the end, in search of the last whole line
 
@@ -45,14 +46,14 @@ class JsonLinesTracker(Tracker):
         finally:
             os.close(folder)
 
-    def _object(self, number: int, record: Record) -> dict[str, Any]:
+    def _object(self, number: int, record: Record) -> JsonObject:
         """Return a record: the job without its attempts and variables, and the attempt that it is about, or None."""
         job = self._job.dump_python(
             record.job, mode="json", exclude={"attempts": True, "spec": {"env"}}
         )
         attempt = self._attempt.dump_python(record.attempt, mode="json")
         entry = {"id": f"{record.job.key}/{number}", "job": job, "attempt": attempt}
-        hidden: dict[str, Any] = _hide_in(entry, hider(record.job.spec, os.environ))
+        hidden: JsonObject = _hide_in(entry, hider(record.job.spec, os.environ))
         return hidden
 
 

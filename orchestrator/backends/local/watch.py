@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -27,6 +27,8 @@ from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import LauncherStatus
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.local.foreground import Foreground, OutputFiles, say
+from orchestrator.specs.command_line import Env
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import LAUNCH_GRACE_S, AttemptFolder
 
 CORE = "orchestrator.service.commands.launch.core"
@@ -95,7 +97,7 @@ def run_line(options: Namespace) -> int:
     return OWN_ERROR
 
 
-def tasks(environment: Mapping[str, str]) -> tuple[int, int]:
+def tasks(environment: Env) -> tuple[int, int]:
     """Return how many processes a starter runs side by side, and this one's number; (1, 0) without one."""
     for size, rank in STARTERS:
         count = environment.get(size, "")
@@ -144,7 +146,7 @@ class Watch:
             )
         return int(plan["exit"])
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, question: JsonObject) -> JsonObject:
         """Return the core's answer, whose lines are printed; without one before any attempt the command runs bare.
 
         Raises Refusal.
@@ -159,7 +161,7 @@ class Watch:
         text, _ = self._core.communicate(json.dumps(question))
         self._core = None
         try:
-            answer: dict[str, Any] = json.loads(text)
+            answer: JsonObject = json.loads(text)
         except ValueError:
             if self._signals:  # which ended it
                 return {"exit": self._end_code(0)}
@@ -171,7 +173,7 @@ class Watch:
             say(line)
         return answer
 
-    def _lock(self, path: str, content: dict[str, Any], refuses: str) -> None:
+    def _lock(self, path: str, content: JsonObject, refuses: str) -> None:
         """Hold a lock to the end of this process; `refuses` is the error where another one has it, "" for none."""
         try:
             file = open_lock(path)
@@ -191,7 +193,7 @@ class Watch:
         while not self._signals and time.monotonic() < end_s:
             time.sleep(min(TICK_S, wait_s))
 
-    def _attempt(self, plan: dict[str, Any]) -> int | None:
+    def _attempt(self, plan: JsonObject) -> int | None:
         """Run an attempt; return the exit code where the core need not judge, else None, and keep it."""
         if self._signals:
             return self._end_code(0)
@@ -215,7 +217,7 @@ class Watch:
         is_judged = plan["judges"] or self._signals or has_evidence(folder, code)
         return None if is_judged and not has_lost_reader() else self._code
 
-    def _run_ranks(self, plan: dict[str, Any], folder: AttemptFolder) -> LauncherStatus:
+    def _run_ranks(self, plan: JsonObject, folder: AttemptFolder) -> LauncherStatus:
         """Run the ranks to their end, in a terminal of its own where one has ours."""
         launcher = Foreground(
             folder, plan["epoch_path"], plan["epoch"], plan["mark"], Watched(**plan["watched"])

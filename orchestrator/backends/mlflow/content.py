@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from urllib.parse import quote
 
@@ -25,6 +24,7 @@ from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.recorded import recorded_precision, recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
@@ -50,7 +50,7 @@ OWN_PROGRAM = "orchestrator.training.main"  # of jobs without a script
 METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunContent:
     """Content of an MLflow run, without its curves."""
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from orchestrator.backends.attempts.launcher import dies_with_parent
 from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, files_of
 from orchestrator.backends.mlflow.server import PASSED_ON
 from orchestrator.backends.ports import Lookups
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.run import JobFolder
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ COPY_S = 3600.0  # longest that one output may take: 16 GiB at 5 MB/s
 PENDING_MAX = 1000  # that are looked for after a restart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Copy:
     run_id: str
     job_id: str

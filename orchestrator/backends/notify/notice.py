@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from orchestrator.backends.ports import Decided
 from orchestrator.backends.redaction import hider
@@ -13,13 +13,14 @@ from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.events import Event, Finished
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.notify import NoticeKind
 
 TEXT_MAX = 200_000  # characters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Notice:
     """A message to people. Its id is the same each time it is sent."""
 

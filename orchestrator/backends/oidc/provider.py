@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -18,6 +17,8 @@ from joserfc import jws, jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.oidc import OidcSpec, SignInError, safe_url
 
 ALGORITHMS = [
@@ -34,7 +35,7 @@ BODY_BYTES_MAX = 2**20
 AGE_S_MAX = 600  # of a token that has just been made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SignIn:
     """A pending sign-in; `url` is the provider's page."""
 
@@ -54,7 +55,7 @@ class Provider:
         self._secret = secret
         self._clock = clock
         self._lock = threading.Lock()
-        self._discovery: tuple[dict[str, Any], float] = (
+        self._discovery: tuple[JsonObject, float] = (
             {},
             0.0,
         )  # discovery, and until when it counts
@@ -145,7 +146,7 @@ class Provider:
         except ValueError as error:
             raise SignInError(f"the provider's {name} cannot be used: {error}") from None
 
-    def _json(self, url: str) -> dict[str, Any]:
+    def _json(self, url: str) -> JsonObject:
         try:
             with httpx.Client(timeout=TIMEOUT_S) as client, client.stream("GET", url) as answer:
                 answer.raise_for_status()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,8 +21,6 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.backends.attempts.durable import Fence
-from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.devices.readers import read_devices
@@ -31,6 +29,7 @@ from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 CALLS_AT_ONCE = 4096  # one for each running attempt, and some
@@ -44,7 +43,7 @@ class Calls:
         self._launchers = RayLaunchers()
         self._groups: dict[str, ActorGroup] = {}  # by the attempt's name
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[JsonObject]:
         """Return every node that Ray has seen, in Ray's format."""
         try:
             return list(ray.nodes())  # type: ignore[no-untyped-call]
@@ -91,37 +90,11 @@ class Calls:
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
         self._launchers.end_orphans(folder, node, pids)
 
-    def is_idle(self, attempt: Attempt) -> bool:
-        return self._group(attempt).is_idle()
-
-    def free_port(self, attempt: Attempt, node: str) -> int:
-        return self._group(attempt).free_port(node)
-
-    def run_before(
-        self, attempt: Attempt, node: str, argv: Sequence[str], env: dict[str, str], workdir: str
-    ) -> int:
-        return self._group(attempt).run_before(node, argv, env, workdir)
-
-    def start(
-        self,
-        attempt: Attempt,
-        ranks: Mapping[str, Sequence[RankStart]],
-        counts: Mapping[str, int],
-        workdir: str,
-        fence: Fence | None,
-    ) -> list[LauncherStatus]:
-        return self._group(attempt).start(ranks, counts, workdir, fence)
-
-    def poll(
-        self, attempt: Attempt, nodes: Iterable[str], timeout_s: float
-    ) -> dict[str, LauncherStatus | None]:
-        return self._group(attempt).poll(nodes, timeout_s)
-
-    def stop(self, attempt: Attempt, nodes: Iterable[str], grace_s: float) -> None:
-        self._group(attempt).stop(nodes, grace_s)
-
-    def abort(self, attempt: Attempt, nodes: Iterable[str], grace_s: float) -> None:
-        self._group(attempt).abort(nodes, grace_s)
+    def method(self, name: str) -> Callable[..., Any]:
+        """Return the call of this name: one of these, or one of the launchers of the attempt that it is given."""
+        if hasattr(self, name):
+            return getattr(self, name)
+        return lambda attempt, *arguments: getattr(self._group(attempt), name)(*arguments)
 
     def _group(self, attempt: Attempt) -> ActorGroup:
         """The launchers as they were found; found now where another agent had found them."""
@@ -147,7 +120,7 @@ def main() -> None:
                 number, name, arguments = service.recv()
             except EOFError:
                 os._exit(0)  # what is asked of Ray is of no use any more
-            pool.submit(_answer, service, answering, number, getattr(calls, name), arguments)
+            pool.submit(_answer, service, answering, number, calls.method(name), arguments)
 
 
 def _answer(

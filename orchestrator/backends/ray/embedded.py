@@ -29,7 +29,9 @@ from orchestrator.backends.environment import inherited
 from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.backends.ray.lean import PLAINLY
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.json_object import JsonObject
 
 # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
 START_TIMEOUT_S = 90.0
@@ -67,7 +69,7 @@ class OwnRay:
         self._home = home
         self._cluster = cluster
         self._host = host
-        self._state: dict[str, Any] | None = None
+        self._state: JsonObject | None = None
         self._starting = threading.Lock()
         self._is_over = False
 
@@ -135,7 +137,7 @@ def is_running(home: Path, name: str) -> bool:
     )
 
 
-def _new_state(address: str, host: str) -> dict[str, Any]:
+def _new_state(address: str, host: str) -> JsonObject:
     temp_dir = tempfile.mkdtemp(
         prefix="orc-", dir="/tmp"
     )  # a Unix socket's path ends at 107 characters
@@ -145,7 +147,7 @@ def _new_state(address: str, host: str) -> dict[str, Any]:
 def _start_missing(
     home: Path,
     record: str,
-    state: dict[str, Any],
+    state: JsonObject,
     nodes: Sequence[tuple[str, NodeSpec]],
     *,
     has_head: bool,
@@ -189,7 +191,7 @@ def elsewhere(home: Path) -> str | None:
     return None
 
 
-def read_state(home: Path, record: str = HEAD) -> dict[str, Any] | None:
+def read_state(home: Path, record: str = HEAD) -> JsonObject | None:
     """Return the state of an embedded Ray as `start` or `join` wrote it; None without one."""
     try:
         return json.loads((home / record).read_text())
@@ -197,7 +199,7 @@ def read_state(home: Path, record: str = HEAD) -> dict[str, Any] | None:
         return None
 
 
-def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) -> None:
+def stop(home: Path, state: JsonObject | None = None, record: str = HEAD) -> None:
     """End exactly the processes that `start` or `join` started, with their leftovers; none running is no error.
 
     `state` names the processes, as `read_state` returned it; by default the record is read.
@@ -239,7 +241,7 @@ def token_env(home: Path) -> dict[str, str]:
 def _start_nodes(
     home: Path,
     record: str,
-    state: dict[str, Any],
+    state: JsonObject,
     nodes: Sequence[tuple[str, NodeSpec]],
     *,
     head: bool,
@@ -266,11 +268,11 @@ def _start_nodes(
 def _begin(
     home: Path,
     record: str,
-    state: dict[str, Any],
+    state: JsonObject,
     nodes: Sequence[tuple[str, NodeSpec]],
     *,
     head: bool,
-    environment: Mapping[str, str],
+    environment: Env,
 ) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
     """Return name, process and log of each node; what is left of an earlier process of the name is ended."""
     starting = []
@@ -292,7 +294,7 @@ def _start_node(
     node: NodeSpec,
     *,
     head: bool,
-    environment: Mapping[str, str],
+    environment: Env,
 ) -> tuple[subprocess.Popen[bytes], Path]:
     # Ray picks names of sockets by looking which exist: nodes that start together must not look
     # into one folder.

@@ -32,6 +32,7 @@ from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray.nodes import RayNode
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 # devices were free when it was decided: 3-13 ms, 0.3 s where they were just freed
@@ -127,7 +128,7 @@ class ActorGroup:
         """Return a TCP port that is free on `node`."""
         return int(ray.get(self._actors[node].call("free_port"), timeout=CALL_TIMEOUT_S))
 
-    def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+    def run_before(self, node: str, argv: Sequence[str], env: Env, workdir: str) -> int:
         """Run a command on `node` to its end, and return its exit code."""
         answer = self._actors[node].call("run_before", argv, env, workdir)
         return int(ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S))

@@ -32,7 +32,9 @@ from orchestrator.backends.environment import inherited, matching
 from orchestrator.backends.ray.embedded import accepts
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.errors import OrchestratorError, ServiceError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 ACCEPT_S = 5.0
@@ -109,12 +111,12 @@ class Link:
             with self._lock:
                 self._waiting.pop(number, None)
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def nodes(self) -> list[JsonObject]:
         """Return every node that Ray has seen. Raises ClusterAway, and ends an agent that does not answer."""
         with self._lock:
             agent = self._agent
         try:
-            nodes: list[dict[str, Any]] = self.call("nodes", timeout_s=NODES_TIMEOUT_S)
+            nodes: list[JsonObject] = self.call("nodes", timeout_s=NODES_TIMEOUT_S)
         except ClusterAway as error:
             self._end(agent, str(error))
             raise
@@ -256,7 +258,7 @@ class LinkedGroup:
         """Return a TCP port that is free on `node`."""
         return int(self._link.call("free_port", self._attempt, node))
 
-    def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+    def run_before(self, node: str, argv: Sequence[str], env: Env, workdir: str) -> int:
         """Run a command on `node` to its end, and return its exit code."""
         limit_s = BEFORE_TIMEOUT_S + CALL_TIMEOUT_S
         return int(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.backends.attempts.launch_request import LaunchNode
@@ -14,6 +13,7 @@ from orchestrator.backends.devices.nvml import NvmlReading
 from orchestrator.backends.ray.link import Link, read_devices
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.device_kind import DeviceId
+from orchestrator.specs.frozen import frozen
 
 NODE_LABEL = "orc-node"
 DEVICE_LABEL = "orc-device"
@@ -21,7 +21,7 @@ DEVICE_LABEL = "orc-device"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RayNode(LiveNode):
     """A raylet with its node's description from the cluster file; `id` is Ray's NodeID."""
 

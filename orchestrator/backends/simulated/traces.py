@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from orchestrator.backends.simulated.nature import stream
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
 
 Shape = tuple[int, ...]  # devices on each node, most first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Arrival:
     """A job of a trace: its arrival, the facts told to the orchestrator, and the true ones."""
 
@@ -29,7 +29,7 @@ class Arrival:
     step_factor: float = 1.0  # true / stated seconds per step, on every other placement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Trace:
     """Job arrivals in the order of time, the first at 0."""
 
@@ -40,27 +40,6 @@ class Trace:
     )  # trials submitted later, by sweep id
     # the first arrival, in seconds since 1970; None: the trace has no date
     begins_s: float | None = None
-
-
-def misjudge(trace: Trace, sigma: float, seed: int) -> Trace:
-    """Return the trace with each job's stated times multiplied by a random factor; its log has deviation `sigma`."""
-    if not sigma:
-        return trace
-    draw = stream(seed, "misjudged")
-    arrivals, *of_sweeps = (
-        tuple(_misjudge_arrival(arrival, draw.lognormvariate(0.0, sigma)) for arrival in group)
-        for group in (trace.arrivals, *trace.trials.values())
-    )
-    return replace(trace, arrivals=arrivals, trials=dict(zip(trace.trials, of_sweeps, strict=True)))
-
-
-def _misjudge_arrival(arrival: Arrival, factor: float) -> Arrival:
-    speeds = tuple((count, factor * step_s) for count, step_s in arrival.spec.speeds)
-    spec = arrival.spec.model_copy(update={"speeds": speeds})
-    if spec.guarantee is not None and spec.guarantee.step is not None:
-        request = spec.guarantee.model_copy(update={"step": factor * spec.guarantee.step})
-        spec = spec.model_copy(update={"guarantee": request})
-    return replace(arrival, spec=spec, step_factor=arrival.step_factor / factor)
 
 
 def trace_of(name: str, arrivals: list[Arrival]) -> Trace:

@@ -6,14 +6,14 @@ owner or a maintenance are not paid for, and neither are guarantees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Credit, State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fund:
     """A share of the cluster's device-seconds. A cluster that was calm for `span_s` may spend so much at once."""
 

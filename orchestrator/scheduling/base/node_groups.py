@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 
 from orchestrator.planning.search import Hardware
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.state import State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Group:
     """Nodes with the same kind and number of devices."""
 

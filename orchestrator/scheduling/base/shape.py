@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.specs.engines import facts_of
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 
 SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would rather wait than talk
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Shape:
     """A number of devices, spread evenly over nodes. `shares` are devices per node, in order of preference."""
 

@@ -7,13 +7,12 @@ first again, for every number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.policy import Objective
 from orchestrator.specs.replace import replace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Tuning:
     """Tuning constants of the scheduler. Numbers without a unit are ratios."""
 

@@ -39,6 +39,7 @@ from orchestrator.specs.attempt import (
     Finding,
     OomReport,
 )
+from orchestrator.specs.command_line import Argv
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.units import format_seconds
@@ -239,7 +240,7 @@ def _probe_failure(attempt: Attempt) -> Failure:
     )
 
 
-def _finding_of(evidence: Evidence, report: OomReport, command: tuple[str, ...]) -> Finding | None:
+def _finding_of(evidence: Evidence, report: OomReport, command: Argv) -> Finding | None:
     """Return the finding in a log for the same out-of-memory error; None without one."""
     for end in evidence.ranks:
         for finding in findings_of(end, command)[:1]:
@@ -249,7 +250,7 @@ def _finding_of(evidence: Evidence, report: OomReport, command: tuple[str, ...])
 
 
 def _hang_failure(
-    attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None
+    attempt: Attempt, evidence: Evidence, command: Argv, capacity_bytes: int | None
 ) -> Failure:
     """Return a hang, or the cause that a rank had named before it went on: others then wait for it for ever."""
     still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"

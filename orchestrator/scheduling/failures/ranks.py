@@ -32,12 +32,13 @@ from orchestrator.specs.attempt import (
     Finding,
     RankEnd,
 )
+from orchestrator.specs.command_line import Argv
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import STALE_EXIT_CODE
 
 
 def failure_of_ranks(
-    attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None
+    attempt: Attempt, evidence: Evidence, command: Argv, capacity_bytes: int | None
 ) -> Failure:
     """Return the failure of the rank whose end says most; of equal ones, that of the first suspect."""
     suspects = suspects_of(evidence)
@@ -73,7 +74,7 @@ def _judge_rank(
     attempt: Attempt,
     evidence: Evidence,
     end: RankEnd,
-    command: tuple[str, ...],
+    command: Argv,
     capacity_bytes: int | None,
 ) -> tuple[Weight, Failure]:
     """Return what one rank's end says of its cause, and the failure that it would be alone."""
@@ -111,7 +112,7 @@ def _judge_exit(
     evidence: Evidence,
     end: RankEnd,
     report: ErrorReport | None,
-    command: tuple[str, ...],
+    command: Argv,
 ) -> tuple[Weight, Failure]:
     """Return the failure of a rank of which only the exit code, or the signal behind it, tells."""
     is_first = end.rank == evidence.first_ended_rank
@@ -149,9 +150,7 @@ def _report_of(evidence: Evidence, end: RankEnd) -> ErrorReport | None:
     return min(reports, key=key, default=None)
 
 
-def _decisive_finding(
-    end: RankEnd, report: ErrorReport | None, command: tuple[str, ...]
-) -> Finding | None:
+def _decisive_finding(end: RankEnd, report: ErrorReport | None, command: Argv) -> Finding | None:
     """Return what ended the rank: the exception of the guard's report, else what its log says.
 
     Where the report is a complaint, the log may name the cause. A signal that ended the rank comes before an exception
@@ -274,7 +273,7 @@ def check_oom_kills(evidence: Evidence, failure: Failure) -> Failure:
     )
 
 
-def findings_of(end: RankEnd, command: tuple[str, ...]) -> tuple[Finding, ...]:
+def findings_of(end: RankEnd, command: Argv) -> tuple[Finding, ...]:
     """Return the findings of the whole log where it was read, else of its end."""
     return end.findings or read_log(end.log_tail, command)
 

@@ -18,6 +18,7 @@ from orchestrator.specs.attempt import (
     Finding,
     RankEnd,
 )
+from orchestrator.specs.command_line import Argv
 from orchestrator.specs.replace import replace
 
 EXCERPT_CHARACTERS_MAX = 4000
@@ -37,7 +38,7 @@ def unexplained_failure(
     end: RankEnd,
     report: ErrorReport | None,
     finding: Finding | None,
-    command: tuple[str, ...],
+    command: Argv,
 ) -> Failure:
     """Return the failure of a rank's end that nothing explains, with its features.
 

@@ -39,6 +39,7 @@ from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -97,7 +98,7 @@ class JobOptions:
         return best_of_each((entry for entry in self.fitting if holds(entry)), self.rule)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Infeasible:
     """No plan fits the group, even when all of its devices are empty."""
 

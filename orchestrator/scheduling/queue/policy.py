@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from orchestrator.scheduling.options.job_options import SizeOption
 from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
 from orchestrator.specs.attempt import Placement, StopCause
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Move:
     """A running job to stop so that it resumes elsewhere, and why. `held_placement` stays reserved for it."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.reports.comparison_rows import (
@@ -20,6 +19,7 @@ from orchestrator.scheduling.reports.intervals import ratio_interval
 from orchestrator.scheduling.reports.provenance import name_model, shared_provenance
 from orchestrator.specs.attempt import VERSIONS
 from orchestrator.specs.choices import AXES
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -46,7 +46,7 @@ DERIVED = (
 MEASURED_MARKS = {Outcome.FINISHED: Mark.MEASURED, Outcome.OUT_OF_MEMORY: Mark.REFUTED}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Setup:
     """What all strategies of a comparison have in common; "" and None stand for what is unknown."""
 
@@ -59,7 +59,7 @@ class Setup:
     provenance: Mapping[str, str]  # what the figures rest on, by name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Comparison:
     """The strategies of one comparison, in the order of the request."""
 

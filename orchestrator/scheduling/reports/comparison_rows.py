@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf, isfinite
 from statistics import geometric_mean, mean, median
 
@@ -20,6 +20,7 @@ from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.mechanics import Fsdp2
@@ -47,7 +48,7 @@ class Outcome(StrEnum):
     PENDING = "pending"  # it waits or runs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Curve:
     """Loss and tokens of each step of a training."""
 
@@ -55,7 +56,7 @@ class Curve:
     tokens: tuple[int, ...] = ()  # of each step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Row:
     """A strategy in a comparison. None means unknown."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from orchestrator.specs.attempt import device_count
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_seconds
@@ -13,7 +13,7 @@ from orchestrator.specs.units import format_seconds
 SECONDS_AN_HOUR = 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Spent:
     """Device-seconds used by attempts, and their price; None without prices."""
 

@@ -31,6 +31,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.events import Event, Finished, Released, Submitted, TimerFired
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import WITHOUT_SECONDS, Source
@@ -56,7 +57,7 @@ DONE = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
 STOPPED = Evidence(stopped=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Expected:
     """Expected start and end of a job (seconds since 1970), and its number of devices.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
@@ -18,6 +18,7 @@ from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import describe_unreadable
 from orchestrator.specs.engines import facts_of
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
@@ -33,7 +34,7 @@ NOT_LOST = (
 )  # ends that are no failures of the attempt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Line:
     """A job in the report, with a sentence about it."""
 
@@ -46,7 +47,7 @@ class Line:
 Lines = tuple[Line, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Miss:
     """An attempt (one launch of a job) whose measured memory differed from the prediction."""
 
@@ -62,7 +63,7 @@ class Miss:
         return self.measured_bytes / max(1, self.predicted_bytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Span:
     """Devices of one node that an attempt occupied, clipped to the report's time."""
 
@@ -74,7 +75,7 @@ class Span:
     outcome: str  # "running", "succeeded", or a FailureKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Cost:
     """Device-seconds within the report's time, by use, and their price; None without prices."""
 
@@ -93,7 +94,7 @@ class Cost:
         return self.trained_s + self.lost_s + self.probing_s + self.cancelled_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MorningReport:
     """Events between two times, in seconds since 1970. Lists are in the order of submission."""
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.reports.cost import prices, sum_spent
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.state import State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrialReport:
     """A trial of a sweep: its job, its parameters and its metric."""
 
@@ -27,7 +27,7 @@ class TrialReport:
     value: float | None  # last value of its metric
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SweepReport:
     """Progress of a sweep, with all of its trials."""
 

@@ -36,11 +36,12 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     opening_of,
     wait_reason,
 )
+from orchestrator.scheduling.scheduling_pass.index import waits_for_devices
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
 from orchestrator.specs.attempt import Device, device_count, devices_in
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.cluster import Window, describe_unreadable
-from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.pending import Pending
 from orchestrator.specs.plain_text import join_first
@@ -77,7 +78,6 @@ class Blocked(NamedTuple):
     free: int
     obstacles: Mapping[Obstacle, tuple[Device, ...]]
     scattered: bool  # enough devices are left, but not on suitable nodes
-    usable: tuple[Device, ...]  # free devices without an obstacle
 
     @property
     def starts(self) -> bool:
@@ -234,8 +234,8 @@ class Waits:
                 left = tuple(device for device in left if device not in excluded)
                 obstacles[obstacle] = excluded
             if not _fits(entry.shape, left):
-                return Blocked(offer, len(free), obstacles, len(left) >= entry.devices, left)
-        return Blocked(offer, len(free), {}, scattered=False, usable=left)
+                return Blocked(offer, len(free), obstacles, len(left) >= entry.devices)
+        return Blocked(offer, len(free), {}, scattered=False)
 
     def _window_of(self, node: str) -> Window:
         """Return the next maintenance of a node; one that never begins where there is none."""
@@ -521,11 +521,7 @@ class Waits:
 
 def _waits_for_devices(job: Job, state: State) -> bool:
     """Return whether only devices, or others of its array, keep the job from starting."""
-    is_ready = job.status is JobStatus.QUEUED and not (
-        job.waits_for or job.asks or job.unreadable or job.held_by
-    )
-    is_gone = all(attempt.released for attempt in job.attempts)
-    return is_ready and is_gone and job.not_before_s <= state.at_s
+    return waits_for_devices(job) and job.not_before_s <= state.at_s
 
 
 def _are_free(blocked: Blocked) -> str:

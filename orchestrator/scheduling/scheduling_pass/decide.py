@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from operator import attrgetter
@@ -36,6 +35,7 @@ from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Device, Placement, devices_in
 from orchestrator.specs.cluster import describe_unreadable
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.pending import Facts, Pending
@@ -47,7 +47,7 @@ NAMED_MAX = 3  # nodes in a reason
 SOON = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StartDecision:
     """The decision to start a plan on these devices now."""
 

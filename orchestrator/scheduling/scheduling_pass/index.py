@@ -198,8 +198,8 @@ class SchedulerIndex:
 
     def _requeue(self, before: Job | None, after: Job | None) -> None:
         """Let a job enter or leave the queue, or change its place there."""
-        waited = before is not None and _waits_for_devices(before)
-        waits = after is not None and _waits_for_devices(after)
+        waited = before is not None and waits_for_devices(before)
+        waits = after is not None and waits_for_devices(after)
         if (
             waited
             and before is not None
@@ -621,7 +621,7 @@ def _attempts_of(job: Job | None) -> dict[int, Attempt]:
     )
 
 
-def _waits_for_devices(job: Job) -> bool:
+def waits_for_devices(job: Job) -> bool:
     """Return whether a job waits for devices only; a job that could not be read is never started."""
     may_start = job.status is JobStatus.QUEUED and not (job.waits_for or job.unreadable or job.asks)
     may_start = may_start and job.held_by is None

@@ -18,10 +18,10 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.service.client.logins import Login
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.service.visible import visible
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.json_object import JsonObject
 
 if TYPE_CHECKING:  # most commands need none of what these load
     from orchestrator.scheduling.reports.morning import MorningReport

@@ -7,11 +7,12 @@ import ipaddress
 import json
 import socket
 import ssl
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 
 FILE = "endpoint.json"
 VALID = timedelta(days=365)  # of a certificate that the service makes for itself
@@ -22,7 +23,7 @@ ANY = frozenset({"0.0.0.0", "::"})
 DOCUMENTATION = "192.0.2.1"  # RFC 5737: an address of no machine, to which the default route leads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Endpoint:
     """An address for other machines, always under TLS."""
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import ssl
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.service.client.endpoint import fingerprint_of
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 
 CONNECT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Login:
     """Address and credentials of one service."""
 

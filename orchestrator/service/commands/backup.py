@@ -17,7 +17,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,10 +26,11 @@ from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.client.lifecycle import journal_url
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
 
@@ -51,7 +51,7 @@ GOES_ON = "The job goes on from the newest checkpoint in its output, which was t
 BEGINS_ANEW = "The job begins anew: no output of it could be taken from {home}.\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Restored:
     """The restored backup: its origin, the number of jobs in the queue, and attempts lost with their nodes."""
 

@@ -22,6 +22,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import SHORT, pins_of
 from orchestrator.specs.job.sections import Degrade, Member
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Plan
@@ -145,7 +146,7 @@ def comparison_jobs(
             hint="say what it can be told: `knobs: {deepspeed_config: {flag: --deepspeed}}`, `zero_stage`, or"
             " `gpus: {min: 1, max: 2}`; or let our engines train its model: `model: {factory: model.py:build}`, `data`",
         )
-    changes: dict[str, Any] = {
+    changes: JsonObject = {
         "name": f"{spec.name[: NAME_MAX - len('-compare')]}-compare",
         "family": spec.family_name,
         "degrade": Degrade(allow="none"),

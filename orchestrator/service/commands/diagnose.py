@@ -6,7 +6,6 @@ import getpass
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -21,13 +20,14 @@ from orchestrator.scheduling.failures.unexplained import in_one_line
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.service.client.client import Client
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.packaged import load_table
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
@@ -47,7 +47,7 @@ _REDACTED = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Diagnosis:
     """Why a training ended: the cause and its log line, what this service would do, and what a person can do."""
 
@@ -257,7 +257,7 @@ def _resolve_log(path: Path) -> Path:
     return real
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Project:
     """A project whose logs are known: a row of projects.yaml."""
 

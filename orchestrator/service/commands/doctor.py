@@ -10,7 +10,6 @@ import sqlite3
 import stat
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
 from orchestrator.service.intake.cluster_file import kept_cluster
 from orchestrator.service.intake.rates import read_rates
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
 
 OK = "ok"
@@ -52,7 +52,7 @@ SHM_HINT = "in a container: --shm-size=8g, or an emptyDir of medium Memory"
 DISK_HINT = "free some, or use another home: --home, ORC_HOME"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Finding:
     """Result of one check: verdict, observation, and advice."""
 

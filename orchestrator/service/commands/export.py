@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -21,6 +21,7 @@ from orchestrator.planning.render import (
     deepspeed_config,
     script_command,
 )
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
@@ -149,9 +150,7 @@ def _launcher_line(
     return [*(python, "-m", "torch.distributed.run"), *group, "--nproc-per-node", count, *program]
 
 
-def _script(
-    spec: JobSpec, plan: Plan, env: Mapping[str, str], workdir: str, argv: Sequence[str]
-) -> str:
+def _script(spec: JobSpec, plan: Plan, env: Env, workdir: str, argv: Sequence[str]) -> str:
     """Return the text of `run.sh`. It names secrets; their values come from the caller's environment."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in (*spec.env, *env.items())]
     needed = [f': "${{{name}:?is a secret of the job}}"' for name in spec.secrets]

@@ -15,9 +15,9 @@ from orchestrator.service.client.join_token import FORM, parts_of
 from orchestrator.service.client.logins import Login, login_of, pinned_certificate
 from orchestrator.service.intake.cluster_file import joined_nodes
 from orchestrator.service.intake.detection import detect_machine
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.members import Machine, check_alike, machine
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.json_object import JsonObject
 
 # the service looks at its nodes every second; a busy machine's raylet takes some more
 SEEN_TIMEOUT_S = 60.0

@@ -12,16 +12,15 @@ from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.dependencies import resolve_dependencies
 from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
+from orchestrator.service.server.submissions import Request, jobs_of
 from orchestrator.service.server.sweeps.trials import ToCome, trials_of
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.sweep import SWEEP
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -122,15 +121,11 @@ class FutureSubmissions:
         to_come: ToCome,
         home: Path,
     ) -> None:
-        """Raises SpecError for a job of `more` of unknown length."""
+        """Raises SpecError for a job of `more` of unknown length, and where the service would refuse one."""
         self.jobs: list[Job] = []
-        self._begins, self._trials = (
-            list[Submitted](),
-            {sweep: deque(specs) for sweep, specs in to_come.items()},
-        )
-        together: dict[str, list[str]] = {}
-        array: str | None = None
-        for order, spec in enumerate(more, state.submitted + 1):
+        self._begins: list[Submitted] = []
+        self._trials = {sweep: deque(specs) for sweep, specs in to_come.items()}
+        for spec in more:
             if spec.optimizer_steps is None:
                 raise SpecError(
                     "the length of the job is unknown",
@@ -138,18 +133,13 @@ class FutureSubmissions:
                     path="steps",
                     hint="say `steps`",
                 )
-            satisfied: tuple[str, ...] = ()
-            if spec.depends_on:
-                spec, satisfied = resolve_dependencies(spec, together, state.jobs.get)
-            job_id = f"{spec.name}-{order}"
-            together.setdefault(spec.name, []).append(job_id)
-            if spec.trial is not None:
-                array = f"{SWEEP}{job_id}"
-                spec, *rest = trials_of(spec, array, home)
-                self._trials[array] = deque(rest)
-            elif spec.member is None or spec.member.number == 0 or array is None:
-                array = None if spec.member is None else job_id
-            self._begins.append(self._submit(spec, order, job_id, array, state.at_s, satisfied))
+        request = Request([(spec, None) for spec in more])
+        for event in jobs_of(request, state, state.submitted, state.at_s, state.jobs.get):
+            first = event.spec
+            if first.trial is not None and event.array is not None:
+                first, *rest = trials_of(first, event.array, home)
+                self._trials[event.array] = deque(rest)
+            self._begins.append(self._submit(replace(event, spec=first)))
 
     def submissions(self, state: State) -> Iterator[Submitted]:
         """Yield the submissions due in this state."""
@@ -169,31 +159,24 @@ class FutureSubmissions:
                 order += 1
                 live[sweep] += 1
                 spec = spec.model_copy(update={"trial": trial.model_copy(update={"of": sweep})})
-                yield self._submit(spec, order, f"{spec.name}-{order}", sweep, state.at_s)
+                name = f"{spec.name}-{order}"
+                yield self._submit(
+                    Submitted(job_id=name, order=order, spec=spec, at_s=state.at_s, array=sweep)
+                )
 
-    def _submit(
-        self,
-        spec: JobSpec,
-        order: int,
-        job_id: str,
-        array: str | None,
-        at_s: float,
-        satisfied: tuple[str, ...] = (),
-    ) -> Submitted:
-        deadline_s = spec.deadline.due_s(at_s) if spec.deadline else None
-        self.jobs.append(
-            Job(
-                id=job_id,
-                spec=spec,
-                order=order,
-                submitted_at_s=at_s,
-                array=array,
-                deadline_s=deadline_s,
-            )
+    def _submit(self, event: Submitted) -> Submitted:
+        """Note the job of a submission, and return the submission."""
+        spec = event.spec
+        job = Job(
+            id=event.job_id,
+            spec=spec,
+            order=event.order,
+            submitted_at_s=event.at_s,
+            array=event.array,
+            deadline_s=spec.deadline.due_s(event.at_s) if spec.deadline else None,
         )
-        return Submitted(
-            job_id=job_id, order=order, spec=spec, at_s=at_s, array=array, satisfied=satisfied
-        )
+        self.jobs.append(job)
+        return event
 
 
 def _outcome(
@@ -212,8 +195,6 @@ def _outcome(
             attempt=stint.attempt,
             first_step=0,
             step_s=stint.attempt.step_s,
-            peak_bytes=0,
-            capacity_bytes=0,
             launched_at_s=max(0.0, stint.launched_at_s - now_s),
             started_at_s=max(0.0, stint.launched_at_s + launch_cost_s - now_s),
             ended_at_s=None if stint.ended_at_s is None else stint.ended_at_s - now_s,

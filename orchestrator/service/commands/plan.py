@@ -40,7 +40,6 @@ from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.choices import (
     AXES,
@@ -64,6 +63,7 @@ from orchestrator.specs.job.pins import (
 )
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, join_problems
 from orchestrator.specs.plan import Plan

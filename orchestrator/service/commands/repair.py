@@ -13,8 +13,8 @@ from rich.text import Text
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.client.client import Client, is_up
 from orchestrator.service.client.lifecycle import journal_url
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.json_object import JsonObject
 
 BODY_SHOWN = 200  # characters
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import groupby
 from math import ceil, inf
 from statistics import fmean, median
@@ -14,20 +14,18 @@ from typing import TypedDict
 
 from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
-from orchestrator.backends.simulated.sharing import NO_SHARING, Sharing, add_guests
+from orchestrator.backends.simulated.sharing import SharedBackend
 from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
-from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.attempt import Attempt, Device
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
-from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
@@ -42,16 +40,7 @@ AS_FAST = 1 + 1e-9
 SHORTEST_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
-    """Probabilities of failures in a simulation."""
-
-    # of a job whose first attempt runs out of memory, so that it needs a lighter plan
-    oom_chance: float = 0.0
-    node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Outcome:
     """Result of one job in a simulation."""
 
@@ -130,36 +119,13 @@ class Report(TypedDict):
     restarts: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Simulated:
     """Result of a simulation: metrics, each job's outcome, and the real seconds of each decision."""
 
     report: Report
     outcomes: tuple[Outcome, ...]
     decisions_s: tuple[float, ...]
-
-
-class TraceNature:
-    """True durations by a trace: measured step times, and launches as long as the cluster declares."""
-
-    stop_share: Span = (0.0, 0.0)
-    save_s = SAVE_S
-    release_s: Span = (0.0, 0.0)
-
-    def __init__(self, arrivals: Sequence[Arrival], launch_cost_s: float) -> None:
-        self.startup_s: Span = (launch_cost_s, launch_cost_s)
-        self._arrivals = arrivals
-
-    def step_s(self, job: Job, attempt: Attempt) -> float:
-        """Return the step time measured on this placement, else the job's stated one with the trace's error."""
-        arrival = self._arrivals[job.order - 1]
-        shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
-        measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
-        return attempt.step_s * arrival.step_factor if measured is None else measured
-
-    def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:  # noqa: ARG002
-        """Return 0, since a trace has no memory measurements."""
-        return 0
 
 
 class NullJournal:
@@ -216,27 +182,24 @@ class TimedScheduler(Scheduler):
         return actions
 
 
-def simulate(
-    trace: Trace,
-    cluster: ClusterSpec,
-    *,
-    seed: int,
-    trouble: Trouble = Trouble(),
-    share_rate: float | None = None,
-) -> Simulated:
+def simulate(trace: Trace, cluster: ClusterSpec, share_rate: float | None = None) -> Simulated:
     """Simulate the trace on the cluster until nothing more can happen, and return the result.
 
-    With `share_rate` two jobs of one device each share a card where their planned bytes fit, at this share of the
-    speed of each. No service shares a card yet.
-
-    Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows.
+    Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows. With
+    `share_rate` two one-device jobs share a card where their planned bytes fit, each at this part of its speed. No
+    service shares a card yet.
     """
-    arrivals = list[Arrival]()  # as they are submitted
-    world = cluster
-    sharing = NO_SHARING
-    if share_rate is not None:
-        world, sharing = add_guests(cluster, share_rate)
-    backend = backend_for(arrivals, world, seed=seed, trouble=trouble, sharing=sharing)
+    arrivals = list[Arrival]()
+    if share_rate is None:
+        return play(trace, cluster, arrivals, backend_for(arrivals, cluster))
+    backend = SharedBackend(cluster, partial(true_step_s, arrivals), share_rate)
+    return play(trace, cluster, arrivals, backend)
+
+
+def play(
+    trace: Trace, cluster: ClusterSpec, arrivals: list[Arrival], backend: SimulatedBackend
+) -> Simulated:
+    """Return the result on this backend; `arrivals` gets the jobs as they are submitted."""
     taken_s: list[float] = []
     controller = Controller(
         NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s)
@@ -244,16 +207,10 @@ def simulate(
     controller.turn(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
     turns = TURNS_PER_JOB * (len(trace.arrivals) + sum(map(len, to_come.values())))
-    burst = stream(seed, "burst")
-    fault = Fault(kind=FaultKind.OOM, rank=0, step=1)
 
     def submit(together: Sequence[Arrival]) -> None:
-        bursts = [
-            (_with_deadline(arrival), fault if burst.random() < trouble.oom_chance else None)
-            for arrival in together
-        ]
         arrivals.extend(together)
-        controller.submit_all(bursts)
+        controller.submit_all([(_with_deadline(arrival), None) for arrival in together])
 
     def turn(wait_s: float) -> None:
         controller.turn(wait_s)
@@ -276,7 +233,7 @@ def simulate(
     submitted_trace = replace(trace, arrivals=tuple(arrivals))
     outcomes = outcomes_of(submitted_trace, cluster, backend.processes)
     return Simulated(
-        report=report_on(submitted_trace, cluster, outcomes, sharing),
+        report=report_on(submitted_trace, cluster, outcomes, backend.card_of),
         outcomes=outcomes,
         decisions_s=tuple(taken_s),
     )
@@ -342,20 +299,17 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
-def backend_for(
-    arrivals: Sequence[Arrival],
-    cluster: ClusterSpec,
-    *,
-    seed: int,
-    trouble: Trouble,
-    sharing: Sharing = NO_SHARING,
-) -> SimulatedBackend:
+def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec) -> SimulatedBackend:
     """Return a simulated backend in which these jobs, in order of submission, have their true durations."""
-    hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
-    nature = TraceNature(arrivals, cluster.launch_cost)
-    return SimulatedBackend(
-        cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature, sharing=sharing
-    )
+    return SimulatedBackend(cluster, partial(true_step_s, arrivals))
+
+
+def true_step_s(arrivals: Sequence[Arrival], job: Job, attempt: Attempt) -> float:
+    """Return the step time measured on this placement, else the job's stated one with the trace's error."""
+    arrival = arrivals[job.order - 1]
+    shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
+    measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
+    return attempt.step_s * arrival.step_factor if measured is None else measured
 
 
 def outcomes_of(
@@ -417,7 +371,10 @@ def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) ->
 
 
 def report_on(
-    trace: Trace, cluster: ClusterSpec, outcomes: Sequence[Outcome], sharing: Sharing = NO_SHARING
+    trace: Trace,
+    cluster: ClusterSpec,
+    outcomes: Sequence[Outcome],
+    card_of: Callable[[Device], Device] = lambda device: device,
 ) -> Report:
     """Return the metrics of a simulation from its outcomes. The hours of a shared card count once."""
     finished = [outcome for outcome in outcomes if outcome.ended_at_s is not None]
@@ -425,7 +382,7 @@ def report_on(
     slowdowns = sorted(outcome.slowdown for outcome in finished) or [0.0]
     devices = cluster.device_count
     makespan_s = max((outcome.ended_at_s or 0.0 for outcome in finished), default=0.0)
-    held_s = _held_s(outcomes, sharing)
+    held_s = _held_s(outcomes, card_of)
     return Report(
         trace=trace.name,
         cluster=cluster.name,
@@ -454,15 +411,14 @@ def report_on(
     )
 
 
-def _held_s(outcomes: Sequence[Outcome], sharing: Sharing) -> float:
-    """Return the seconds over all cards in which a job held each."""
+def _held_s(outcomes: Sequence[Outcome], card_of: Callable[[Device], Device]) -> float:
+    """Return the seconds, over all cards, in which jobs held them."""
     spans = []
     for outcome in outcomes:
         for process in outcome.attempts:
             if process.ended_at_s is not None:
                 for device in process.devices:
-                    card = sharing.card_of(device)
-                    spans.append((card, process.launched_at_s, process.ended_at_s))
+                    spans.append((card_of(device), process.launched_at_s, process.ended_at_s))
     held_s = 0.0
     last_card = None
     until_s = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from orchestrator.service.commands.simulate import Outcome, Report
 from orchestrator.service.server.sweeps.trials import ToCome
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import State
 
@@ -19,7 +19,7 @@ JOBS_MAX = 200  # that are played: a page waits for both plays
 DEVICES_MAX = 1024  # of the other cluster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fate:
     """A job's outcome as things are (`now`) and after the change (`then`).
 
@@ -32,7 +32,7 @@ class Fate:
     then: Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WhatIf:
     """Both simulations, in seconds from now, and the jobs whose end nothing tells."""
 

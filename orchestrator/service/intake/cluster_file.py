@@ -10,11 +10,11 @@ from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.service.intake.intake import read_cluster
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs import units
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalogue_device
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.written import as_yaml
 

@@ -7,7 +7,6 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.system_metrics import memory_bytes
@@ -18,6 +17,7 @@ from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, catalo
 from orchestrator.specs.device_kind import DeviceId
 from orchestrator.specs.devices import load_devices, load_nvml_names
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
 
 SOURCE = "the devices of this machine"
@@ -45,7 +45,7 @@ CGROUP_LIMITS = (
 Devices = Sequence[nvml.NvmlDevice]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DetectedMachine:
     """The machine as a node of a cluster, and sentences on what a person should check."""
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from orchestrator.service.json_object import JsonObject
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.published import (
     WRITTEN,
     load_published,

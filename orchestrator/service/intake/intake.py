@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,15 +21,16 @@ from orchestrator.memory.profiles import is_known
 from orchestrator.service.intake.git import code_source
 from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
 from orchestrator.service.intake.profiling import TraceScope, trace_model
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.clock import check_zone, parse_deadline, parse_window
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
 from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python, with_interpreter
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import (
     Override,
     join_problems,
@@ -74,7 +74,7 @@ OF_SCRIPTS = (
 )  # what plans of a script follow of its training
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ReadJob:
     """A job with absolute paths, and the keys whose paths are on this machine."""
 
@@ -316,7 +316,7 @@ def read_text(path: Path) -> str:
 
 
 def _with_absolute_paths(spec: JobSpec, folder: Path) -> JobSpec:
-    files: dict[str, Any] = {
+    files: JsonObject = {
         kind: tuple(str(_absolute_path(folder, file)) for file in getattr(spec.data, kind))
         for kind in KINDS_OF_FILES
     }

@@ -25,10 +25,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.environment import inherited, matching
 from orchestrator.memory.profiles import autocasts, has_fused_loss
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, TracedProfile
 
@@ -46,7 +47,7 @@ HINT = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TraceScope:
     """The plans that a trace must cover: kinds of devices, whether other precisions count, or one plan alone."""
 

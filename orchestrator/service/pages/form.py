@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.service.commands.init.shell_text import first_command
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import job_json_schema
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.written import as_yaml, as_yaml_line
 from orchestrator.specs.yaml_text import Path, dotted, read_document, read_value
 
@@ -26,7 +26,7 @@ Schema = Mapping[str, Any]
 Form = Mapping[str, str]  # what was typed, by the name of its field
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Key:
     """A key of a job file as a form field."""
 
@@ -55,7 +55,7 @@ class Key:
         return self.is_words and not (self.is_yaml and typed.startswith(BRACKETS))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Section:
     """Keys of one mapping in a job file; `title` is its path, "" for the top level."""
 

@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from stat import S_ISDIR
@@ -24,6 +23,7 @@ from orchestrator.service.views.records import (
     picture_from_view,
 )
 from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.metric_row import parse_row
 from orchestrator.specs.profile import Source
@@ -39,7 +39,7 @@ ATTEMPTS_DRAWN = CURVE_TONES  # the newest ones
 Metric = tuple[float, float]  # step, value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Curves:
     """Metrics of an attempt by optimizer step; empty for a script, which writes none."""
 

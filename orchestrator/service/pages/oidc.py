@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.pages.frame import page
 from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, Gate
 from orchestrator.service.server.access.sessions import keep
 from orchestrator.specs.access import Role
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.oidc import SignInError
 
 if TYPE_CHECKING:

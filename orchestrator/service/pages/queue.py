@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.base.pending import pending
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import JobView, in_order
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.pending import Pending
 from orchestrator.specs.state import State
@@ -21,7 +21,7 @@ STATUSES = tuple(status.value for status in JobStatus)
 Views = Callable[[Job], JobView]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Filter:
     """Criteria of the queue page's filter; "" matches all."""
 

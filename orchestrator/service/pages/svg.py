@@ -13,6 +13,7 @@ from markupsafe import Markup, escape
 
 from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
 from orchestrator.service.pages.frame import load_macros
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
 
 WIDTH = 640
@@ -58,7 +59,7 @@ class Cause(NamedTuple):
 Point = tuple[float, float]  # x, y
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Bar:
     """A time span in a lane of a Gantt chart."""
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from orchestrator.scheduling.reports.morning import MorningReport, ended_at_s, morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.json_object import JsonObject
 
 PAGE = 1000  # jobs read at a time
 REPORT_S, REPORTS_MAX = (

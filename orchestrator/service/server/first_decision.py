@@ -24,10 +24,10 @@ from orchestrator.planning.search import frontier, planned_part
 from orchestrator.planning.work import TooManyPlans
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 

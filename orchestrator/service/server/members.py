@@ -7,19 +7,19 @@ import importlib.metadata
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.service.intake.cluster_file import joined_nodes, store_joined, with_joined
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError, UnknownError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.parse import join_problems
 
 NAMED_MAX = 20  # machines that an error names
 LOOPBACK_PREFIX = "127."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Machine:
     """Properties that all machines of a cluster must share."""
 

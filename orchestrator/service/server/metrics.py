@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from math import isfinite
 
@@ -28,6 +27,7 @@ from orchestrator.scheduling.base.pending import pending
 from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, device_seconds
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
 from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.pending import Pending
 from orchestrator.specs.profile import WITHOUT_SECONDS
@@ -40,7 +40,7 @@ Beats = Callable[[Job], Sequence[Heartbeat]]
 Values = dict[tuple[str, ...], float]  # by the values of the labels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Running:
     """A live attempt, with the last heartbeats (progress reports) of its ranks."""
 

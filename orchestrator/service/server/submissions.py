@@ -139,7 +139,7 @@ def new_jobs(
                 continue
             if request.retry_of is not None:
                 _check_not_retried(request.retry_of, state, events)
-            jobs = _jobs_of(request, state, state.submitted + len(events), at_s, find_job)
+            jobs = jobs_of(request, state, state.submitted + len(events), at_s, find_job)
             for event in jobs:
                 if journal.as_kept(event) != event:
                     hint = "report this: it is a fault of the service"
@@ -172,7 +172,7 @@ def _check_not_retried(job_id: str, state: State, events: Iterable[Submitted]) -
         )
 
 
-def _jobs_of(
+def jobs_of(
     request: Request,
     state: State,
     submitted: int,

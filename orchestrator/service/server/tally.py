@@ -12,6 +12,7 @@ from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.specs.actions import Action, Launch, Record
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, device_count
 from orchestrator.specs.events import Event, Finished
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State
@@ -82,7 +83,7 @@ class Tally:
             self.peak_ratio.add(measured / predicted)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Figures:
     """A consistent view of a service: its state, the journal's counts, and counters since its start."""
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.options import AsJson, Home, client_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import DEFAULT_HOME
 from orchestrator.specs.units import parse_seconds
 

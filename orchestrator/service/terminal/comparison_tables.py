@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.plain_tables import plain_table
 from orchestrator.service.terminal.tables import coloured_picture, provenance_words
 from orchestrator.service.views.comparison import reasons, tables_of
 from orchestrator.service.views.records import picture_from_view
+from orchestrator.specs.json_object import JsonObject
 
 if TYPE_CHECKING:
     from orchestrator.service.views.comparison import ComparisonView

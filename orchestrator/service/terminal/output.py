@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.visible import visible, visible_but_colours, visible_log
+from orchestrator.specs.json_object import JsonObject
 
 if TYPE_CHECKING:  # not loaded for JSON output
     from rich.console import Console, RenderableType

@@ -81,7 +81,7 @@ def simulate(
         else:
             played = read_list(trace, home)
             dated = shift_maintenance(hardware, played.begins_s)
-            run = play(played, dated, seed=0, share_rate=share)
+            run = play(played, dated, share)
     _print_run(run, hardware, as_json=as_json)
 
 

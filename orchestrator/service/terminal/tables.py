@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, draw_lines
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.expected import add_whole_column, coloured, local_minute
 from orchestrator.service.terminal.plain_tables import plain_grid, plain_table
 from orchestrator.service.views.columns import Column, Row, columns_of, local_second
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import Source
 from orchestrator.specs.units import format_bytes, format_seconds
 

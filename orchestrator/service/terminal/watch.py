@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.terminal.options import Home, check_finite, client_of
 from orchestrator.service.terminal.output import console_on
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:

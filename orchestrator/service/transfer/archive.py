@@ -13,11 +13,11 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 
 CHUNK_BYTES = 2**20
 MANIFEST_BYTES_MAX = 2**24
@@ -41,7 +41,7 @@ class Kind(StrEnum):
     LINK = "link"  # symbolic
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Entry:
     """A file, folder or link; its path is relative to the root."""
 
@@ -51,7 +51,7 @@ class Entry:
     target: str = ""  # of a link
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Limits:
     """Limits on an incoming archive."""
 
@@ -59,7 +59,7 @@ class Limits:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Listing:
     """The entries of a folder that are sent."""
 

@@ -12,10 +12,10 @@ from itertools import chain
 from math import isfinite
 from typing import Any
 
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes, format_seconds
 

@@ -11,9 +11,9 @@ from typing_extensions import TypedDict
 
 from orchestrator.scheduling.reports.comparison import Comparison, Setup
 from orchestrator.scheduling.reports.comparison_rows import Outcome
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.columns import Row
 from orchestrator.service.views.records import PictureView, picture_view
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.units import format_bytes, format_seconds
 
 EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)

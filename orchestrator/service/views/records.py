@@ -13,13 +13,12 @@ from typing_extensions import TypedDict
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
-from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import suspensions
 from orchestrator.scheduling.base.sentences import shown_reason
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.columns import column_values
 from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
@@ -28,6 +27,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.recorded import recorded_settings
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import WITHOUT_SECONDS, MemoryEstimate
@@ -345,20 +345,7 @@ def picture_view(picture: Picture) -> PictureView:
 
 def picture_from_view(view: PictureView) -> Picture:
     """Return the chart from its JSON."""
-    points = tuple(
-        Point(
-            step_s=point["step_s"],
-            needed_bytes=point["needed_bytes"],
-            mark=Mark(point["mark"]),
-            label=point["label"],
-            name=point["name"],
-            within_s=None
-            if point["within_s"] is None
-            else (point["within_s"][0], point["within_s"][1]),
-        )
-        for point in view["points"]
-    )
-    return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
+    return TypeAdapter(Picture).validate_python(view)
 
 
 def observations_view(observations: Sequence[Observation]) -> list[JsonObject]:

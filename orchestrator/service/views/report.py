@@ -7,9 +7,9 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from orchestrator.scheduling.reports.morning import MorningReport
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.views.timeline import BusySpan, add_ruler, busy_lines
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.units import format_seconds, parse_seconds
 
 if TYPE_CHECKING:

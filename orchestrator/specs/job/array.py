@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.json_object import JsonObject
 
 JOBS_MAX = 1000  # of one array: as Slurm's MaxArraySize, less one
 INDEX = "index"  # a placeholder that every array has: 0, 1, 2 ...
@@ -17,7 +18,7 @@ ALLOWED = (
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-def expand_array(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
+def expand_array(data: Mapping[str, Any], source: str) -> list[JsonObject]:
     """Return one job document for each set of values in `array:`, in their order. Raises SpecError.
 
     A value that is one placeholder alone takes the replacement with its type, such as a number. Elsewhere its text is
@@ -64,7 +65,7 @@ def read_max_concurrent(data: Mapping[str, Any], otherwise: int, source: str) ->
     return count
 
 
-def with_family(data: Mapping[str, Any]) -> dict[str, Any]:
+def with_family(data: Mapping[str, Any]) -> JsonObject:
     """Return the document with the `family` of its jobs: their name without its placeholders."""
     if not isinstance(data.get("name"), str):
         return dict(data)
@@ -72,7 +73,7 @@ def with_family(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"family": family.strip("-_.") or "array"} | dict(data)
 
 
-def _read_rows(array: object, source: str) -> Iterator[dict[str, Any]]:
+def _read_rows(array: object, source: str) -> Iterator[JsonObject]:
     """Yield the values of each job. Raises SpecError."""
     if (
         isinstance(array, dict)
@@ -83,7 +84,7 @@ def _read_rows(array: object, source: str) -> Iterator[dict[str, Any]]:
         for values in array.values():
             count *= len(values)
         _check_count(count, source)
-        rows: Sequence[dict[str, Any]] = [
+        rows: Sequence[JsonObject] = [
             dict(zip(array, values, strict=True)) for values in product(*array.values())
         ]
     elif isinstance(array, list) and array and all(isinstance(row, dict) and row for row in array):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from orchestrator.specs.command_line import Argv
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.packaged import load_table
 
 _Precision = Literal["fp32", "bf16", "fp16"]
@@ -42,7 +44,7 @@ def load_preset(framework: str) -> Mapping[str, Any]:
     return preset if base is None else with_preset(preset, load_preset(base))
 
 
-def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+def with_preset(data: Mapping[str, Any], preset: Mapping[str, Any]) -> JsonObject:
     """Return the job data, with missing keys filled from the preset."""
     merged = {**preset, **data}
     for section in MERGED:
@@ -63,7 +65,7 @@ def _merge_knob(knob: object, changes: object) -> Any:
     return changes if has_own_way else {**knob, **changes}
 
 
-def knobs_of(framework: str) -> dict[str, Any]:
+def knobs_of(framework: str) -> JsonObject:
     """Return the knobs (settings a script takes) of a framework's trainers, as `knobs:` of a job file."""
     return dict(load_preset(framework)["knobs"])
 
@@ -73,7 +75,7 @@ def launch_of(framework: str) -> str:
     return str(load_preset(framework)["launch"])
 
 
-def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+def fill_defaults(data: Mapping[str, Any]) -> JsonObject:
     """Return the job data with the defaults of its `trainer` filled in. Present keys stay, null included.
 
     Batch size, accumulation and precision move out of the command, into knob defaults and the job's `precision`.
@@ -85,7 +87,7 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     defaults = load_preset(trainer) if trainer in get_args(Framework) else None
     if defaults is None or not argv or not isinstance(data.get("knobs", {}), Mapping):
         return dict(data)
-    additions: dict[str, Any] = {
+    additions: JsonObject = {
         key: value for key, value in defaults.items() if key not in PRESET_ONLY
     }
     additions["launch"] = data.get("launch", defaults["launch"])
@@ -124,9 +126,9 @@ def fill_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _knobs_for(
     defaults: Mapping[str, Any], job_knobs: Mapping[str, Any], launch: object
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the framework's knobs that the job leaves out, or declares without a way to turn them."""
-    knobs: dict[str, Any] = {}
+    knobs: JsonObject = {}
     for name, knob in defaults.items():
         if knob == "derived":
             if name not in job_knobs:
@@ -140,9 +142,7 @@ def _knobs_for(
     return knobs
 
 
-def _take_config(
-    preset: Mapping[str, Any], argv: tuple[str, ...]
-) -> tuple[dict[str, str] | None, tuple[str, ...]]:
+def _take_config(preset: Mapping[str, Any], argv: Argv) -> tuple[dict[str, str] | None, Argv]:
     """Return the config file that a command names for its trainer, or None, and the command without its flag."""
     flag = preset.get("config_flag")
     if flag is not None:
@@ -158,7 +158,7 @@ def _take_config(
     return None, argv
 
 
-def split_words(command: object) -> tuple[str, ...]:
+def split_words(command: object) -> Argv:
     """Return the words of a command; () where they cannot be read, since another check says why."""
     if isinstance(command, str):
         try:
@@ -168,7 +168,7 @@ def split_words(command: object) -> tuple[str, ...]:
     return tuple(map(str, command)) if isinstance(command, Sequence) else ()
 
 
-def take_flag(argv: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...]]:
+def take_flag(argv: Argv, flag: str) -> tuple[str | None, Argv]:
     """Return (value, command without the flag). The value of a bare flag is `true`; None where the flag is missing."""
     for index, word in enumerate(argv):
         if word.startswith(f"{flag}="):
@@ -194,14 +194,12 @@ def is_flag_on(command: Sequence[str], flag: str) -> bool:
     return str(take_flag(tuple(command), flag)[0]).lower() == "true"
 
 
-def _is_in_command(knob: Mapping[str, Any] | None, argv: tuple[str, ...]) -> bool:
+def _is_in_command(knob: Mapping[str, Any] | None, argv: Argv) -> bool:
     word = (knob or {}).get("flag") or (knob or {}).get("switch")
     return word is not None and take_flag(argv, word)[0] is not None
 
 
-def _take_default(
-    knob: dict[str, Any], argv: tuple[str, ...]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _take_default(knob: JsonObject, argv: Argv) -> tuple[JsonObject, Argv]:
     """Return a knob and its `also` with their values in the command as defaults, and the rest of the command."""
     value, rest = take_flag(argv, knob["flag"]) if "flag" in knob else (None, argv)
     if value is not None and value.isdecimal():
@@ -214,9 +212,7 @@ def _take_default(
     return ({**knob, "also": also} if also else knob), argv
 
 
-def _take_precision(
-    knob: Mapping[str, Any], argv: tuple[str, ...]
-) -> tuple[str | None, tuple[str, ...]]:
+def _take_precision(knob: Mapping[str, Any], argv: Argv) -> tuple[str | None, Argv]:
     """Return the precision that the options of this knob set in a command, and the command without them."""
     precision = None
     for option in (knob, *knob.get("also", ())):

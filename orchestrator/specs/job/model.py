@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 from orchestrator.specs.choices import Optimizer, Precision
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.from_json import from_json
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.str_enum import StrEnum
 
 # Greatest numbers of a job file. Each is far above what anybody trains, and keeps every decision
@@ -34,7 +36,7 @@ class Strict:
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DecoderSpec(Strict):
     """A Llama-style decoder transformer: RMSNorm, rotary positions, gated MLP. Fields are named as in Hugging Face."""
 
@@ -76,7 +78,7 @@ class DecoderSpec(Strict):
         return self.hidden_size // self.num_attention_heads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LoraSpec(Strict):
     """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
@@ -87,7 +89,7 @@ class LoraSpec(Strict):
     quantise_base: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelSpec(Strict):
     """A model: exactly one of `decoder`, `hf` and `factory`. A model without a tokenizer reads bytes.
 
@@ -97,11 +99,11 @@ class ModelSpec(Strict):
     """
 
     decoder: DecoderSpec | None = None
-    hf: str | dict[str, Any] | None = field(default=None, hash=False)
+    hf: str | JsonObject | None = field(default=None, hash=False)
     lora: LoraSpec | None = None
     factory: str | None = None
     weights: Precision | None = None
-    config: dict[str, Any] = field(
+    config: JsonObject = field(
         default_factory=dict,
         hash=False,
         metadata={"json_schema_extra": {"default": {}}},
@@ -121,7 +123,7 @@ class ModelSpec(Strict):
         return 4 if self.weights in (None, Precision.FP32) else 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DataSpec(Strict):
     """Training data: files of one kind, split into samples of at most `sequence_length` tokens.
 
@@ -155,7 +157,7 @@ class Schedule(StrEnum):
     COSINE = "cosine"  # arXiv:1608.03983, equation 5, without restarts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Freeze(Strict):
     """Parameters to freeze, matched by their full names in the model."""
 
@@ -163,7 +165,7 @@ class Freeze(Strict):
     until_step: int | None = field(default=None, metadata={"ge": 1, "le": STEPS_MAX})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingSpec(Strict):
     """Optimizer, learning-rate schedule and length of the training. No plan changes them."""
 
@@ -195,31 +197,11 @@ class TrainingSpec(Strict):
             )
 
 
-def model_from_json(data: dict[str, Any]) -> ModelSpec:
+def model_from_json(data: JsonObject) -> ModelSpec:
     """Return the ModelSpec from the JSON form of `dataclasses.asdict`."""
-    decoder = data["decoder"]
-    lora = data["lora"]
-    return ModelSpec(
-        **{
-            **data,
-            "decoder": DecoderSpec(**decoder) if decoder else None,
-            "lora": LoraSpec(**_tuples(lora, ("target_modules",))) if lora else None,
-        }
-    )
+    return from_json(ModelSpec, data)
 
 
-def data_from_json(data: dict[str, Any]) -> DataSpec:
-    """Return the DataSpec from the JSON form of `dataclasses.asdict`."""
-    return DataSpec(**_tuples(data, ("text", "chat", "tokens", "tensors")))
-
-
-def training_from_json(data: dict[str, Any]) -> TrainingSpec:
+def training_from_json(data: JsonObject) -> TrainingSpec:
     """Return the TrainingSpec from the JSON form of `dataclasses.asdict`."""
-    enums = {"optimizer": Optimizer(data["optimizer"]), "schedule": Schedule(data["schedule"])}
-    return TrainingSpec(
-        **{**data, **enums, "freeze": tuple(Freeze(**entry) for entry in data["freeze"])}
-    )
-
-
-def _tuples(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {**data, **{name: tuple(data[name]) for name in names}}
+    return from_json(TrainingSpec, data)

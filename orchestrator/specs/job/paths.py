@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 
 KINDS_OF_FILES = ("text", "chat", "tokens", "tensors")
@@ -16,7 +16,7 @@ Change = Callable[[str, str], str]  # (key, path) -> another path
 
 def with_paths(spec: JobSpec, change: Change) -> JobSpec:
     """Return the job with `change` applied to each path. `model.hf` and its like count if they look like paths."""
-    files: dict[str, Any] = {
+    files: JsonObject = {
         kind: tuple(
             change(f"data.{kind}[{index}]", file)
             for index, file in enumerate(getattr(spec.data, kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import (
     Field,
@@ -55,6 +55,7 @@ from orchestrator.specs.job.trainer import (
     check_script,
     with_interpreter,
 )
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.spec_model import (
     Command,
@@ -142,7 +143,7 @@ class JobSpec(SpecModel):
     startup_timeout: Seconds = 900.0
     time_limit: Seconds | None = Field(default=None, gt=0)
 
-    def file_content(self) -> dict[str, Any]:
+    def file_content(self) -> JsonObject:
         """Return the content of a job file that reads as this job: what no file says is left out."""
         content = self.model_dump(mode="json", exclude_defaults=True, exclude=set(IN_NO_FILE))
         if self.command is not None:
@@ -374,7 +375,7 @@ class JobSpec(SpecModel):
             )
 
 
-def job_json_schema() -> dict[str, Any]:
+def job_json_schema() -> JsonObject:
     """Return the JSON Schema (2020-12) of a job file, for editors."""
     schema = json_schema_of(JobSpec)
     schema["properties"] |= {

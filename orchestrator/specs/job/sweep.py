@@ -11,6 +11,7 @@ from pydantic import Field, PlainSerializer, WithJsonSchema, model_validator
 
 from orchestrator.specs.job.array import INDEX, JOBS_MAX
 from orchestrator.specs.job.model import EXACT_MAX, STEPS_MAX
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.spec_model import AS_PAIRS, Number, SpecModel, json_schema_of
 
 REAL_MAX = 1e300
@@ -117,7 +118,7 @@ Parameters = Annotated[
             name: parameter.model_dump(mode="json", exclude_defaults=True)
             for name, parameter in pairs
         },
-        return_type=dict[str, Any],
+        return_type=JsonObject,
     ),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "object"}}),
 ]
@@ -212,7 +213,7 @@ def templates(
             yield (*keys, str(key)), part
 
 
-def sweep_json_schema() -> dict[str, Any]:
+def sweep_json_schema() -> JsonObject:
     """Return the `$defs` of `sweep:` for the JSON Schema of a job file."""
     schema = json_schema_of(Sweep)
     parameter = json_schema_of(Parameter)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from orchestrator.specs.choices import ZeroStage
+from orchestrator.specs.command_line import Argv
 from orchestrator.specs.deepspeed_file import ZERO
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.patterns import compile_pattern
@@ -337,7 +338,7 @@ def _check_knob(
         )
 
 
-def with_interpreter(command: Sequence[str], python: str) -> tuple[str, ...]:
+def with_interpreter(command: Sequence[str], python: str) -> Argv:
     """Return the command with `python` as its interpreter, or with the program of this name beside it."""
     program, *arguments = command
     if not is_python(program):

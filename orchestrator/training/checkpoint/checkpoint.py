@@ -19,7 +19,6 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 from orchestrator.training.checkpoint.fragment import (
     FragmentLoadPlanner,
@@ -43,7 +43,7 @@ from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.engine import State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Cursor:
     """Progress of a training: optimizer steps done and samples consumed."""
 
@@ -51,7 +51,7 @@ class Cursor:
     samples: int = 0  # consumed by them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Saved:
     """A complete checkpoint on disk, with its progress."""
 

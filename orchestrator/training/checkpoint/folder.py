@@ -19,8 +19,9 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from orchestrator.specs.frozen import frozen
 
 MANIFEST = "manifest"
 DAMAGED_KEPT = 2
@@ -32,7 +33,7 @@ _DAMAGED = re.compile(r"damaged-step-\d{8}")
 _READ_BYTES = 2**22
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Written:
     """Size and checksum of a checkpoint's file."""
 

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.replace import replace
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.dispatch import Dispatch
@@ -37,7 +38,7 @@ class Dataset(Protocol):
         """Return the samples as tensors in host memory; axis 0 counts samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Stages:
     """The rules for splitting a module into pipeline stages, between its layers.
 
@@ -54,7 +55,7 @@ class Stages:
     loss_sum: Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Experts:
     """The mixtures of experts within a module's layers.
 
@@ -67,7 +68,7 @@ class Experts:
     spread: Callable[[Dispatch], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Recipe:
     """A model, its loss and its data.
 

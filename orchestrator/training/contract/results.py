@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from orchestrator.specs.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StepResult:
     """Result of a step. `loss` is this rank's part: the sum over ranks is the global batch's mean loss.
 

@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from orchestrator.specs.json_object import JsonObject
+
 GUARD = Path(__file__).resolve().with_name("guard.py")
 MODULES = (
     "orchestrator.training.guard.failure_reporter",
@@ -275,7 +277,7 @@ def _run(request: Request) -> None:
     sys.modules["_orchestrator_guard"].main(request.argv[2:])
 
 
-def _answer(connection: socket.socket, message: dict[str, Any]) -> None:
+def _answer(connection: socket.socket, message: JsonObject) -> None:
     with contextlib.suppress(OSError):  # the launcher went away
         connection.send(json.dumps(message).encode())
 

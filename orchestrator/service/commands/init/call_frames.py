@@ -78,33 +78,35 @@ class CallReader:
 
     def _visit(self, node: ast.AST, place: Place) -> None:
         inner = dict.fromkeys(ast.iter_child_nodes(node), place)
-        if isinstance(node, Function):
-            self._functions.setdefault(node.name, []).append((node, place))
-            self._enclosing[id(node)] = place.scope
-            inner |= dict.fromkeys(node.body, Place(node, place.owner))
-        elif isinstance(node, ast.ClassDef):
-            inner |= dict.fromkeys(node.body, replace(place, owner=node.name))
-        elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
-            inner |= dict.fromkeys(node.body, replace(place, in_loop=True))
-        elif isinstance(
-            node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.Lambda
-        ):
-            inner = dict.fromkeys(inner, replace(place, in_loop=True, is_certain=False))
-        elif isinstance(node, ast.If):
-            inner |= dict.fromkeys(node.orelse, replace(place, is_certain=False))
-            if not _holds_in_every_run(node.test):
-                inner |= dict.fromkeys(node.body, replace(place, is_certain=False))
-        elif isinstance(node, ast.IfExp | ast.BoolOp | ast.match_case | ast.ExceptHandler):
-            inner = dict.fromkeys(inner, replace(place, is_certain=False))
-        elif isinstance(node, ast.Call):
-            self.calls.append((node, place))
-        elif isinstance(node, ast.Return) and node.value is not None:
-            self.returns.setdefault(id(place.scope), []).append(node.value)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
-            self.imports |= {
-                alias.asname or alias.name: module + alias.name for alias in node.names
-            }
+        uncertain = replace(place, is_certain=False)
+        match node:
+            case ast.FunctionDef(name=name, body=body) | ast.AsyncFunctionDef(name=name, body=body):
+                self._functions.setdefault(name, []).append((node, place))
+                self._enclosing[id(node)] = place.scope
+                inner |= dict.fromkeys(body, Place(node, place.owner))
+            case ast.ClassDef(name=name, body=body):
+                inner |= dict.fromkeys(body, replace(place, owner=name))
+            case ast.For(body=body) | ast.AsyncFor(body=body) | ast.While(body=body):
+                inner |= dict.fromkeys(body, replace(place, in_loop=True))
+            case (
+                ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp() | ast.Lambda()
+            ):
+                inner = dict.fromkeys(inner, replace(uncertain, in_loop=True))
+            case ast.If(test=test, body=body, orelse=orelse):
+                inner |= dict.fromkeys(orelse, uncertain)
+                if not _holds_in_every_run(test):
+                    inner |= dict.fromkeys(body, uncertain)
+            case ast.IfExp() | ast.BoolOp() | ast.match_case() | ast.ExceptHandler():
+                inner = dict.fromkeys(inner, uncertain)
+            case ast.Call():
+                self.calls.append((node, place))
+            case ast.Return(value=ast.expr() as value):
+                self.returns.setdefault(id(place.scope), []).append(value)
+            case ast.Import(names=names):
+                self.imports |= {alias.asname or alias.name: alias.name for alias in names}
+            case ast.ImportFrom(module=module, names=names):
+                prefix = f"{module}." if module else ""
+                self.imports |= {alias.asname or alias.name: prefix + alias.name for alias in names}
         for name, value in _assignments(node):
             self.values.setdefault(id(place.scope), {}).setdefault(name, []).append(
                 (value, place.is_certain)
@@ -268,32 +270,33 @@ def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
     A name of a loop has no value of its own: `*` of what the loop runs over.
     """
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-        value = node.value
-    elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
-        targets = [node.target]
-        value = node.value
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        targets = [node.optional_vars]
-        value = node.context_expr
-    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        targets = [node.target]
-        value = ast.copy_location(ast.Starred(node.iter, ast.Load()), node.iter)
-    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        before = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)
-        targets = [node.target]
-        value = ast.copy_location(ast.BinOp(before, node.op, node.value), node)
-    else:
-        return
-    for target in targets:
-        if isinstance(target, ast.Name | ast.Attribute):
-            yield ast.unparse(target), value
-        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Call | ast.Starred):
-            yield from ((ast.unparse(name), value) for name in target.elts)
-        elif (
-            isinstance(target, ast.Tuple)
-            and isinstance(value, ast.Tuple)
-            and len(target.elts) == len(value.elts)
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            pass
+        case (
+            ast.AnnAssign(target=target, value=ast.expr() as value)
+            | ast.NamedExpr(target=target, value=value)
+            | ast.withitem(context_expr=value, optional_vars=ast.expr() as target)
         ):
-            yield from zip(map(ast.unparse, target.elts), value.elts, strict=True)
+            targets = [target]
+        case (
+            ast.For(target=target, iter=runs)
+            | ast.AsyncFor(target=target, iter=runs)
+            | ast.comprehension(target=target, iter=runs)
+        ):
+            targets = [target]
+            value = ast.copy_location(ast.Starred(runs, ast.Load()), runs)
+        case ast.AugAssign(target=ast.Name(id=name) as target, op=op, value=added):
+            before = ast.copy_location(ast.Name(name, ast.Load()), node)
+            targets = [target]
+            value = ast.copy_location(ast.BinOp(before, op, added), node)
+        case _:
+            return
+    for target in targets:
+        match target, value:
+            case ((ast.Name() | ast.Attribute()), _):
+                yield ast.unparse(target), value
+            case ast.Tuple(elts=names), (ast.Call() | ast.Starred()):
+                yield from ((ast.unparse(name), value) for name in names)
+            case ast.Tuple(elts=names), ast.Tuple(elts=parts) if len(names) == len(parts):
+                yield from zip(map(ast.unparse, names), parts, strict=True)

@@ -37,32 +37,35 @@ def settings_in(tree: ast.Module, file: str) -> Iterator[Setting]:
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None, int, int]]:
     """Yield (name, value, line, rank) of assignments, keywords, keys of dicts, and defaults of parameters."""
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            yield _name(target), node.value, node.lineno, CODE_RANK
-    elif isinstance(node, ast.keyword) and node.arg:
-        yield node.arg, node.value, node.value.lineno, CODE_RANK
-    elif isinstance(node, ast.Dict):
-        for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                yield key.value, value, value.lineno, CODE_RANK
-    elif isinstance(node, ast.FunctionDef):
-        for argument, default in parameters_of(node.args):
-            if default is not None:
-                yield argument.arg, default, default.lineno, DEFAULT_RANK
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                yield _name(target), value, node.lineno, CODE_RANK
+        case ast.AnnAssign(target=target, value=value):
+            yield _name(target), value, node.lineno, CODE_RANK
+        case ast.keyword(arg=str(name), value=value):
+            yield name, value, value.lineno, CODE_RANK
+        case ast.Dict(keys=keys, values=values):
+            for key, value in zip(keys, values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value, value, value.lineno, CODE_RANK
+        case ast.FunctionDef(args=args):
+            for argument, default in parameters_of(args):
+                if default is not None:
+                    yield argument.arg, default, default.lineno, DEFAULT_RANK
 
 
 def divided_by_ranks(tree: ast.Module) -> Iterator[tuple[str, Divisor]]:
     """Yield (name, what it counts) of each value that the code divides by the number of ranks or its micro-batch."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv | ast.Div):
-            left = node.left
-            right = node.right
-        elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv | ast.Div):
-            left = node.target
-            right = node.value
-        else:
-            continue
+        match node:
+            case (
+                ast.BinOp(left=left, op=ast.FloorDiv() | ast.Div(), right=right)
+                | ast.AugAssign(target=left, op=ast.FloorDiv() | ast.Div(), value=right)
+            ):
+                pass
+            case _:
+                continue
         word = word_of(_name(left))
         by = ast.unparse(right)
         meaning = meaning_of(word) if word else None
@@ -96,19 +99,15 @@ def _setting(name: str, value: ast.expr | None, where: str, rank: int) -> Iterat
 
 def _variable(node: ast.AST | None) -> tuple[str, str | None] | None:
     """Return (name, default) of the variable in `int(os.environ.get("BATCH", 128))`; None without one."""
-    for call in ast.walk(node) if node is not None else ():
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in ENVIRONMENT and call.args:
-            name = call.args[0]
-            default = number_of(call.args[1]) if len(call.args) > 1 else None
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                return name.value, None if default is None else str(default)
-        key = (
-            call.slice
-            if isinstance(call, ast.Subscript) and ast.unparse(call.value) in ENVIRONMENT[-2:]
-            else None
-        )
-        if isinstance(key, ast.Constant) and isinstance(key.value, str):
-            return key.value, None
+    for part in ast.walk(node) if node is not None else ():
+        match part:
+            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *rest]):
+                if ast.unparse(func) in ENVIRONMENT:
+                    default = number_of(rest[0]) if rest else None
+                    return name, None if default is None else str(default)
+            case ast.Subscript(value=value, slice=ast.Constant(value=str(name))):
+                if ast.unparse(value) in ENVIRONMENT[-2:]:
+                    return name, None
     return None
 
 
@@ -121,17 +120,15 @@ def _evaluation(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return str(node.slice.value)
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=value)):
+            return str(value)
     return last_name(node)
 
 
 def last_name(node: ast.AST) -> str:
     """Return the last part of a name in code: `run` of `typer.run`; "" for what is no name."""
-    return (
-        node.attr
-        if isinstance(node, ast.Attribute)
-        else node.id
-        if isinstance(node, ast.Name)
-        else ""
-    )
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name
+    return ""

@@ -21,10 +21,11 @@ from orchestrator.service.commands.init.named_files import (
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import TypedCommand
-from orchestrator.service.commands.init.vocabulary import Argv
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, knobs_of
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 
 # Frameworks whose flags win over the file that `--config` names.
@@ -38,7 +39,7 @@ Knobs = Mapping[str, Any]  # by setting, as a job file has them
 TYPED, IN_FILE, OF_PARSER, OF_FRAMEWORK = range(4)  # Setting.rank: a lower one wins
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class NamedFile:
     """A settings file that a command names."""
 

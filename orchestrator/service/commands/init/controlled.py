@@ -29,12 +29,13 @@ from orchestrator.service.commands.init.meanings import (
 )
 from orchestrator.service.commands.init.script_flags import Flag, Script
 from orchestrator.service.commands.init.typed_command import MODULE_OF, TypedCommand
-from orchestrator.service.commands.init.vocabulary import Argv, Env
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.notes import Notes
 from orchestrator.specs.choices import ZeroStage
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.deepspeed_file import SIZES, ZERO
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, knobs_of, load_preset
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 
 SEVERAL_RANKS = (
@@ -85,7 +86,7 @@ class Batch:
     notes: Notes
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DeepSpeedFile:
     """A DeepSpeed file of the command."""
 
@@ -94,7 +95,7 @@ class DeepSpeedFile:
     sizes: JsonObject  # of its buffers, by DeepSpeed's names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BareCommand:
     """A command stripped of the settings that plans control, with these settings as knobs."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.service.json_object import JsonObject
+from orchestrator.specs.json_object import JsonObject
 
 FILE_BYTES_MAX = 2**20
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".py")

@@ -41,12 +41,8 @@ TEMPORARIES = (
     "TemporaryFile",
 )
 MODE = re.compile(r"[rwabx+t]+")
-PARTS = {
-    "name": "name",
-    "stem": "stem",
-    "suffix": "suffix",
-    "parent": "parent",
-}  # attributes of a path
+PARTS = ("name", "stem", "suffix", "parent")  # attributes of a path
+PERCENT = r"%[-+ 0-9.]*[a-zA-Z]"  # a field of a form
 OF_PATH = {"dirname": "parent", "basename": "name"}  # os.path.dirname(path)
 
 
@@ -96,69 +92,73 @@ class PathReader:
         return character
 
     def _read(self, node: ast.expr, frame: Frame, depth: int) -> str:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return node.value
-        if not depth:
-            return self._unknown(node, frame)
-        if isinstance(node, ast.JoinedStr):
-            return self._join(node.values, "", frame, depth)
-        if isinstance(node, ast.FormattedValue):
-            return self._read(node.value, frame, depth)
-        if isinstance(node, ast.NamedExpr):
-            return self._read(node.value, frame, depth - 1)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Add):
-            return self._join(
-                [node.left, node.right], "/" if isinstance(node.op, ast.Div) else "", frame, depth
-            )
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            values = node.right.elts if isinstance(node.right, ast.Tuple) else [node.right]
-            return self._filled(r"%[-+ 0-9.]*[a-zA-Z]", node.left, values, frame, depth)
-        if isinstance(node, ast.Name | ast.Attribute):
-            value = self.calls.value_of(node, frame)
-            if value is not None:
-                text = self._read(value[0], value[1], depth - 1)
-                is_path = UNKNOWN.sub("", text) or isinstance(
-                    value[0], ast.Name | ast.Attribute | ast.Call
-                )
-                if not is_path:  # a counter
-                    return self._unknown(node, frame)
-                self._aliases.setdefault(text, set()).add(ast.unparse(node))
-                if not value[2]:
-                    self.doubt(text)
-                return text
-        if isinstance(node, ast.Attribute) and node.attr in PARTS:
-            text = self._read(node.value, frame, depth - 1)
-            return text if self._is_open_file(node, frame) else _part(text, node.attr)
-        if isinstance(node, ast.Subscript):
-            item = self._item(node, frame, depth - 1)
-            return self._unknown(node, frame) if item is None else item
-        if isinstance(node, ast.IfExp):
-            text = self._read(node.body, frame, depth - 1)
-            self.doubt(text)
+        text: str | None = None
+        match node:
+            case ast.Constant(value=str(literal)):
+                return literal
+            case _ if not depth:
+                pass
+            case ast.JoinedStr(values=values):
+                text = self._join(values, "", frame, depth)
+            case ast.FormattedValue(value=value):
+                text = self._read(value, frame, depth)
+            case ast.NamedExpr(value=value):
+                text = self._read(value, frame, depth - 1)
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                text = self._join([left, right], "/", frame, depth)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                text = self._join([left, right], "", frame, depth)
+            case ast.BinOp(left=left, op=ast.Mod(), right=ast.Tuple(elts=values)):
+                text = self._filled(PERCENT, left, values, frame, depth)
+            case ast.BinOp(left=left, op=ast.Mod(), right=right):
+                text = self._filled(PERCENT, left, [right], frame, depth)
+            case ast.Name() | ast.Attribute():
+                text = self._named(node, frame, depth - 1)
+            case ast.Subscript():
+                text = self._item(node, frame, depth - 1)
+            case ast.IfExp(body=body):
+                text = self._read(body, frame, depth - 1)
+                self.doubt(text)
+            case ast.Call():
+                text = self._called(node, frame, depth - 1)
+        return self._unknown(node, frame) if text is None else text
+
+    def _named(self, node: ast.Name | ast.Attribute, frame: Frame, depth: int) -> str | None:
+        """Return what a name or an attribute stands for; None for a counter, and where the code does not say it."""
+        value = self.calls.value_of(node, frame)
+        if value is not None:
+            text = self._read(value[0], value[1], depth)
+            if not UNKNOWN.sub("", text) and not isinstance(
+                value[0], ast.Name | ast.Attribute | ast.Call
+            ):
+                return None
+            self._aliases.setdefault(text, set()).add(ast.unparse(node))
+            if not value[2]:
+                self.doubt(text)
             return text
-        if isinstance(node, ast.Call):
-            called = self._called(node, frame, depth - 1)
-            return self._unknown(node, frame) if called is None else called
-        return self._unknown(node, frame)
+        if isinstance(node, ast.Attribute) and node.attr in PARTS:
+            text = self._read(node.value, frame, depth)
+            return text if self._is_open_file(node, frame) else _part(text, node.attr)
+        return None
 
     def _item(self, node: ast.Subscript, frame: Frame, depth: int) -> str | None:
         """Return a part of a text, as `path[:-4]`, or a value of a dict of the code; None for anything else."""
-        if isinstance(node.slice, ast.Slice):
-            text = self._read(node.value, frame, depth)
-            try:
-                ends = [
-                    None if end is None else ast.literal_eval(end)
-                    for end in (node.slice.lower, node.slice.upper)
-                ]
-                return text[slice(*ends)]
-            except (ValueError, TypeError):
-                return None
+        match node.slice:
+            case ast.Slice(lower=lower, upper=upper, step=None):
+                text = self._read(node.value, frame, depth)
+                try:
+                    ends = [
+                        None if end is None else ast.literal_eval(end) for end in (lower, upper)
+                    ]
+                    return text[slice(*ends)]
+                except (ValueError, TypeError):
+                    return None
         value = self._value_of(node.value, frame)
-        if value is None or not isinstance(value[0], ast.Dict):
-            return None
-        for key, item in zip(value[0].keys, value[0].values, strict=True):
-            if key is not None and ast.unparse(key) == ast.unparse(node.slice):
-                return self._read(item, value[1], depth)
+        match value:
+            case (ast.Dict(keys=keys, values=items), inner, _):
+                for key, item in zip(keys, items, strict=True):
+                    if key is not None and ast.unparse(key) == ast.unparse(node.slice):
+                        return self._read(item, inner, depth)
         return None
 
     def _value_of(self, node: ast.expr, frame: Frame) -> Value | None:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,10 @@ from orchestrator.service.commands.init.typed_command import (
     package_roots,
     read_command,
 )
-from orchestrator.service.commands.init.vocabulary import Env
-from orchestrator.service.json_object import JsonObject
+from orchestrator.specs.command_line import Env
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, knobs_of, launch_of, load_preset
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import parse_jobs
 
 YAML_WORDS = ("no", "yes", "on", "off", "true", "false", "null", "none", "y", "n")
@@ -54,7 +54,7 @@ HUBS = {
 OF_THE_HUB = ("hf", "trl", "diffusers", "accelerate", "llamafactory", "axolotl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Proposal:
     """A command as it was read: its parts, what controls it, and the text of a job file."""
 

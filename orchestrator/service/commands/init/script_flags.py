@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from orchestrator.service.commands.init.named_files import REWRITABLE, number_of
 from orchestrator.service.commands.init.saved_files import SavedFile, saved_files
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.replace import replace
 
 MODULES_MAX = 96  # of the script's folder and its packages that are read with it
 TRL = (
@@ -58,11 +60,10 @@ EACH_RANK = re.compile(
     r"\b(?:per|each|every|single|one)[\s-]+(?:gpu|device|rank|process|card)", re.I
 )
 LIBRARIES = {*sys.stdlib_module_names, *VOCABULARY["libraries"]}
-_NOT_LITERAL = object()
 Constants = dict[str, Any]  # values of names in the code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Flag:
     """A command-line flag of a script."""
 
@@ -80,7 +81,7 @@ class Flag:
         return self.name.lstrip("-").replace("-", "_").lower()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Script:
     """Flags and other facts of a script and the modules beside it."""
 
@@ -133,67 +134,78 @@ def _read(path: Path, roots: Sequence[Path]) -> Script:
     files = dict(_trees(path, roots))
     trees = list(files.values())
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-    functions |= {name: method for name, node in classes.items() for method in _constructor(node)}
-    classes |= {
-        alias: _stand_in(alias, name)
-        for alias, name in _import_aliases(nodes)
-        if alias not in classes
-    }
+    functions: dict[str, ast.FunctionDef] = {}
+    classes: dict[str, ast.ClassDef] = {}
+    lists: dict[str, list[ast.expr]] = {}
+    aliases: dict[str, str] = {}
+    calls: list[ast.Call] = []
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name):
+                functions[name] = node
+            case ast.ClassDef(name=name):
+                classes[name] = node
+            case ast.Assign(targets=targets, value=ast.Tuple(elts=parts) | ast.List(elts=parts)):
+                lists |= dict.fromkeys(filter(None, map(last_name, targets)), parts)
+            case ast.ImportFrom(names=names):
+                aliases |= {alias.asname: alias.name for alias in names if alias.asname}
+            case ast.Call():
+                calls.append(node)
+    for name, definition in classes.items():
+        for part in definition.body:
+            # Fire and jsonargparse take the parameters of a constructor as flags
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+                functions[name] = part
+    # as `from transformers import TrainingArguments as TA`
+    for alias, base in aliases.items():
+        if alias != base:
+            classes.setdefault(alias, _stand_in(alias, base))
     constants = {name: value for tree in trees for name, value in _constants(tree)}
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
     imports = frozenset(name for tree in trees for name, _ in _imports(tree))
-    flags: dict[str, Flag] = {}
-    lists = dict(_list_constants(nodes))
-    pairs = (pair for call in calls for pair in _parser_calls(call, lists, tuple(functions)))
     parser_pairs = [
-        pair for pair in pairs if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions
+        pair
+        for call in calls
+        for pair in _parser_calls(call, lists, tuple(functions))
+        if pair[1] in FLAT[:3] or pair[0] in classes or pair[0] in functions
     ]
-    parser_pairs += [
-        (name, "wrap") for function in functions.values() for name in _wrapped_classes(function)
-    ]
-    parser_pairs += [
-        (name, "add_arguments")
-        for name, node in classes.items()
-        if TAP in map(last_name, node.bases)
-    ]
-    flat = "simple_parsing" in imports
-    candidates = [
-        *(flag for call in calls for flag in _argparse_flags(call, constants)),
-        *(flag for function in functions.values() for flag in _click_flags(function, constants)),
-        *(
-            flag
-            for node in _typer_commands(nodes, imports)
-            for flag in _parameter_flags(node, constants)
-        ),
-    ]
+    for function in functions.values():
+        parser_pairs += [(name, "wrap") for name in _wrapped_classes(function)]
+    for name, definition in classes.items():
+        if TAP in map(last_name, definition.bases):
+            parser_pairs.append((name, "add_arguments"))
+    candidates = [flag for call in calls for flag in _argparse_flags(call, constants)]
+    for function in functions.values():
+        candidates += _click_flags(function, constants)
+    if "typer" in imports:
+        run = {last_name(call.args[0]) for call in calls if _is_typer_run(call)}
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef) and (
+                node.name in run or "command" in map(last_name, _decorators(node))
+            ):
+                candidates += _parameter_flags(node, constants)
+    is_flat = "simple_parsing" in imports
     for name, parser in parser_pairs:
         joint = "-" if parser in DASHED else "_"
-        candidates += _class_flags(name, classes, constants, flat or parser in FLAT, joint)
-        candidates += (
-            _parameter_flags(functions[name], constants, joint)
-            if name in functions and parser not in FLAT
-            else ()
-        )
+        candidates += _class_flags(name, classes, constants, is_flat or parser in FLAT, joint)
+        if name in functions and parser not in FLAT:
+            candidates += _parameter_flags(functions[name], constants, joint)
+    flags: dict[str, Flag] = {}
     for flag in candidates:
         flags.setdefault(flag.name, flag)
-    beside = {file: tree for file, tree in files.items() if not roots or file == path}
+    beside = [(file.name, tree) for file, tree in files.items() if not roots or file == path]
     return Script(
         flags=tuple(flags.values()),
         imports=imports,
         calls=frozenset(last_name(call.func) for call in calls),
         attributes=frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
         training_arguments=next(
-            (base for name, _ in parser_pairs if (base := _arguments_base(name, classes))), None
+            (kind for name, _ in parser_pairs if (kind := _arguments_base(name, classes))), None
         ),
         unread=tuple(_unread_sources(nodes, calls)),
         own_files=tuple(_own_files(nodes, calls)),
-        places=tuple(
-            place for file, tree in beside.items() for place in settings_in(tree, file.name)
-        ),
+        places=tuple(place for name, tree in beside for place in settings_in(tree, name)),
         divided={word: divisor for tree in trees for word, divisor in divided_by_ranks(tree)},
-        saves=tuple(saved_files([(file.name, tree) for file, tree in beside.items()])),
+        saves=tuple(saved_files(beside)),
         hydra=next((place for file, tree in files.items() for place in _hydra(tree, file)), None),
         only_equals=any(
             "configurator" in ast.unparse(call) for call in calls if last_name(call.func) == "exec"
@@ -252,19 +264,16 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value = _literal(node.value, {})
-            if value is not _NOT_LITERAL:
-                yield node.targets[0].id, value
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name), *_], value=value):
+                literal = number_of(value)
+                if literal is not None:
+                    yield name, literal
 
 
 def _literal(node: ast.expr | None, constants: Constants) -> Any:
-    if isinstance(node, ast.Name):
-        return constants.get(node.id, _NOT_LITERAL)
-    if isinstance(node, ast.Constant):
-        return node.value
-    value = number_of(node)
-    return _NOT_LITERAL if value is None else value
+    """Return the value of a literal or of a constant; None for anything else."""
+    return constants.get(node.id) if isinstance(node, ast.Name) else number_of(node)
 
 
 def _scalar(node: ast.expr | None, constants: Constants) -> Any:
@@ -285,12 +294,18 @@ def _names(call: ast.Call) -> list[str]:
 
 
 def _choices(node: ast.expr | None, constants: Constants) -> tuple[str, ...]:
-    if isinstance(node, ast.Call):  # click.Choice([...])
-        node = node.args[0] if node.args else None
-    if isinstance(node, ast.Subscript) and last_name(node.value) == "Literal":
-        node = node.slice
+    match node:
+        case ast.Call(args=args):  # click.Choice([...])
+            node = args[0] if args else None
+        case ast.Subscript(value=value, slice=inner) if last_name(value) == "Literal":
+            node = inner
     choices = _literal(node, constants)
     return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
+
+
+def _decorators(function: ast.FunctionDef) -> list[ast.expr]:
+    """Return the decorators of a function, without their arguments."""
+    return [node.func if isinstance(node, ast.Call) else node for node in function.decorator_list]
 
 
 # ---------------------------------------------------------------------------------------------- argparse and its kin
@@ -316,23 +331,25 @@ def _argparse_flags(call: ast.Call, constants: Constants) -> Iterator[Flag]:
             name=names[0], kind="positional", default=default, required=needed and default is None
         )
         return
-    action = keywords.get("action")
-    word = _literal(action, constants) if action is not None else None
-    switch = word in ("store_true", "store_false") or (
-        action is not None and last_name(action) == "BooleanOptionalAction"
-    )
-    is_bool = "const" in keywords or "bool" in (
-        last_name(keywords["type"]).lower() if "type" in keywords else ""
-    )
-    yield Flag(
+    action = keywords.get("action", call.func)
+    word = _literal(action, constants)
+    flag = Flag(
         name=_longest(names),
-        kind="switch" if switch else "boolean" if is_bool else "value",
-        default=False if word == "store_true" else True if word == "store_false" else default,
+        kind="value",
+        default=default,
         required=_literal(keywords.get("required"), constants) is True,
         choices=_choices(keywords.get("choices"), constants),
         also_called=tuple(name for name in names if name != _longest(names)),
         counts=_count_of(str(_literal(keywords.get("help"), constants))),
     )
+    if word in ("store_true", "store_false"):
+        yield replace(flag, kind="switch", default=word == "store_false")
+    elif last_name(action) == "BooleanOptionalAction":
+        yield replace(flag, kind="switch")
+    elif "const" in keywords or "bool" in last_name(keywords.get("type", call.func)).lower():
+        yield replace(flag, kind="boolean")
+    else:
+        yield flag
 
 
 def _count_of(text: str) -> Count:
@@ -351,22 +368,6 @@ def _longest(names: Iterable[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- fields of classes
-
-
-def _constructor(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """Yield the constructor of a class: Fire and jsonargparse take its parameters as flags."""
-    yield from (
-        part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"
-    )
-
-
-def _list_constants(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
-    """Yield (name, elements) of every list assigned to a name."""
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
-            yield from (
-                (last_name(target), node.value.elts) for target in node.targets if last_name(target)
-            )
 
 
 def _parser_calls(
@@ -390,16 +391,10 @@ def _parser_calls(
 
 def _wrapped_classes(function: ast.FunctionDef) -> Iterator[str]:
     """Yield the classes of a function's parameters under a decorator that makes flags of them."""
-    decorators = (
-        last_name(node.func if isinstance(node, ast.Call) else node)
-        for node in function.decorator_list
-    )
-    if any(name in WRAPS for name in decorators):
-        yield from (
-            last_name(argument.annotation)
-            for argument in function.args.args
-            if argument.annotation is not None
-        )
+    if not {*WRAPS}.isdisjoint(map(last_name, _decorators(function))):
+        for argument in function.args.args:
+            if argument.annotation is not None:
+                yield last_name(argument.annotation)
 
 
 def _hydra(tree: ast.Module, file: Path) -> Iterator[tuple[Path, str]]:
@@ -419,23 +414,10 @@ def _arguments_base(name: str, classes: dict[str, ast.ClassDef], depth: int = 8)
     """Return the class of transformers or TRL that a class is, or inherits from."""
     if name not in classes:
         return name.lstrip(".") if name.endswith(TRAINING_ARGUMENTS) else None
-    bases = (
-        (_arguments_base(base, classes, depth - 1) for base in _bases(classes[name], classes))
-        if depth
-        else iter(())
-    )
-    return next((base for base in bases if base), None)
-
-
-def _import_aliases(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield (new name, name) of imports such as `from transformers import TrainingArguments as TA`."""
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            yield from (
-                (alias.asname, alias.name)
-                for alias in node.names
-                if alias.asname and alias.asname != alias.name
-            )
+    for base in _bases(classes[name], classes) if depth else ():
+        if kind := _arguments_base(base, classes, depth - 1):
+            return kind
+    return None
 
 
 def _stand_in(name: str, base: str) -> ast.ClassDef:
@@ -530,26 +512,6 @@ def _click_flags(function: ast.FunctionDef, constants: Constants) -> Iterator[Fl
         )
 
 
-def _typer_commands(nodes: Iterable[ast.AST], imports: frozenset[str]) -> Iterator[ast.FunctionDef]:
-    """Functions that are typer commands."""
-    if "typer" not in imports:
-        return
-    nodes = list(nodes)
-    run = {
-        last_name(node.args[0])
-        for node in nodes
-        if isinstance(node, ast.Call) and _is_typer_run(node)
-    }
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef):
-            decorators = [
-                last_name(decorator.func if isinstance(decorator, ast.Call) else decorator)
-                for decorator in node.decorator_list
-            ]
-            if node.name in run or "command" in decorators:
-                yield node
-
-
 def _is_typer_run(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "typer.run" and bool(call.args)
 
@@ -614,12 +576,9 @@ def _own_files(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[
 
 def _unread_sources(nodes: Sequence[ast.AST], calls: Sequence[ast.Call]) -> Iterator[str]:
     names = {ast.unparse(call.func) for call in calls}
-    names |= {
-        ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-        for node in nodes
-        if isinstance(node, ast.FunctionDef)
-        for decorator in node.decorator_list
-    }
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            names |= {ast.unparse(decorator) for decorator in _decorators(node)}
     hints = {
         "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
         "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import yaml
 
 from orchestrator.service.commands.init.slurm import TASK, TASK_VARIABLE, array_tasks, slurm_options
-from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.trainer import is_python, program_name
 

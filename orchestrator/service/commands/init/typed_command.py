@@ -7,17 +7,19 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import FLAGS_WITH_A_WORD
 from orchestrator.backends.attempts.program import interpreter_of
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.slurm import SlurmOptions
-from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import Framework, take_flag
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
 from orchestrator.specs.published import project_job
@@ -61,7 +63,7 @@ MODULES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TypedCommand:
     """A parsed command, split into the parts that a job file needs."""
 

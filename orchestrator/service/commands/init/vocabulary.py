@@ -7,6 +7,4 @@ from typing import Any, Final
 
 from orchestrator.specs.packaged import load_table
 
-Argv = tuple[str, ...]  # the words of a command
-Env = Mapping[str, str]  # variables by name
 VOCABULARY: Final[Mapping[str, Any]] = load_table(__package__, "vocabulary")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,8 +27,10 @@ from orchestrator.service.commands.init.slurm import (
     slurm_notes,
     slurm_options,
 )
-from orchestrator.service.commands.init.vocabulary import VOCABULARY, Argv, Env
+from orchestrator.service.commands.init.vocabulary import VOCABULARY
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.trainer import program_name
 
 DEPTH_MAX = 16  # wrappers in each other
@@ -50,7 +52,7 @@ ENVIRONMENTS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Unwrapped:
     """A command without its wrappers, and the wrappers' settings."""
 

@@ -31,7 +31,6 @@ from orchestrator.planning.render import script_command
 from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.commands.init.vocabulary import Argv
 from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
 from orchestrator.service.commands.launch.typed_job import (
@@ -42,11 +41,11 @@ from orchestrator.service.commands.launch.typed_job import (
     read_typed,
     unread_spec,
 )
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.visible import visible
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Failure, Heartbeat, Phase
 from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.command_line import Argv
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.events import (
     Finished,
@@ -61,6 +60,7 @@ from orchestrator.specs.events import (
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import Source
 from orchestrator.specs.replace import replace
 

@@ -6,26 +6,26 @@ import fcntl
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.local.watch import lock_folder
-from orchestrator.service.commands.init.vocabulary import Env
 from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.command_line import Env
 from orchestrator.specs.device_kind import DeviceKind
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.units import format_bytes
 
 VIRTUAL = re.compile(r"(?:(\d{1,2})x)?virtual-(.+)")
 PROMISE_BYTES_MAX = 4096  # of a lock's content
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Machine:
     """The node with the devices of a line."""
 

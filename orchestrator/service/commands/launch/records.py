@@ -11,9 +11,9 @@ from typing import Any
 from orchestrator.backends.attempts.durable import open_to_append
 from orchestrator.backends.journal.history import EVENTS, Codec, Unreadable, codec_of
 from orchestrator.backends.local.drive import Drive
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import JobFolder
 
 FOLDER = ".orc-launch"

@@ -7,16 +7,16 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import GUARD, RankRequest
 from orchestrator.service.commands.init.proposal import UNKNOWN_BATCH, Proposal, read_proposal
-from orchestrator.service.commands.init.vocabulary import Argv, Env
 from orchestrator.service.commands.init.wrappers import unwrap
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.notes import Notes
+from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import take_flag
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
@@ -30,7 +30,7 @@ RETRIES = Retries(preemption=2)
 CONFIGURATIONS = (".py", ".json", ".toml", *JOB_FILES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TypedJob:
     """A command as a job. `argv` is what runs as typed; None of a job file."""
 

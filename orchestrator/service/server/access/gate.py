@@ -8,7 +8,6 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 
@@ -30,6 +29,7 @@ from orchestrator.service.server.access.sign_in_links import SignInLinks
 from orchestrator.service.server.logs import REQUEST
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.frozen import frozen
 
 SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
@@ -90,7 +90,7 @@ class PageAnswers(Protocol):
         """Function that renders a refusal as a page, from its status and reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Gate:
     """Admits or refuses requests to an application.
 

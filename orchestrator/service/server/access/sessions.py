@@ -6,19 +6,19 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastapi import Request, Response
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.frozen import frozen
 
 LIFETIME_S = 24 * 3600.0
 OWNER = 0  # stands for the home folder's own token, which has no record; records count from 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sessions:
     """Opens and reads browser sessions. A session ends with its token: by expiry, revocation, or its user's removal.
 

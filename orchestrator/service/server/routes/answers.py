@@ -20,11 +20,11 @@ from typing_extensions import (  # pydantic reads the standard library's from Py
 from orchestrator.backends.journal.accounts import AuditRow, Token, User
 from orchestrator.backends.journal.set_aside import UnreadableRow
 from orchestrator.scheduling.reports.sweep import SweepReport
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.members import Machine
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.service.views.records import JobView, NodeView
 from orchestrator.service.views.teams import TeamView
+from orchestrator.specs.json_object import JsonObject
 
 
 class ErrorAnswer(TypedDict):
@@ -232,7 +232,7 @@ class AuditAnswer(TypedDict):
     rows: Sequence[AuditRow]
 
 
-Responses = dict[int | str, dict[str, Any]]
+Responses = dict[int | str, JsonObject]
 
 REFUSALS: Responses = {
     status: {"model": ErrorAnswer, "description": description}
@@ -300,12 +300,12 @@ class _JsonAnswer(JSONResponse):
         return text.encode()
 
 
-def answers(model: type) -> dict[str, Any]:
+def answers(model: type) -> JsonObject:
     """Return arguments of a route that answers 200 with this model, documented but not validated."""
     return {"response_model": None, "responses": {200: {"model": model}}}
 
 
-def answers_bytes(*headers: str) -> dict[str, Any]:
+def answers_bytes(*headers: str) -> JsonObject:
     """Return arguments of a route that answers 200 with bytes and these integer headers."""
     header_schemas = {name: {"schema": {"type": "integer"}, "required": True} for name in headers}
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi import Path as PathField
@@ -19,7 +19,6 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.client.client import user_name
 from orchestrator.service.client.join_token import secret_of
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.access.gate import (
     BODY_BYTES_MAX,
     JSON_BYTES_MAX,
@@ -109,6 +108,7 @@ from orchestrator.specs.errors import (
 from orchestrator.specs.fields import UserName
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import node_from_data
 from orchestrator.specs.run import find_upload
 
@@ -170,12 +170,12 @@ JOINING = frozenset(  # for which the token of joining machines is enough
         ),
     )
 )
-EXPOSITION: dict[str, Any] = {
+EXPOSITION: JsonObject = {
     "response_model": None,
     "response_class": Response,
     "responses": {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},
 }
-READY: dict[str, Any] = {
+READY: JsonObject = {
     "response_model": None,
     "responses": {
         200: {"model": ReadyAnswer},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +25,7 @@ from orchestrator.service.server.sweeps.sweeper import Sweeper
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError, UnknownError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ NEVER_SEEN = -1  # a version that no state has
 NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Pages:
     """Web pages beside the API: `add` adds the routes, `roles` has the role that each needs."""
 
@@ -44,7 +45,7 @@ class Pages:
     add: Callable[[FastAPI, Service, Gate], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Service:
     """Objects that the routes use: the controller, the accounts, the home folder with its token, and so on."""
 

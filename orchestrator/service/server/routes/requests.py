@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from orchestrator.service.json_object import JsonObject
 from orchestrator.specs.access import Role
 from orchestrator.specs.fault import FaultKind
 from orchestrator.specs.fields import DEVICES_MAX, UserName
 from orchestrator.specs.job.model import BATCH_MAX, STEPS_MAX
 from orchestrator.specs.job.sections import LearningRateRule
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.parse import check_plain
 from orchestrator.specs.plain_text import join_first
 

@@ -8,7 +8,6 @@ from fastapi import FastAPI
 
 from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.service.intake.intake import check_files
-from orchestrator.service.json_object import JsonObject
 from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
 from orchestrator.service.server.routes.answers import ChangedAnswer, RetriedAnswer, answers
 from orchestrator.service.server.routes.dependencies import NameObjects, Sender, Service
@@ -26,6 +25,7 @@ from orchestrator.service.server.routes.requests import (
 )
 from orchestrator.service.server.verbs import VERBS, Change, update
 from orchestrator.service.transfer.store import Uploads
+from orchestrator.specs.json_object import JsonObject
 
 
 def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:

@@ -1,0 +1,29 @@
+"""Reads nouns back from the JSON form of `dataclasses.asdict`. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from orchestrator.specs.json_object import JsonObject
+
+Noun = TypeVar("Noun")
+
+
+def from_json(kind: type[Noun], data: JsonObject) -> Noun:
+    """Return the noun of this kind, with its enumerations, tuples and inner nouns."""
+    kinds = get_type_hints(kind)
+    return kind(**{name: _value(kinds[name], value) for name, value in data.items()})
+
+
+def _value(kind: Any, value: Any) -> Any:
+    """Return the value of a field of this kind, or of one of the kinds in its union."""
+    for part in (kind, *get_args(kind)):
+        if isinstance(value, list) and get_origin(part) is tuple:
+            return tuple(_value(get_args(part)[0], item) for item in value)
+        if isinstance(value, dict) and isinstance(part, type) and is_dataclass(part):
+            return from_json(part, value)
+        if value is not None and isinstance(part, type) and issubclass(part, Enum):
+            return part(value)
+    return value
