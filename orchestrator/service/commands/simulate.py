@@ -6,7 +6,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from itertools import groupby
 from math import ceil, inf
 from statistics import fmean, median
@@ -19,7 +18,6 @@ from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
-from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
@@ -186,8 +184,7 @@ def simulate(trace: Trace, cluster: ClusterSpec) -> Simulated:
 
     Outcomes are in the order of submission. Later trials of a sweep are submitted as the sweep allows.
     """
-    arrivals = list[Arrival]()
-    return play(trace, cluster, arrivals, backend_for(arrivals, cluster))
+    return play(trace, cluster, [], SimulatedBackend(cluster))
 
 
 def play(
@@ -293,19 +290,6 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
-def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec) -> SimulatedBackend:
-    """Return a simulated backend in which these jobs, in order of submission, have their true durations."""
-    return SimulatedBackend(cluster, partial(true_step_s, arrivals))
-
-
-def true_step_s(arrivals: Sequence[Arrival], job: Job, attempt: Attempt) -> float:
-    """Return the step time measured on this placement, else the job's stated one with the trace's error."""
-    arrival = arrivals[job.order - 1]
-    shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
-    measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
-    return attempt.step_s * arrival.step_factor if measured is None else measured
-
-
 def outcomes_of(
     trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]
 ) -> tuple[Outcome, ...]:
@@ -347,15 +331,12 @@ def _request_step_s(arrival: Arrival) -> float | None:
     guarantee = arrival.spec.guarantee
     if guarantee is None:
         return None
-    request_s = guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
-    return None if request_s is None else request_s * arrival.step_factor
+    return guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
 
 
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
     """Return the training seconds on the best number of `devices`; for a job without speeds, on those it ran on."""
-    speeds = [
-        step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices
-    ]
+    speeds = [step_s for count, step_s in arrival.spec.speeds if count <= devices]
     steps = (
         arrival.spec.training.max_steps
         if arrival.spec.optimizer_steps is None
