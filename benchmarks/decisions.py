@@ -9,15 +9,10 @@ from math import log
 from statistics import fmean
 
 from benchmarks.figure import Figure, at_most, informs, say
+from benchmarks.measured import Arrival, MeasuredBackend
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.service.commands.simulate import (
-    FOREVER_S,
-    NullJournal,
-    backend_for,
-    quantile,
-)
+from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, quantile
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
 from orchestrator.specs.cluster import ClusterSpec
@@ -86,7 +81,7 @@ def decisions_at(cluster: ClusterSpec, pending: int, decisions: int) -> tuple[in
     kinds = [_kind(draw) for _ in range(40)]
     arrivals = [_arrival(draw, kinds) for _ in range(pending + RUNNING + decisions)]
     coming = iter(arrivals)
-    backend = backend_for(arrivals, cluster)
+    backend = MeasuredBackend(arrivals, cluster)
     taken_s: list[float] = []
     ended = 0
 

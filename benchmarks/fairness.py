@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.figure import Figure, at_least, at_most, informs, say
+from benchmarks.measured import Arrival, simulate
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.backends.simulated.traces import Trace
+from orchestrator.service.commands.simulate import Outcome
 from orchestrator.specs.order import Order
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.draws import misjudge
 from benchmarks.figure import Figure, at_least, at_most, informs, say
+from benchmarks.measured import Arrival, misjudge, simulate
 from benchmarks.peers import Peer
 from benchmarks.side_by_side import SideBySide, measured, ranged
 from benchmarks.trace_files import read_trace, request_of
-from orchestrator.backends.simulated.traces import Arrival, Trace
-from orchestrator.service.commands.simulate import Outcome, Simulated, simulate
+from orchestrator.backends.simulated.traces import Trace
+from orchestrator.service.commands.simulate import Outcome, Simulated
 from orchestrator.specs.cluster import ClusterSpec
 
 GUARANTEED = 194  # jobs of mt (reference/scheduling.md, section 2)

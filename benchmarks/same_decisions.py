@@ -12,6 +12,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 
+from benchmarks.measured import simulate
 from benchmarks.scheduler import (
     DEADLINES,
     PHILLY_NODES,
@@ -20,7 +21,7 @@ from benchmarks.scheduler import (
     cluster_of,
     published,
 )
-from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.service.commands.simulate import Outcome
 from tests.scheduling.world import MemoryJournal, backend_of, play, random_crowd, random_scenario
 
 NIGHTS = 100  # of each kind

@@ -19,14 +19,15 @@ from statistics import fmean
 from rich.console import Console
 
 from benchmarks.decisions import decision_figures
-from benchmarks.draws import misjudge, stream
+from benchmarks.draws import stream
 from benchmarks.figure import Figure, at_least, at_most, informs, say
+from benchmarks.measured import Arrival, misjudge, simulate
 from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from benchmarks.trace_files import read_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
-from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
+from orchestrator.backends.simulated.traces import Trace, trace_of
+from orchestrator.service.commands.simulate import Simulated, alone_s, report_on
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.order import Order

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from orchestrator.backends.simulated.traces import Arrival, Shape, Trace, trace_of
+from benchmarks.measured import Arrival, Shape
+from orchestrator.backends.simulated.traces import Trace, trace_of
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sections import Guarantee
 from orchestrator.specs.job.spec import JobSpec

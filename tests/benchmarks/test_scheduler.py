@@ -10,10 +10,11 @@ from rich.console import Console
 from benchmarks import decisions, scheduler
 from benchmarks.__main__ import table
 from benchmarks.figure import at_most, informs
+from benchmarks.measured import Arrival
 from benchmarks.peers import Peer
 from benchmarks.side_by_side import UNITS, SideBySide
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.specs.order import Order
 
 ONE_NODE = scheduler.cluster_of(1, 10.0)

@@ -9,7 +9,7 @@ from statistics import median, pstdev
 
 import pytest
 
-from benchmarks.draws import misjudge
+from benchmarks.measured import misjudge
 from benchmarks.trace_files import SCALING, _read_speeds, read_trace
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.specs.errors import SpecError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.draws import stream
-from orchestrator.backends.simulated.backend import SimulatedBackend
+from benchmarks.measured import PacedBackend
 from orchestrator.backends.simulated.process import SIGTERM, Process
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.specs.actions import Stop
@@ -68,13 +68,6 @@ class FaultyProcess(Process):
     def fault(self) -> Fault | None:
         """The injected failure, which only the first attempt meets; None without one."""
         return self.job.fault if self.attempt.number == 1 else None
-
-    def paced(self, steps_done: int, at_s: float) -> PaceReported:
-        report = Process.paced(self, steps_done, at_s)
-        if steps_done < LEARNED_STEPS:
-            return report
-        peak_bytes = min(self.peak_bytes, self.capacity_bytes)
-        return replace(report, pace=replace(report.pace, peak_bytes=peak_bytes))
 
 
 @frozen
@@ -205,7 +198,7 @@ def _oom_report(
     )
 
 
-class FaultyBackend(SimulatedBackend):
+class FaultyBackend(PacedBackend):
     """A simulated cluster in which attempts, nodes and messages fail."""
 
     startup_s: Span = (2.0, 20.0)  # from launch to the first step
@@ -226,7 +219,7 @@ class FaultyBackend(SimulatedBackend):
         """
         own_causes = {FailureKind.DEVICE_OOM, FailureKind.CANCELLED}
         assert not own_causes & set(hazards), hazards
-        super().__init__(cluster, self._hidden_step_s)
+        super().__init__(cluster)
         self._seed = seed
         self._hazards = hazards
         self._repeat_chance = repeat_chance
@@ -248,7 +241,7 @@ class FaultyBackend(SimulatedBackend):
         draw = self._stream("hidden", job.spec.family_name)
         return draw.uniform(*STEP_FACTORS), draw.lognormvariate(0.0, PEAK_SPREAD)
 
-    def _hidden_step_s(self, job: Job, attempt: Attempt) -> float:
+    def _true_step_s(self, job: Job, attempt: Attempt) -> float:
         return attempt.step_s * self._factors(job)[0]
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
@@ -345,6 +338,14 @@ class FaultyBackend(SimulatedBackend):
             ):
                 return kind, step
         return None, last_step
+
+    def _paced(self, process: Process, steps_done: int) -> PaceReported:
+        assert isinstance(process, FaultyProcess)
+        report = super()._paced(process, steps_done)
+        if steps_done < LEARNED_STEPS:
+            return report
+        peak_bytes = min(process.peak_bytes, process.capacity_bytes)
+        return replace(report, pace=replace(report.pace, peak_bytes=peak_bytes))
 
     def _start(self, process: Process) -> None:
         super()._start(process)

@@ -7,12 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from benchmarks.measured import Arrival, simulate
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.base.credit import STOPS, credit_from_s
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
 from orchestrator.scheduling.reports.morning import morning_report
 from orchestrator.scheduling.scheduling_pass import preemption
-from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.service.commands.simulate import Outcome
 from orchestrator.service.views.report import cost_words
 from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec

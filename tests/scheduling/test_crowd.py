@@ -13,14 +13,14 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.measured import Arrival, simulate
 from benchmarks.peers import Peer
 from benchmarks.scheduler import as_asked, cluster_of
 from benchmarks.side_by_side import Measured, measured
 from benchmarks.trace_files import job_spec_from_trace, read_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.base.credit import AGED, PRESSING
 from orchestrator.scheduling.policies import adaptive
-from orchestrator.service.commands.simulate import simulate
 from orchestrator.specs.replace import replace
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.measured import simulate
 from benchmarks.peers import Peer, sjf
 from orchestrator.service.commands.job_list import read_list
-from orchestrator.service.commands.simulate import simulate
 from orchestrator.specs.parse import parse_cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "queue-policy.md"

@@ -6,12 +6,12 @@ from math import log
 
 import pytest
 
+from benchmarks.measured import Arrival, simulate
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.step import step
-from orchestrator.service.commands.simulate import simulate
 from orchestrator.specs.events import Event, NodesSeen, Released, TimerFired
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import State

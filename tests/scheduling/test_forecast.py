@@ -9,10 +9,10 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.draws import misjudge
+from benchmarks.measured import Arrival, MeasuredBackend, misjudge
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import (
     SUPPOSED_SPREAD,
@@ -23,12 +23,7 @@ from orchestrator.scheduling.reports.forecast import (
     spread_of,
     with_paces,
 )
-from orchestrator.service.commands.simulate import (
-    FOREVER_S,
-    NullJournal,
-    backend_for,
-    outcomes_of,
-)
+from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, outcomes_of
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, Pace, RankEnd
 from orchestrator.specs.events import (
@@ -70,7 +65,7 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(
             misjudge(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed),
             cluster_of(1, 10.0),
         )
-        backend = backend_for(trace.arrivals, cluster)
+        backend = MeasuredBackend(trace.arrivals, cluster)
         controller = Controller(NullJournal(), backend, backend.now)
         controller.turn(0.0)
         controller.submit_all([(arrival.spec, None) for arrival in trace.arrivals])

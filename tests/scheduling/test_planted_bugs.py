@@ -87,7 +87,7 @@ def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
         }
 
     patch.setattr(index, "_attempts_of", live)
-    patch.setattr(index, "_waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
+    patch.setattr(index, "waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
 
 
 def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:

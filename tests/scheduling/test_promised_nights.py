@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 
-from benchmarks.draws import misjudge
+from benchmarks.measured import Arrival, misjudge, simulate
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
+from orchestrator.backends.simulated.traces import Trace, trace_of
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
-from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
+from orchestrator.service.commands.simulate import ROUNDING_S, Outcome
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job.sections import Guarantee

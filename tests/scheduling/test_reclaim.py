@@ -7,10 +7,11 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.measured import Arrival, simulate
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.scheduling_pass import reclaim
-from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.service.commands.simulate import Outcome
 from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job.spec import JobSpec

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.measured import Arrival, simulate
 from benchmarks.trace_files import job_spec_from_trace
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue.wait_queue import WaitQueue
-from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.service.commands.simulate import Outcome
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Resume

@@ -240,8 +240,8 @@ def test_nights_in_which_people_step_in_have_every_kind_of_that() -> None:
 
 
 def held_jobs_start(patch: pytest.MonkeyPatch) -> None:
-    waits = index._waits_for_devices
-    patch.setattr(index, "_waits_for_devices", lambda job: waits(replace(job, held_by=None)))
+    waits = index.waits_for_devices
+    patch.setattr(index, "waits_for_devices", lambda job: waits(replace(job, held_by=None)))
 
 
 def limits_unheard(patch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.measured import Arrival, simulate
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.scheduling_pass import preemption
-from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.service.commands.simulate import Outcome
 from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.events import Event

@@ -14,23 +14,17 @@ import pytest
 from rich.console import Console
 
 from benchmarks import scheduler
-from benchmarks.draws import misjudge
+from benchmarks.measured import Arrival, as_measured, misjudge, simulate, true_step_s
 from benchmarks.peers import Peer, tiresias
+from orchestrator.backends.simulated import traces
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.process import Process
-from orchestrator.backends.simulated.traces import Arrival, Trace
+from orchestrator.backends.simulated.traces import Trace
 from orchestrator.cli import main
 from orchestrator.scheduling.base.migration import SAVE_S
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.live_queue import play_queue
-from orchestrator.service.commands.simulate import (
-    Outcome,
-    Simulated,
-    play,
-    quantile,
-    simulate,
-    true_step_s,
-)
+from orchestrator.service.commands.simulate import Outcome, Simulated, play, quantile
 from orchestrator.service.terminal.gantt import picture
 from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -60,13 +54,13 @@ class Storm(FaultyBackend):
     release_s = (0.0, 0.0)
     stop = SimulatedBackend.stop
 
-    def __init__(self, arrivals: list[Arrival], cluster: ClusterSpec, seed: int) -> None:
+    def __init__(self, arrivals: list[traces.Arrival], cluster: ClusterSpec, seed: int) -> None:
         hazards = {FailureKind.NODE_LOST: CHANCE}
         super().__init__(cluster, seed=seed, hazards=hazards, repeat_chance=0.0)
         self._arrivals = arrivals
 
-    def _hidden_step_s(self, job: Job, attempt: Attempt) -> float:
-        return true_step_s(self._arrivals, job, attempt)
+    def _true_step_s(self, job: Job, attempt: Attempt) -> float:
+        return true_step_s(self._arrivals[job.order - 1], attempt)
 
     def _factors(self, _: Job) -> tuple[float, float]:
         return 1.0, 0.0  # a trace has no memory measurements
@@ -77,8 +71,9 @@ class Storm(FaultyBackend):
 
 
 def storm(trace: Trace, seed: int) -> Simulated:
-    arrivals: list[Arrival] = []
-    return play(trace, CLUSTER, arrivals, Storm(arrivals, CLUSTER, seed))
+    arrivals: list[traces.Arrival] = []
+    run = play(trace, CLUSTER, arrivals, Storm(arrivals, CLUSTER, seed))
+    return as_measured(trace, CLUSTER, arrivals, run)
 
 
 def job(name: str, steps: int, speeds: dict[int, float], **fields: object) -> JobSpec:

@@ -1,4 +1,4 @@
-"""A simulated `Backend` with its own clock, on which every attempt takes its true time and nothing fails."""
+"""A simulated `Backend` with its own clock, on which every attempt takes the predicted time and nothing fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated.process import Process, evidence_of
 from orchestrator.scheduling.base.migration import SAVE_S, saves_on_request
 from orchestrator.specs.actions import Launch, Stop
@@ -20,11 +19,9 @@ from orchestrator.specs.job_record import Job
 class SimulatedBackend:
     """Simulated cluster whose clock jumps from event to event. Nothing sleeps or blocks."""
 
-    def __init__(self, cluster: ClusterSpec, step_s: Callable[[Job, Attempt], float]) -> None:
-        """`step_s` returns the true seconds of an optimizer step, which the scheduler only predicts."""
+    def __init__(self, cluster: ClusterSpec) -> None:
         self.processes: dict[str, Process] = {}  # every attempt ever launched, in order of launch
         self._launch_s = cluster.launch_cost
-        self._step_s = step_s
         self._checkpoints: dict[str, int] = {}  # newest complete step by job
         self._now_s = 0.0
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
@@ -92,9 +89,13 @@ class SimulatedBackend:
             job=job,
             attempt=attempt,
             first_step=0 if attempt.probe else saved_step,
-            step_s=self._step_s(job, attempt),
+            step_s=self._true_step_s(job, attempt),
             launched_at_s=self._now_s,
         )
+
+    def _true_step_s(self, job: Job, attempt: Attempt) -> float:  # noqa: ARG002
+        """Return the true seconds of an optimizer step: what the scheduler predicts."""
+        return attempt.step_s
 
     def _decide(self, process: Process) -> None:
         """Schedule the start and the end of an attempt."""
@@ -109,13 +110,6 @@ class SimulatedBackend:
         if process.evidence is None:
             process.started_at_s = self._now_s
             self._tell(process.started())
-            planned_s = process.attempt.step_s
-            if not 1 / ANOTHER_PACE < process.step_s / max(planned_s, 1e-9) < ANOTHER_PACE:
-                self._after(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
-
-    def _pace(self, process: Process, steps_done: int) -> None:
-        if process.evidence is None:
-            self._tell(process.paced(steps_done, self._now_s))
 
     def _end(self, process: Process, ending: FailureKind | None, step: int) -> None:
         """End the attempt after `step`, and save what a restart goes on from."""

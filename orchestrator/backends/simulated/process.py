@@ -11,11 +11,10 @@ from orchestrator.specs.attempt import (
     Evidence,
     FailureKind,
     Heartbeat,
-    Pace,
     RankEnd,
     devices_in,
 )
-from orchestrator.specs.events import Finished, PaceReported, Released, Started
+from orchestrator.specs.events import Finished, Released, Started
 from orchestrator.specs.job_record import Job
 
 SIGTERM = -15  # exit code of a rank that this signal ended
@@ -56,14 +55,6 @@ class Process:
     def started(self) -> Started:
         assert self.started_at_s is not None, self.attempt.name
         return Started(job_id=self.job.id, number=self.attempt.number, at_s=self.started_at_s)
-
-    def paced(self, steps_done: int, at_s: float) -> PaceReported:
-        return PaceReported(
-            job_id=self.job.id,
-            number=self.attempt.number,
-            pace=Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s),
-            at_s=at_s,
-        )
 
     def finished(self) -> Finished:
         assert self.evidence is not None, self.attempt.name

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.process import Process
 from orchestrator.specs.actions import Launch
-from orchestrator.specs.attempt import Attempt, Device, FailureKind
+from orchestrator.specs.attempt import Device, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
 from orchestrator.specs.events import NodesSeen
-from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 
 # The place of a guest is a node and a kind of device of its own. So no plan has two ranks on a card.
@@ -37,11 +36,9 @@ class Course:
 class SharedBackend(SimulatedBackend):
     """Simulated cluster on whose cards two jobs fit where their planned bytes do, each then at `rate` of its speed."""
 
-    def __init__(
-        self, cluster: ClusterSpec, step_s: Callable[[Job, Attempt], float], rate: float
-    ) -> None:
+    def __init__(self, cluster: ClusterSpec, rate: float) -> None:
         shared, self._cards = add_guests(cluster)
-        super().__init__(shared, step_s)
+        super().__init__(shared)
         self._policy = shared.policy
         self._rate = rate
         self._nodes = idle_nodes(shared)

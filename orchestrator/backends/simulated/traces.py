@@ -1,4 +1,4 @@
-"""Traces: the jobs that `orc simulate` submits, with their times and the truth about them."""
+"""Traces: the jobs that `orc simulate` submits, with their times."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.replace import replace
 
-Shape = tuple[int, ...]  # devices on each node, most first
-
 
 @frozen
 class Arrival:
-    """A job of a trace: its arrival, the facts told to the orchestrator, and the true ones."""
+    """A job of a trace, and when it is submitted."""
 
     at_s: float
     spec: JobSpec
     deadline_s: float | None = None  # on the same clock
-    rigid_devices: int | None = None  # as its user requested; None: the most that it can use
-    # seconds per step on those devices with the submitted plan
-    submitted_step_s: float | None = None
-    shapes: tuple[
-        tuple[Shape, float], ...
-    ] = ()  # true seconds per step where measured for a placement
-    step_factor: float = 1.0  # true / stated seconds per step, on every other placement
 
 
 @frozen

@@ -6,7 +6,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from itertools import groupby
 from math import ceil, inf
 from statistics import fmean, median
@@ -20,7 +19,7 @@ from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action
-from orchestrator.specs.attempt import Attempt, Device
+from orchestrator.specs.attempt import Device
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
@@ -189,11 +188,10 @@ def simulate(trace: Trace, cluster: ClusterSpec, share_rate: float | None = None
     `share_rate` two one-device jobs share a card where their planned bytes fit, each at this part of its speed. No
     service shares a card yet.
     """
-    arrivals = list[Arrival]()
-    if share_rate is None:
-        return play(trace, cluster, arrivals, backend_for(arrivals, cluster))
-    backend = SharedBackend(cluster, partial(true_step_s, arrivals), share_rate)
-    return play(trace, cluster, arrivals, backend)
+    backend = (
+        SimulatedBackend(cluster) if share_rate is None else SharedBackend(cluster, share_rate)
+    )
+    return play(trace, cluster, [], backend)
 
 
 def play(
@@ -299,19 +297,6 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
     return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
-def backend_for(arrivals: Sequence[Arrival], cluster: ClusterSpec) -> SimulatedBackend:
-    """Return a simulated backend in which these jobs, in order of submission, have their true durations."""
-    return SimulatedBackend(cluster, partial(true_step_s, arrivals))
-
-
-def true_step_s(arrivals: Sequence[Arrival], job: Job, attempt: Attempt) -> float:
-    """Return the step time measured on this placement, else the job's stated one with the trace's error."""
-    arrival = arrivals[job.order - 1]
-    shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
-    measured = next((step_s for nodes, step_s in arrival.shapes if nodes == shape), None)
-    return attempt.step_s * arrival.step_factor if measured is None else measured
-
-
 def outcomes_of(
     trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]
 ) -> tuple[Outcome, ...]:
@@ -353,15 +338,12 @@ def _request_step_s(arrival: Arrival) -> float | None:
     guarantee = arrival.spec.guarantee
     if guarantee is None:
         return None
-    request_s = guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
-    return None if request_s is None else request_s * arrival.step_factor
+    return guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
 
 
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
     """Return the training seconds on the best number of `devices`; for a job without speeds, on those it ran on."""
-    speeds = [
-        step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices
-    ]
+    speeds = [step_s for count, step_s in arrival.spec.speeds if count <= devices]
     steps = (
         arrival.spec.training.max_steps
         if arrival.spec.optimizer_steps is None
