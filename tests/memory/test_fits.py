@@ -27,7 +27,8 @@ from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import ADAPTED, DEVICE, SEQUENCE_LENGTH, job
 from tests.memory.measure import Run, measure_peaks
 from tests.memory.models import MODELS
@@ -158,7 +159,7 @@ def _traced(name: str) -> dict[tuple[Precision, bool], ModelProfile]:
     )
     return {
         (kind.precision, kind.autocast): profile
-        for kind, profile in zip(kinds, profiles(request), strict=True)
+        for kind, profile in zip(kinds, trace_arithmetics(request), strict=True)
     }
 
 

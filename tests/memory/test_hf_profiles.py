@@ -33,7 +33,8 @@ from orchestrator.training.guard.virtual_device import VirtualDevice
 from orchestrator.training.models.hf_adapters import adapt
 from orchestrator.training.models.hf_model import read_config
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import DEVICE
 
 SIZES: dict[str, Any] = {
@@ -245,7 +246,7 @@ def test_a_recomputed_layer_with_adapters_peaks_where_its_trace_does(
 ) -> None:
     hf = {**CONFIGS["llama"], "hidden_size": 192, "intermediate_size": 512, "head_dim": 48}
     model, length = ModelSpec(hf=hf, lora=lora), LENGTHS[1]
-    (traced,) = profiles(
+    (traced,) = trace_arithmetics(
         Request(
             model=model,
             training=TrainingSpec(),

@@ -21,7 +21,8 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.job.model import Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
 from tests.memory.measure import Run, measure_peaks, peaks
 from tests.memory.models import DECODER, MODELS, WIDE, WITH_LARGE_TABLES
@@ -45,7 +46,7 @@ def trace_profiles(
         sequence_length=SEQUENCE_LENGTH,
         arithmetics=kinds,
     )
-    return dict(zip(arithmetics, profiles(request), strict=True))
+    return dict(zip(arithmetics, trace_arithmetics(request), strict=True))
 
 
 def plan(engine: Engine, stage: int, dp: int, micro: int, turns: int, **fields: object) -> Plan:

@@ -9,9 +9,10 @@ from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.profile import ModelProfile
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import LEAF_MODULES
 from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, timeline
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import MIXED, job
 
 
@@ -49,7 +50,7 @@ def mixtures() -> tuple[ModelProfile, ModelProfile]:
         sequence_length=16,
         arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
     )
-    (traced,) = profiles(request)
+    (traced,) = trace_arithmetics(request)
     closed = profile_of(job(MIXED), precision=Precision.FP32, sequence_length=16)
     assert closed is not None
     return traced, closed

@@ -40,6 +40,7 @@ from orchestrator.training.models.hf_adapters import NF4_BYTES
 from orchestrator.training.models.hf_weights import FirstValues, without_memory
 from orchestrator.training.tracing import trace as tracing
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import MATRICES
 from orchestrator.training.tracing.repeats import Stack, stack_of
 from orchestrator.training.tracing.timeline import (
@@ -51,7 +52,7 @@ from orchestrator.training.tracing.timeline import (
     Unlike,
     timeline,
 )
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.trace import trace_arithmetics
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
 LLAMA: dict[str, Any] = {
@@ -83,7 +84,7 @@ REQUEST = Request(
 
 def trace_model(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfile:
     request = replace(REQUEST, model=model, training=training or TrainingSpec())
-    (profile,) = profiles(request)
+    (profile,) = trace_arithmetics(request)
     return profile
 
 
@@ -106,7 +107,7 @@ def test_a_loss_of_whole_logits_holds_those_of_all_tokens() -> None:
     request = replace(REQUEST, model=ModelSpec(hf=wide), sequence_length=2048)
     heads = []
     for whole in (False, True):
-        (profile,) = profiles(replace(request, whole_logits=whole))
+        (profile,) = trace_arithmetics(replace(request, whole_logits=whole))
         heads.append(max(part.saved_bytes + part.transient_bytes for part in profile.segments[-2:]))
     assert heads[1] - heads[0] > 2 * 2048 * wide["vocab_size"]
 
@@ -158,13 +159,13 @@ def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
     model: ModelSpec, segments: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depths: list[int] = []
-    build = tracing.build
+    build = tracing.build_meta_recipe
 
     def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build", count_builds)
+    monkeypatch.setattr(tracing, "build_meta_recipe", count_builds)
     stretched = trace_model(model)
     layers, few = depths
     assert few < layers
@@ -243,13 +244,13 @@ def test_dense_layers_do_not_represent_layers_with_experts(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], depths: list[int]
 ) -> None:
     built_depths: list[int] = []
-    build = tracing.build
+    build = tracing.build_meta_recipe
 
     def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         built_depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build", count_builds)
+    monkeypatch.setattr(tracing, "build_meta_recipe", count_builds)
     profile = trace_model(ModelSpec(hf=config))
     assert built_depths == depths
     with torch.device("meta"):
@@ -370,7 +371,9 @@ def test_attention_saves_no_scores_on_cuda_where_it_does_on_a_cpu(config: dict[s
         Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True)
     )
     fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 64}
-    on_cpu, on_cuda = profiles(Request(model=ModelSpec(hf=config), arithmetics=kinds, **fields))
+    on_cpu, on_cuda = trace_arithmetics(
+        Request(model=ModelSpec(hf=config), arithmetics=kinds, **fields)
+    )
     assert (on_cpu.attention, on_cuda.attention) == (MATRICES, "memory-efficient")
     scores_bytes = 2 * config.get("num_attention_heads", 4) * 64**2
     for on_host, other in zip(on_cpu.segments[1:-1], on_cuda.segments[1:-1], strict=True):
@@ -383,7 +386,7 @@ def test_attention_that_is_alike_on_both_is_traced_once() -> None:
     )
     fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
     model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2})
-    on_cpu, on_cuda = profiles(Request(model=model, arithmetics=kinds, **fields))
+    on_cpu, on_cuda = trace_arithmetics(Request(model=model, arithmetics=kinds, **fields))
     assert on_cuda is on_cpu
 
 
@@ -403,7 +406,7 @@ def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
     )
     kind = Arithmetic(precision=Precision.BF16, autocast=weights is None)
     request = replace(REQUEST, model=model, arithmetics=(kind,), any_samples=is_script)
-    (trace,) = profiles(request)
+    (trace,) = trace_arithmetics(request)
     text = () if is_script else ("text",)
     spec = JobSpec(
         name="job",
