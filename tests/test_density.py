@@ -10,8 +10,8 @@ from tests.size import PACKAGE_NODES_MAX, Counts, count, modules
 # A limit may only fall: lower it with the commit that made the number smaller.
 LIMITS = {
     "conditional expressions in 1,000 statements": 45.9,
-    "comprehensions in 1,000 statements": 57.1,
-    "nested comprehensions": 246,
+    "comprehensions in 1,000 statements": 55.8,
+    "nested comprehensions": 240,
     "functions with more than ten decisions": 153,
 }
 SLACK = 0.02  # of a limit: so far below, the limit is lowered

@@ -14,6 +14,7 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -133,11 +134,13 @@ def _profile(name: str, plan: Plan) -> ModelProfile:
     if name not in CLOSED_FORM:
         return _traced(name)[plan.precision, autocasts(plan)]
     profile = profile_of(
-        job(KNOWN[name]),
-        precision=plan.precision,
-        sequence_length=SEQUENCE_LENGTH,
-        tensor_parallel=plan.layout.tp,
-        autocast=autocasts(plan),
+        read_model_request(job(KNOWN[name])),
+        Share(
+            precision=plan.precision,
+            sequence_length=SEQUENCE_LENGTH,
+            tensor_parallel=plan.layout.tp,
+            autocast=autocasts(plan),
+        ),
     )
     assert profile is not None
     return profile

@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.models import experts
 from orchestrator.memory.models.hf import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
@@ -96,7 +97,10 @@ def profile(config: dict[str, Any], lora: LoraSpec | None = None, **changes: Any
         model=ModelSpec(hf=config, lora=lora),
         data=DataSpec(text=("text.txt",), sequence_length=LENGTHS[0]),
     )
-    derived = profile_of(spec, **{"precision": Precision.FP32, "sequence_length": None, **changes})
+    derived = profile_of(
+        read_model_request(spec),
+        Share(**{"precision": Precision.FP32, "sequence_length": None, **changes}),
+    )
     assert derived is not None
     return derived
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import Hardware, plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -582,7 +583,7 @@ def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
         hardware = Hardware(
             device=device, devices_per_node=ranks // nodes, nodes=nodes, network_bandwidth=10**9
         )
-        emitted |= dict.fromkeys(plans(spec, hardware))
+        emitted |= dict.fromkeys(plans(read_request(spec), hardware))
     return list(emitted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import TrainingSpec
@@ -51,7 +52,9 @@ def mixtures() -> tuple[ModelProfile, ModelProfile]:
         arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
     )
     (traced,) = trace_arithmetics(request)
-    closed = profile_of(job(MIXED), precision=Precision.FP32, sequence_length=16)
+    closed = profile_of(
+        read_model_request(job(MIXED)), Share(precision=Precision.FP32, sequence_length=16)
+    )
     assert closed is not None
     return traced, closed
 

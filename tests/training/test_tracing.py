@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.models import hf as hf_profiles
 from orchestrator.memory.profiles import decoder_profile, profile_of
 from orchestrator.service.intake.profiling import PROGRAM
@@ -312,7 +313,7 @@ def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
             model=model,
             data=DataSpec(text=("text",), sequence_length=32),
         )
-        profile = profile_of(spec, precision=Precision.FP32, sequence_length=None)
+        profile = profile_of(read_model_request(spec), Share(precision=Precision.FP32))
         assert profile is not None
         return profile.forward_flops
 
@@ -416,7 +417,10 @@ def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
         command=("python", "train.py") if is_script else None,
         **{"trains" if is_script else "model": model},
     )
-    closed_form = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
+    closed_form = profile_of(
+        read_model_request(spec),
+        Share(precision=Precision.BF16, autocast=True),
+    )
     assert closed_form is not None
     assert (trace.source, closed_form.source) == (Source.TRACED, Source.CLOSED_FORM)
     assert trace.trained_parameters == closed_form.trained_parameters
