@@ -12,17 +12,17 @@ from orchestrator.memory.estimate import CHECKPOINTING
 from orchestrator.memory.profiles import autocasts
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.ends import Ends, split_evenly
-from orchestrator.planning.layouts import layers_to_cut, layouts
+from orchestrator.planning.layouts import layers_to_cut, list_layouts
 from orchestrator.planning.request import PlanRequest
 from orchestrator.planning.strategies import (
     OFFLOADED_MIN,
     BatchCut,
     Strategy,
-    batch_cuts,
-    checkpointing_modes,
     full_layers,
     layer_inputs_bytes,
-    strategies,
+    list_batch_cuts,
+    list_checkpointing_modes,
+    list_strategies,
 )
 from orchestrator.planning.work import Work
 from orchestrator.specs.choices import (
@@ -67,7 +67,7 @@ class Variant:
     degradation: Degradation
 
 
-def variants_of(request: PlanRequest, hardware: Hardware) -> list[Variant]:
+def list_variants(request: PlanRequest, hardware: Hardware) -> list[Variant]:
     """Return the variant that the user asked for, then those that `degrade` allows and the devices can compute."""
     original = requested_settings(request)
     device = hardware.device
@@ -193,7 +193,7 @@ def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
         return None
 
 
-def families_of(
+def list_families(
     request: PlanRequest,
     hardware: Hardware,
     variant: Variant,
@@ -207,11 +207,11 @@ def families_of(
     pins = request.pins
     pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
     inputs_bytes = layer_inputs_bytes(request, hardware)
-    for layout in layouts(request, hardware, work):
+    for layout in list_layouts(request, hardware, work):
         if not has_pins(layout, pins):
             continue
         cuts = _cuts(request, layout)
-        for strategy in strategies(request, hardware, layout) if cuts else ():
+        for strategy in list_strategies(request, hardware, layout) if cuts else ():
             work.look()
             if not has_pins(strategy, pins) or not _can_be_cut(request, strategy):
                 continue
@@ -219,7 +219,7 @@ def families_of(
             if example is None or not _can_start(request, example):
                 continue
             at_work = _cuts_at_work(cuts, strategy)
-            modes = checkpointing_modes(request, strategy)
+            modes = list_checkpointing_modes(request, strategy)
             if pinned_mode is not None:
                 modes = tuple(mode for mode in modes if mode is pinned_mode)
             if modes and at_work:
@@ -274,7 +274,7 @@ def _cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[BatchCut, ...]:
     Where each rank could have whole samples of its own, dp in the place of cp is the same without messages.
     """
     pins = request.pins
-    cuts = batch_cuts(request, layout.dp)
+    cuts = list_batch_cuts(request, layout.dp)
     if layout.cp > 1 and "cp" not in pins and request.global_batch_size % layout.dp_cp == 0:
         cuts = tuple(cut for cut in cuts if cut.micro % layout.cp)
     micro, steps = (pins.get(name) for name in BATCH)

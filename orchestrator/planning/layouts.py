@@ -24,7 +24,9 @@ from orchestrator.specs.plan import share_heads
 OWN_TOKENS_MIN = 8192
 
 
-def layouts(request: PlanRequest, hardware: Hardware, work: Work) -> tuple[ParallelLayout, ...]:
+def list_layouts(
+    request: PlanRequest, hardware: Hardware, work: Work
+) -> tuple[ParallelLayout, ...]:
     """Return every possible parallel layout of the job; beyond one node, in whole nodes.
 
     dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;

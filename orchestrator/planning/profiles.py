@@ -26,7 +26,7 @@ BUCKETS_OF_FIXED = 4 / 16
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 
 
-def profile_for(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelProfile:
+def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelProfile:
     """Return the profile of one rank of the plan; an assumed one for a script that declares nothing."""
     share = Share(
         precision=plan.precision,

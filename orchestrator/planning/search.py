@@ -14,11 +14,11 @@ from orchestrator.memory.engines.activations import full_is_lightest
 from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.memory.estimate import DeviceBytes, sharing_key
 from orchestrator.planning.cost import Hardware, StepSeconds
-from orchestrator.planning.families import Family, Variant, families_of, legal_copy, variants_of
+from orchestrator.planning.families import Family, Variant, legal_copy, list_families, list_variants
 from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
-from orchestrator.planning.layouts import layouts
+from orchestrator.planning.layouts import list_layouts
 from orchestrator.planning.pareto import Costed, Staircase, Timed, device_bytes, pareto
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import PlanRequest
 from orchestrator.planning.strategies import engines_of, why_no_strategy
 from orchestrator.planning.trust import OFFLOADED, trust
@@ -36,7 +36,7 @@ from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import text_of
 
-__all__ = ["Hardware", "frontier", "layouts", "plans"]
+__all__ = ["Hardware", "frontier", "list_layouts", "list_plans"]
 
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int, float], bool]
@@ -108,7 +108,7 @@ def _cached_frontier(
     work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
     candidates = list[Candidate]()
     try:
-        for variant in variants_of(request, hardware):
+        for variant in list_variants(request, hardware):
             classes.setdefault(variant.degradation, []).append(variant)
         for degradation, variants in sorted(classes.items()):
             unbeaten = _unbeaten_plans(
@@ -156,13 +156,15 @@ def _why_no_plan(request: PlanRequest, hardware: Hardware, work: Work) -> SpecEr
 
     Raises SpecError where the job has no plan without its pins either.
     """
-    if not request.plan or not any(True for _ in plans(replace(request, plan=()), hardware, work)):
+    if not request.plan or not any(
+        True for _ in list_plans(replace(request, plan=()), hardware, work)
+    ):
         return why_no_strategy(request, hardware)
     for key, value in request.plan:
         others = tuple(pin for pin in request.plan if pin[0] != key)
         values = {
             getattr(plan.layout if key in AXES else plan, key)
-            for plan in plans(replace(request, plan=others), hardware, work)
+            for plan in list_plans(replace(request, plan=others), hardware, work)
         }
         if values:
             beside = f" with {in_words(others)}" if others else ""
@@ -223,7 +225,7 @@ def _unbeaten_plans(
         families = (
             family
             for variant in variants
-            for family in families_of(request, hardware, variant, needs.profile, work)
+            for family in list_families(request, hardware, variant, needs.profile, work)
         )
         return [
             plan
@@ -331,12 +333,14 @@ def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
     return beats
 
 
-def plans(request: PlanRequest, hardware: Hardware, work: Work | None = None) -> Iterator[Plan]:
+def list_plans(
+    request: PlanRequest, hardware: Hardware, work: Work | None = None
+) -> Iterator[Plan]:
     """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as `frontier`."""
     work = work or Work()
-    for variant in variants_of(request, hardware):
-        for family in families_of(
-            request, hardware, variant, partial(profile_for, request, hardware), work
+    for variant in list_variants(request, hardware):
+        for family in list_families(
+            request, hardware, variant, partial(find_profile, request, hardware), work
         ):
             for plan in family:
                 work.look()
@@ -359,7 +363,7 @@ class _Needs:
         """Return (the plan's profile, shared device bytes of plans with the same memory terms)."""
         key = sharing_key(plan)
         if key not in self._by_likeness:
-            profile = profile_for(self._request, self._hardware, plan)
+            profile = find_profile(self._request, self._hardware, plan)
             self._by_likeness[key] = (
                 profile,
                 DeviceBytes(profile, plan, self._hardware.device, self._overhead),

@@ -68,7 +68,7 @@ class Strategy:
         )
 
 
-def strategies(
+def list_strategies(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> Iterator[Strategy]:
     """Yield every strategy that the job, the layout and the hardware allow, with and without updates in backward."""
@@ -131,7 +131,7 @@ def _script(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) ->
                 yield replace(sharded, offload=Offload.PARAMETERS)
 
 
-def checkpointing_modes(
+def list_checkpointing_modes(
     request: PlanRequest, strategy: Strategy
 ) -> tuple[ActivationCheckpointing, ...]:
     """Return the modes of checkpointing that a script's knob can take, or for which a model's memory is known.
@@ -215,7 +215,7 @@ class BatchCut(NamedTuple):
     accumulation: int
 
 
-def batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
+def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
     """Return the ways to cut one rank's part of the batch, smallest micro-batch first.
 
     A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only pairs with that

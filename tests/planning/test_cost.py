@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from orchestrator.planning.collectives import ring, send_s
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops, product_rates
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
-from orchestrator.planning.search import plans
+from orchestrator.planning.search import list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -86,7 +86,7 @@ def plan(
 
 def seconds(candidate: Plan, here: Hardware | None = None, spec: JobSpec | None = None) -> float:
     here = here or machine()
-    return step_s(profile_for(read_request(spec or job()), here, candidate), candidate, here)
+    return step_s(find_profile(read_request(spec or job()), here, candidate), candidate, here)
 
 
 PLANS = [
@@ -274,7 +274,7 @@ def test_gradients_hide_behind_the_last_micro_batch_only_where_the_engine_lets_t
         plan(dp=8, micro=8, steps=1, engine=Engine.DEEPSPEED, zero_stage=1),
     )
     alone = seconds(plan(micro=8, steps=1), here)
-    moved_s = 2 * 7 / 8 * 4 * profile_for(read_request(job()), here, ddp).parameters / 20e9
+    moved_s = 2 * 7 / 8 * 4 * find_profile(read_request(job()), here, ddp).parameters / 20e9
     assert seconds(ddp, here) - alone < 0.5 * moved_s
     assert seconds(zero, here) - alone > 0.5 * moved_s
 
@@ -317,7 +317,7 @@ def test_rings_between_the_same_nodes_share_the_network() -> None:
 
 
 def test_a_cut_layer_waits_for_four_messages_and_either_end_of_the_model_for_one() -> None:
-    cut = profile_for(read_request(job()), machine(), plan(tp=8))
+    cut = find_profile(read_request(job()), machine(), plan(tp=8))
     assert micro_batch(cut, 1, device(), Precision.BF16).messages == 4 * 24 + 1 + 1
 
 
@@ -326,7 +326,7 @@ def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_wou
     stage_3: dict[str, Any] = {"zero_stage": ZeroStage.PARAMETERS, "steps": 4}
     assert all(
         seconds(candidate, here) > 0
-        for candidate in plans(read_request(job(gpus={"min": 1, "max": 8})), here)
+        for candidate in list_plans(read_request(job(gpus={"min": 1, "max": 8})), here)
     )
     assert seconds(plan(dp=8, **stage_3), here) < seconds(
         plan(dp=8, engine=Engine.DEEPSPEED, **stage_3), here
@@ -375,9 +375,9 @@ def test_every_plan_compiles_as_the_job_says_unless_a_pin_says_otherwise(pin: bo
         plan={} if pin is None else {"compiled": pin},
     )
     hardware = machine(nodes=1)
-    candidates = list(plans(read_request(spec), hardware))
+    candidates = list(list_plans(read_request(spec), hardware))
     assert {plan.compiled for plan in candidates} == {pin is not False}
     for plan in candidates[:: max(1, len(candidates) // 5)]:
-        profile = profile_for(read_request(spec), hardware, plan)
+        profile = find_profile(read_request(spec), hardware, plan)
         as_written = step_s(profile, replace(plan, compiled=False), hardware)
         assert step_s(profile, replace(plan, compiled=True), hardware) <= as_written

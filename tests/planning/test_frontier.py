@@ -16,9 +16,9 @@ from orchestrator.memory.calibration.correction import corrected_bytes, observed
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
-from orchestrator.planning.search import Hardware, frontier, plans
+from orchestrator.planning.search import Hardware, frontier, list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
@@ -147,7 +147,7 @@ def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(
 
 
 def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ignore[no-untyped-def]
-    profile = profile_for(read_request(spec), machine, plan)
+    profile = find_profile(read_request(spec), machine, plan)
     semantic = plan.sequence_length != spec.data.sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
     return Candidate(
@@ -169,7 +169,7 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(
 ) -> None:
     families: dict[object, list[Candidate]] = {}
     try:
-        tried = list(plans(read_request(spec), machine))
+        tried = list(list_plans(read_request(spec), machine))
     except SpecError:
         return
     for plan in tried:
@@ -213,7 +213,7 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
     plan = Plan(engine=Engine.TORCH, layout=two, micro_batch_size=2, sequence_length=128)
     whole, sharded = (
         estimate(
-            profile_for(read_request(spec), here, plan),
+            find_profile(read_request(spec), here, plan),
             replace(plan, zero_stage=stage),
             here.device,
         )

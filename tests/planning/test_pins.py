@@ -13,7 +13,7 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.families import ENDS
 from orchestrator.planning.frontier import needed_bytes
 from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, plans
+from orchestrator.planning.search import frontier, list_plans
 from orchestrator.planning.ways_out import Unfit
 from orchestrator.specs.choices import ActivationCheckpointing
 from orchestrator.specs.device_kind import DeviceKind
@@ -43,13 +43,13 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(
     work: dict[str, Any], allow: str, data: Any
 ) -> None:
     spec = job(work, 8, (1, 3), allow)
-    every = list(plans(read_request(spec), ONE_NODE))
+    every = list(list_plans(read_request(spec), ONE_NODE))
     whole = dict(pins_of(data.draw(st.sampled_from(every))))
     names = data.draw(
         st.sets(st.sampled_from(sorted(whole.keys() - set(ENDS))), min_size=1)
     )  # these: test_ends.py
     pins = tuple((name, whole[name]) for name in whole if name in names)
-    legal_plans = list(plans(read_request(spec.model_copy(update={"plan": pins})), ONE_NODE))
+    legal_plans = list(list_plans(read_request(spec.model_copy(update={"plan": pins})), ONE_NODE))
     agreeing = [plan for plan in every if has_settings(plan, pins)]
     if (
         "full_checkpointing_layers" in names
@@ -69,7 +69,7 @@ def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(
 def test_a_plan_that_others_beat_is_found_where_it_is_pinned() -> None:
     spec = job(DECODER, 8, (1, 3), "exact")
     best = {candidate.plan for candidate in frontier(read_request(spec), ONE_NODE).candidates}
-    beaten = [plan for plan in plans(read_request(spec), ONE_NODE) if plan not in best]
+    beaten = [plan for plan in list_plans(read_request(spec), ONE_NODE) if plan not in best]
     assert len(beaten) > 100
     for plan in beaten[::37]:
         (only,) = frontier(
@@ -82,7 +82,7 @@ def test_any_number_of_layers_that_are_recomputed_in_full_can_be_pinned() -> Non
     spec = job(DECODER, 8, (1, 3), "exact")
     tried = {
         plan.full_checkpointing_layers
-        for plan in plans(read_request(spec), ONE_NODE)
+        for plan in list_plans(read_request(spec), ONE_NODE)
         if plan.layout.pp == 1
     }
     assert tried == {0, 2, 3, 4}

@@ -22,10 +22,10 @@ from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import breakdown, nearest, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
 from orchestrator.planning.request import read_request, read_script
-from orchestrator.planning.search import Hardware, frontier, plans
+from orchestrator.planning.search import Hardware, frontier, list_plans
 from orchestrator.planning.ways_out import Unfit
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.fit import fit_rows
@@ -147,12 +147,12 @@ def test_a_script_that_derives_accumulation_gets_only_its_micro_batch() -> None:
     spec = script(knobs=knobs)
     cut = {
         (plan.micro_batch_size, plan.gradient_accumulation_steps)
-        for plan in plans(read_request(spec), machine())
+        for plan in list_plans(read_request(spec), machine())
     }
     assert cut == {(micro_batch, 16 // micro_batch) for micro_batch in (1, 2, 4, 8, 16)}
     four = next(
         plan
-        for plan in plans(read_request(spec), machine())
+        for plan in list_plans(read_request(spec), machine())
         if plan.micro_batch_size == 4 and plan.world_size == 2
     )
     command = script_command(
@@ -194,7 +194,9 @@ def test_a_refusal_names_the_batch_knobs_that_are_missing_and_what_to_write(
 def test_a_deepspeed_knob_opens_the_zero_stages_of_a_declared_script() -> None:
     profile = {"parameters": 10_000_000, "layers": 4, "activations_per_sample": "4MiB"}
     sharded = script(knobs=KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}, profile=profile)
-    assert {plan.zero_stage for plan in plans(read_request(sharded), machine())} == set(ZeroStage)
+    assert {plan.zero_stage for plan in list_plans(read_request(sharded), machine())} == set(
+        ZeroStage
+    )
     closest = nearest(frontier(read_request(sharded), machine()), UNMEASURED)
     assert closest is not None
     assert closest.plan.zero_stage is not ZeroStage.NONE, "what a stage saves is on the frontier"
@@ -242,7 +244,7 @@ def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
 @pytest.mark.parametrize("precision", Precision)
 def test_a_switch_selects_every_precision_but_fp32(precision: Precision) -> None:
     spec = script(knobs=KNOBS | {"precision": {"switch": "--mixed"}}, precision=precision)
-    for plan in plans(read_request(spec), machine()):
+    for plan in list_plans(read_request(spec), machine()):
         arguments, *_ = script_command(
             read_script(spec), plan, output_dir="o", resume_from=None, deepspeed_config_path=None
         )
@@ -263,7 +265,7 @@ def test_a_script_recomputes_selectively_only_if_its_knob_has_a_value_for_it(
 ) -> None:
     spec = script(knobs=KNOBS | {"activation_checkpointing": knob})
     assert {
-        plan.activation_checkpointing.value for plan in plans(read_request(spec), machine())
+        plan.activation_checkpointing.value for plan in list_plans(read_request(spec), machine())
     } == modes
 
 
@@ -307,7 +309,7 @@ def test_a_switch_goes_together_with_another_and_a_global_batch_counts_all_ranks
     spec = script(knobs=MUSICGEN, command="dora run solver=x", launch="dora")
     commands = {
         plan.zero_stage: plan_arguments(spec, plan)
-        for plan in plans(read_request(spec), machine())
+        for plan in list_plans(read_request(spec), machine())
         if plan.layout.dp == 2
     }
     assert commands == {
@@ -321,9 +323,9 @@ def test_a_switch_goes_together_with_another_and_a_global_batch_counts_all_ranks
             *("fsdp.sharding_strategy=full_shard", "autocast=false"),
         ),
     }
-    assert {plan.sharding for plan in plans(read_request(spec), machine()) if plan.zero_stage} == {
-        Sharding.FSDP
-    }
+    assert {
+        plan.sharding for plan in list_plans(read_request(spec), machine()) if plan.zero_stage
+    } == {Sharding.FSDP}
 
 
 def test_one_setting_drives_several_knobs_and_a_phase_has_a_batch_of_its_own() -> None:
@@ -352,7 +354,7 @@ def test_a_script_that_multiplies_its_batch_by_its_ranks_gets_the_share() -> Non
         "devices": {"flag": "-g", "separator": "-"},
     }
     spec = script(knobs=knobs, launch="self", global_batch_size=8)
-    (plan,) = plans(read_request(spec), machine())
+    (plan,) = list_plans(read_request(spec), machine())
     assert (plan.micro_batch_size, plan.layout.dp) == (4, 2)
     assert plan_arguments(spec, plan, devices=(1, 3)) == ("-bs", "2", "-g", "1-3")
     with pytest.raises(SpecError):
@@ -363,7 +365,7 @@ def test_a_script_that_spawns_its_ranks_stays_on_one_node() -> None:
     two_nodes = replace(machine(), nodes=2)
     for launch, most in (("self", 2), ("torchrun", 4)):
         spec = script(launch=launch, gpus={"min": 1, "max": 4})
-        assert max(plan.world_size for plan in plans(read_request(spec), two_nodes)) == most
+        assert max(plan.world_size for plan in list_plans(read_request(spec), two_nodes)) == most
 
 
 def test_a_batch_per_node_counts_the_nodes_ranks() -> None:
@@ -407,7 +409,9 @@ def test_accelerates_file_has_the_plans_sharding(
 ) -> None:
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": way}}
     spec = script(knobs=knobs, launch="accelerate", precision="bf16")
-    plan = next(plan for plan in plans(read_request(spec), machine()) if plan.zero_stage is stage)
+    plan = next(
+        plan for plan in list_plans(read_request(spec), machine()) if plan.zero_stage is stage
+    )
     assert plan_arguments(spec, plan) == ("-b", "16"), "nothing of it stands on the command line"
     config = accelerate_config(spec.knobs, plan, deepspeed_config_path="/attempt/deepspeed.json")
     assert config["distributed_type"] == kind
@@ -460,7 +464,7 @@ def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": way}
     spec = script(knobs=knobs, profile=profile, launch="accelerate", precision="bf16")
     cuda = machine(DeviceKind.CUDA, memory="24GiB")
-    fsdp = [plan for plan in plans(read_request(spec), cuda) if plan.sharding is Sharding.FSDP]
+    fsdp = [plan for plan in list_plans(read_request(spec), cuda) if plan.sharding is Sharding.FSDP]
     on_host = [plan for plan in fsdp if plan.offload is not Offload.NONE]
     assert bool(on_host) == offloads
     assert {(plan.offload, plan.zero_stage) for plan in on_host} <= {
@@ -472,7 +476,7 @@ def test_fsdp_of_accelerate_is_told_to_keep_all_on_the_host(
         assert config["fsdp_config"]["fsdp_offload_params"] == (plan.offload is Offload.PARAMETERS)
     assert not any(
         plan.offload is not Offload.NONE
-        for plan in plans(read_request(spec), machine(memory="24GiB"))
+        for plan in list_plans(read_request(spec), machine(memory="24GiB"))
     )
 
 
@@ -516,7 +520,7 @@ def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
 def legal_plans_of(optimizer: str) -> list[Plan]:
     knobs = KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}
     job = script(knobs=knobs, training={"optimizer": optimizer})
-    return list(plans(read_request(job), machine(DeviceKind.CUDA)))
+    return list(list_plans(read_request(job), machine(DeviceKind.CUDA)))
 
 
 def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors() -> None:
@@ -651,7 +655,7 @@ MEGATRON = {
 def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less_it_needs() -> None:
     spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     here = machine(DeviceKind.CUDA, "80GiB")
-    whole = [plan for plan in plans(read_request(spec), here) if plan.micro_batch_size == 16]
+    whole = [plan for plan in list_plans(read_request(spec), here) if plan.micro_batch_size == 16]
     steps = [
         (plan.activation_checkpointing.value, plan.full_checkpointing_layers) for plan in whole
     ]
@@ -661,7 +665,7 @@ def test_the_more_first_layers_a_script_recomputes_the_slower_it_is_and_the_less
         key=lambda plan: plan.full_checkpointing_layers,
     )
     full = next(plan for plan in whole if plan.activation_checkpointing is not NONE)
-    profile = profile_for(read_request(spec), here, full)
+    profile = find_profile(read_request(spec), here, full)
     times = [step_s(profile, plan, here) for plan in (*partial, full)]
     needs = [estimate(profile, plan, here.device).allocated_bytes for plan in (*partial, full)]
     assert times == sorted(times)
@@ -676,7 +680,9 @@ def test_a_script_without_a_knob_recomputes_all_layers_or_none() -> None:
     spec = job_from_data({"name": "job", "gpus": 1, "global_batch_size": 16, **MEGATRON}, "job")
     knobs = spec.knobs.model_copy(update={"full_checkpointing_layers": None})
     bare = spec.model_copy(update={"knobs": knobs})
-    assert {plan.full_checkpointing_layers for plan in plans(read_request(bare), machine())} == {0}
+    assert {
+        plan.full_checkpointing_layers for plan in list_plans(read_request(bare), machine())
+    } == {0}
     with pytest.raises(SpecError, match="no knob of the script takes this"):
         job_from_data(
             {**MEGATRON, "name": "job", "global_batch_size": 16, "trainer": "hf"}
@@ -694,6 +700,6 @@ def test_a_script_that_always_shards_has_no_plan_that_holds_all_on_several_ranks
         "trainer": "torchtitan",
     }
     legal_plans = list(
-        plans(read_request(job_from_data(fields, "job")), machine(DeviceKind.CUDA, "80GiB"))
+        list_plans(read_request(job_from_data(fields, "job")), machine(DeviceKind.CUDA, "80GiB"))
     )
     assert {plan.zero_stage for plan in legal_plans} == {ZeroStage.GRADIENTS, ZeroStage.PARAMETERS}

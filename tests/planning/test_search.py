@@ -16,9 +16,9 @@ from orchestrator.memory.estimate import DeviceBytes, estimate, sharing_key
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import Candidate, node_host_bytes
 from orchestrator.planning.pareto import Timed, pareto
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
-from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans
+from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, list_plans
 from orchestrator.planning.trust import trust
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
 from orchestrator.specs.cluster import DeviceSpec
@@ -157,7 +157,7 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     spec: JobSpec, here: Hardware, overhead: Overhead
 ) -> None:
     try:
-        tried = list(plans(read_request(spec), here))
+        tried = list(list_plans(read_request(spec), here))
         candidates = frontier(read_request(spec), here, Calibration(overhead=overhead)).candidates
     except SpecError:
         return
@@ -193,7 +193,7 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
 ) -> None:
     here = replace(here, host_memory=host_memory)
     try:
-        tried = list(plans(read_request(spec), here))
+        tried = list(list_plans(read_request(spec), here))
         candidates = frontier(read_request(spec), here).candidates
     except SpecError:
         return
@@ -213,7 +213,7 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
 
 
 def _estimate(spec: JobSpec, here: Hardware, plan: Plan) -> MemoryEstimate:
-    return estimate(profile_for(read_request(spec), here, plan), plan, here.device)
+    return estimate(find_profile(read_request(spec), here, plan), plan, here.device)
 
 
 @given(jobs, machines, st.floats(1.0, 30.0))
@@ -223,7 +223,7 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
     spec: JobSpec, here: Hardware, correction: float
 ) -> None:
     try:
-        tried = list(plans(read_request(spec), here))
+        tried = list(list_plans(read_request(spec), here))
         candidates = frontier(
             read_request(spec), here, Calibration(correction=correction)
         ).candidates
@@ -242,7 +242,7 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
     ]
     for plan in tried:
         kind, seconds, _, devices, rank = cost(spec, here, plan)
-        estimated = estimate(profile_for(read_request(spec), here, plan), plan, here.device)
+        estimated = estimate(find_profile(read_request(spec), here, plan), plan, here.device)
         if corrected_bytes(estimated, step * correction) <= REACH * here.device.memory:
             needed = corrected_bytes(estimated, correction)
             assert any(
@@ -268,7 +268,7 @@ def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
 
 def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSED_OVERHEAD) -> Cost:
     """Return the cost of a plan by the formulas, without the search."""
-    profile = profile_for(read_request(spec), here, plan)
+    profile = find_profile(read_request(spec), here, plan)
     sequence_length = spec.data.sequence_length if spec.model is not None else LENGTH
     semantic = plan.sequence_length != sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
@@ -308,11 +308,11 @@ def beats(mine: Cost, theirs: Cost) -> bool:
 def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here: Hardware) -> None:
     shared_bytes: dict[object, DeviceBytes] = {}
     try:
-        tried = list(plans(read_request(spec), here))
+        tried = list(list_plans(read_request(spec), here))
     except SpecError:
         return
     for plan in tried:
-        profile = replace(profile_for(read_request(spec), here, plan), fragmentation=FRAGMENTED)
+        profile = replace(find_profile(read_request(spec), here, plan), fragmentation=FRAGMENTED)
         shared = shared_bytes.setdefault(sharing_key(plan), DeviceBytes(profile, plan, here.device))
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan

@@ -15,9 +15,9 @@ import orchestrator
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.families import requested_settings
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, plans
+from orchestrator.planning.search import frontier, list_plans
 from orchestrator.specs.choices import (
     Degradation,
     Engine,
@@ -81,14 +81,14 @@ def test_every_declared_setting_of_training_has_a_memory_or_a_cost_term(setting:
     spec = job(MODELS.get(setting.name, DECODER))
     is_known = any(
         costs(spec, plan) != costs(spec, other)
-        for plan in chain(plans(read_request(spec), MACHINE), (BY_FSDP, IN_8_BITS))
+        for plan in chain(list_plans(read_request(spec), MACHINE), (BY_FSDP, IN_8_BITS))
         for other in others(setting, plan)
     )
     assert is_known != (setting.name in OUTSIDE_TRAINING)
 
 
 def costs(spec: JobSpec, plan: Plan) -> tuple[object, ...]:
-    profile = profile_for(read_request(spec), MACHINE, plan)
+    profile = find_profile(read_request(spec), MACHINE, plan)
     return estimate(profile, plan, MACHINE.device), step_s(profile, plan, MACHINE)
 
 

@@ -14,9 +14,9 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, plans
+from orchestrator.planning.search import frontier, list_plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.base.sentences import reason_of
@@ -260,7 +260,7 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
     free_bytes = sorted((free for node in group.nodes for free in node.free_bytes), reverse=True)
     try:
         legal = (
-            list(plans(read_request(spec), group.hardware))
+            list(list_plans(read_request(spec), group.hardware))
             if group.devices >= spec.gpus.min
             else []
         )
@@ -269,7 +269,7 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
     rows = []
     for plan in legal:
         profile, capacity_bytes = (
-            profile_for(read_request(spec), group.hardware, plan),
+            find_profile(read_request(spec), group.hardware, plan),
             free_bytes[plan.world_size - 1],
         )
         needs = estimate(profile, plan, device)

@@ -12,7 +12,7 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import LEAF_MODULES
-from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, timeline
+from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, make_timeline
 from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import MIXED, job
 
@@ -32,7 +32,7 @@ def test_if_the_micro_batch_changes_the_operations_moments_of_equal_gradients_ar
         samples=(1, 2),
         phases=([Phase(0, 0, True, single)], [Phase(0, 0, True, two)]),
     )
-    line = timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
+    line = make_timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
     lines = {
         moment.own: (moment.fixed_bytes, moment.sample_bytes)
         for stretch in line.stretches

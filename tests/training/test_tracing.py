@@ -43,7 +43,7 @@ from orchestrator.training.tracing import trace as tracing
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import MATRICES
-from orchestrator.training.tracing.repeats import Stack, stack_of
+from orchestrator.training.tracing.repeats import Stack, find_stack
 from orchestrator.training.tracing.timeline import (
     Event,
     Phase,
@@ -51,7 +51,7 @@ from orchestrator.training.tracing.timeline import (
     Steps,
     Timeline,
     Unlike,
-    timeline,
+    make_timeline,
 )
 from orchestrator.training.tracing.trace import trace_arithmetics
 
@@ -170,7 +170,7 @@ def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
     stretched = trace_model(model)
     layers, few = depths
     assert few < layers
-    monkeypatch.setattr(tracing, "cut", None)
+    monkeypatch.setattr(tracing, "cut_layers", None)
     whole = trace_model(model)
     assert depths == [layers, few, layers]
     assert replace(stretched, fragmentation=()) == replace(whole, fragmentation=()), (
@@ -195,7 +195,7 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
     head = data.draw(st.lists(st.integers(0, 2), min_size=lead, max_size=lead))
     length = lead + 3 * period + 2 + more
     kinds = head + [pattern[index % period] for index in range(length - lead)]
-    stack = stack_of(kinds, length)
+    stack = find_stack(kinds, length)
     if stack is None:
         assert length <= lead + 4 * period + 2
         return
@@ -208,8 +208,8 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
 
 
 def test_a_pattern_that_does_not_come_again_is_traced_whole() -> None:
-    assert stack_of([0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1], 16) is None
-    assert stack_of([0] * 15 + [1], 16) is None
+    assert find_stack([0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1], 16) is None
+    assert find_stack([0] * 15 + [1], 16) is None
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_key_value_heads": 4}
@@ -511,7 +511,7 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
         places = [
             Place(name=f"layers.{index}", is_layer=True, parameters=1) for index in range(depth)
         ]
-        return timeline(
+        return make_timeline(
             places, [record_steps(depth, bend)], Stack(lead=0, period=1, length=9), depth
         )
 

@@ -13,7 +13,7 @@ from orchestrator.memory.calibration.calibrate import Calibration, calibration
 from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.request import read_request
-from orchestrator.planning.search import frontier, plans
+from orchestrator.planning.search import frontier, list_plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
@@ -183,7 +183,9 @@ def _common_micro_batch(
             continue
         pinned = spec.model_copy(update={"plan": pins})
         try:
-            legal = {plan.micro_batch_size for plan in plans(read_request(pinned), group.hardware)}
+            legal = {
+                plan.micro_batch_size for plan in list_plans(read_request(pinned), group.hardware)
+            }
         except SpecError:
             continue
         fitting_sizes = {
@@ -222,7 +224,7 @@ def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
         "offload",
         "offload_target",
     )
-    for plan in plans(read_request(spec), group.hardware):
+    for plan in list_plans(read_request(spec), group.hardware):
         yield tuple(pin for pin in pins_of(plan) if pin[0] in names)
 
 

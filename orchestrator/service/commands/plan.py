@@ -32,7 +32,7 @@ from orchestrator.planning.frontier import (
     why_rejected,
 )
 from orchestrator.planning.layouts import layers_to_cut, why_no_experts
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
@@ -291,7 +291,7 @@ def _plan_on_kind(
         hardware=_hardware_in_words(hardware),
         global_batch_size=spec.global_batch_size,
         steps=spec.optimizer_steps,
-        profile=_origin(spec, profile_for(request, hardware, first), first),
+        profile=_origin(spec, find_profile(request, hardware, first), first),
         chosen=chosen,
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
@@ -493,7 +493,7 @@ def estimate_plan(
     free_bytes = _free_bytes(group.nodes)
     hardware = group.hardware
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
-    profile = profile_for(read_request(measured_spec(spec, calibrated)), hardware, plan)
+    profile = find_profile(read_request(measured_spec(spec, calibrated)), hardware, plan)
     memory = estimate(profile, plan, hardware.device, calibrated.overhead)
     candidate = Candidate(
         plan=plan,

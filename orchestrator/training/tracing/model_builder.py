@@ -92,7 +92,7 @@ def build_meta_recipe(request: Request, arithmetic: Arithmetic, config: Any) -> 
             model=shrunk,
             data=DataSpec(sequence_length=request.sequence_length, tensors=request.tensors),
             training=request.training,
-            plan=plan_of(arithmetic, SAMPLES[0]),
+            plan=make_plan(arithmetic, SAMPLES[0]),
             job_folder="",
             attempt_folder="",
             epoch=1,
@@ -139,7 +139,7 @@ def read_config(model: ModelSpec) -> Any:
     return published_config(model.config) if is_published else read_config(hf)
 
 
-def plan_of(arithmetic: Arithmetic, samples: int) -> Plan:
+def make_plan(arithmetic: Arithmetic, samples: int) -> Plan:
     return Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(),

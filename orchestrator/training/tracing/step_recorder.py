@@ -31,11 +31,11 @@ from orchestrator.training.tracing.model_builder import (
     Arithmetic,
     Request,
     hold_in_four_bits,
-    plan_of,
+    make_plan,
 )
 from orchestrator.training.tracing.op_recorder import OpRecorder
 from orchestrator.training.tracing.repeats import Stack
-from orchestrator.training.tracing.timeline import Phase, Steps, profile, timeline
+from orchestrator.training.tracing.timeline import Phase, Steps, make_profile, make_timeline
 from orchestrator.training.tracing.values import READS, Values
 from orchestrator.training.tracing.zero3_linear import zero3_linear
 
@@ -101,12 +101,12 @@ class StepRecorder:
 
     def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
         """Return the profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
-        traced = timeline(self._places, self._recorded, stack, depth)
+        traced = make_timeline(self._places, self._recorded, stack, depth)
         turns = tuple(
             sum(p.numel() for p in part.module.parameters() if p.requires_grad)
             for part in self._recipes
         )
-        return profile(
+        return make_profile(
             traced,
             family=self._request.family,
             precision=self._arithmetic.precision,
@@ -198,7 +198,7 @@ class StepRecorder:
         )
         reading = self._values.reading() if self._values else contextlib.nullcontext()
         with _forwards_put_back(norms), self._fake, reading, self._recorder.step(samples):
-            prepare_batch_norms(norms, plan_of(self._arithmetic, samples), training)
+            prepare_batch_norms(norms, make_plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
                 still = (
                     contextlib.nullcontext() if sharded else _freeze_others(self._recipes, recipe)

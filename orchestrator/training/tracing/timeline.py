@@ -123,7 +123,7 @@ class Timeline:
     saved_bytes: dict[tuple[int, ActivationCheckpointing], int] = field(default_factory=dict)
 
 
-def timeline(
+def make_timeline(
     places: Sequence[Place], recorded: Sequence[Steps], stack: Stack | None = None, depth: int = 0
 ) -> Timeline:
     """Return the timeline of one model from its recorded steps. Raises Unlike.
@@ -312,7 +312,9 @@ def _rename_place(place: Place, later: int) -> Place:
     return replace(place, name=f"{prefix}.{int(number) + later}") if number.isdigit() else place
 
 
-def profile(traced: Timeline, *, family: str, precision: Precision, **fields: Any) -> ModelProfile:
+def make_profile(
+    traced: Timeline, *, family: str, precision: Precision, **fields: Any
+) -> ModelProfile:
     """Return the timeline as a ModelProfile with all candidates for the memory peak; `fields` are further fields."""
     none, selective, full = ActivationCheckpointing
     segments = []

@@ -34,7 +34,12 @@ from orchestrator.training.tracing.model_builder import (
     read_config,
     request_from_json,
 )
-from orchestrator.training.tracing.repeats import cut, kinds_of, layer_count, stack_of
+from orchestrator.training.tracing.repeats import (
+    count_layers,
+    cut_layers,
+    describe_layers,
+    find_stack,
+)
 from orchestrator.training.tracing.step_recorder import StepRecorder
 from orchestrator.training.tracing.timeline import Unlike
 from orchestrator.training.tracing.values import READS
@@ -87,16 +92,19 @@ def _trace(request: Request, arithmetic: Arithmetic) -> Trace:
     """Trace few layers of a model that repeats them, else all."""
     config = read_config(request.model)
     whole = build_meta_recipe(request, arithmetic, config)
-    length = layer_count(config)
-    kinds = kinds_of(whole.layers, config, length)
-    stack = stack_of(kinds, length)
+    length = count_layers(config)
+    kinds = describe_layers(whole.layers, config, length)
+    stack = find_stack(kinds, length)
     if stack is not None:
         # A model's code may refuse what it never had; then the whole model says what is wrong, if
         # anything is.
         with contextlib.suppress(Exception):
-            few_layers = cut(config, stack.depth)
+            few_layers = cut_layers(config, stack.depth)
             few = build_meta_recipe(request, arithmetic, few_layers)
-            if kinds_of(few.layers, few_layers, length) == kinds[: stack.depth] + kinds[length:]:
+            if (
+                describe_layers(few.layers, few_layers, length)
+                == kinds[: stack.depth] + kinds[length:]
+            ):
                 recorder = StepRecorder(request, arithmetic, few)
                 extended = recorder.profile(stack, stack.depth)
                 extended = replace(extended, workspace_bytes=_buffer_bytes(whole))
