@@ -77,20 +77,15 @@ def model_values(spec: JobSpec) -> dict[str, Any]:
     own_length: int | None = spec.data.sequence_length
     if spec.is_script:
         own_length = None if knob is None or knob.default is None else int(knob.default)
+    never = any(entry.until_step is None for entry in spec.training.freeze)
     values = {name: getattr(spec, name) for name in READ_AS_WRITTEN}
     return values | {
         "data_length": spec.data.sequence_length,
         "own_length": own_length,
-        "freezes": freezes(spec),
+        "freezes": never and spec.model is not None and spec.profile is None,
         "fuses_loss": has_fused_loss(spec),
         "is_by_transformers": spec.trainer in TRANSFORMERS_TRAINERS,
     }
-
-
-def freezes(spec: JobSpec) -> bool:
-    """Return whether part of the job's model is never trained, and no declared profile accounts for it."""
-    never = any(entry.until_step is None for entry in spec.training.freeze)
-    return never and spec.model is not None and spec.profile is None
 
 
 def has_fused_loss(spec: JobSpec) -> bool:

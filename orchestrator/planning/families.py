@@ -119,7 +119,9 @@ def _alternatives(
     is_turnable = (
         request.model is not None or getattr(request.knobs, setting.name, None) is not None
     )
-    if setting.name == "master_weights" and _is_frozen_in_part(request):
+    # master weights are small where only a few of the job's weights are trained
+    is_frozen = request.freezes or (request.model is not None and request.model.lora is not None)
+    if setting.name == "master_weights" and is_frozen:
         return
     if not is_turnable or request.degrade.limit < setting.degradation:
         return
@@ -136,11 +138,6 @@ def _alternatives(
         ]
     for value in others:
         yield value, setting.degradation
-
-
-def _is_frozen_in_part(request: PlanRequest) -> bool:
-    """Return whether only a few of the job's weights are trained, so that their master weights are small."""
-    return request.freezes or (request.model is not None and request.model.lora is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

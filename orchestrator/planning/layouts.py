@@ -44,7 +44,8 @@ def list_layouts(
     }
     if request.is_on_one_node:
         allowed = {world for world in allowed if world <= per_node}
-    if _micro_is_unknown(request):
+    if request.is_script and request.knobs.micro_batch_size is None:
+        # it takes no micro-batch: another number of ranks would be another global batch
         allowed &= {request.gpus.min}
     tensor = tensor_parallel_degrees(request, hardware)
     pipeline = pipeline_degrees(request, most)
@@ -208,8 +209,3 @@ def _no_layout(request: PlanRequest, hardware: Hardware) -> SpecError:
         f"(tensor and pipeline parallel); whole nodes of {per_node} beyond one node",
         hint=f"say global_batch_size: {rounded}, or gpus: {{min: {nearest}, max: {max(request.gpus.max, nearest)}}}",
     )
-
-
-def _micro_is_unknown(request: PlanRequest) -> bool:
-    """Return whether a script takes no micro-batch: another number of ranks would then be another global batch."""
-    return request.is_script and request.knobs.micro_batch_size is None

@@ -43,14 +43,13 @@ def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelP
     if profile is not None:
         return with_held_boundaries(request, profile, plan)
     assumed = _assumed_profile(request, hardware, plan.precision, plan.sequence_length)
-    if request.measured is not None and request.measured.is_of_one_rank and _is_ddp(plan):
-        bucket_bytes = int(request.measured.fixed_bytes * BUCKETS_OF_FIXED)
+    measured = request.measured
+    mechanics = plan.mechanics
+    has_buckets = isinstance(mechanics, Replicated) and mechanics.ranks > 1
+    if measured is not None and measured.is_of_one_rank and has_buckets:
+        bucket_bytes = int(measured.fixed_bytes * BUCKETS_OF_FIXED)
         assumed = replace(assumed, workspace_bytes=assumed.workspace_bytes + bucket_bytes)
     return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
-
-
-def _is_ddp(plan: Plan) -> bool:
-    return isinstance(plan.mechanics, Replicated) and plan.mechanics.ranks > 1
 
 
 def _assumed_profile(

@@ -327,25 +327,18 @@ def _torch(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> 
 def _stages(
     request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> tuple[ZeroStage, ...]:
-    """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step."""
+    """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step.
+
+    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low precision; under
+    autocast both stay in fp32.
+    """
     if layout.dp_cp == 1:
-        return _stages_of_one_rank(request, layout)
+        casts = layout.tp > 1 == layout.pp and request.precision is not Precision.FP32
+        return (ZeroStage.PARAMETERS,) if casts else ()
     sharded = ZeroStage.GRADIENTS, ZeroStage.PARAMETERS
     is_between_nodes = layout.pp == 1 and layout.world_size > hardware.devices_per_node
-    is_pinned = ("zero_stage", ZeroStage.OPTIMIZER) in request.plan
+    is_pinned = request.pins.get("zero_stage") is ZeroStage.OPTIMIZER
     return (ZeroStage.OPTIMIZER, *sharded) if is_between_nodes or is_pinned else sharded
-
-
-def _stages_of_one_rank(request: PlanRequest, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
-    """Return the stages at which FSDP2 saves memory with one data-parallel rank.
-
-    FSDP2 casts weights and hidden states to low precision; under autocast both stay in fp32.
-    """
-    return (
-        (ZeroStage.PARAMETERS,)
-        if layout.tp > 1 == layout.pp and request.precision is not Precision.FP32
-        else ()
-    )
 
 
 def _zero(

@@ -163,18 +163,19 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
 def _adapted(
     case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: bool
 ) -> Iterator[WayOut]:
-    model = case.spec.known_model
+    spec = case.spec
+    model = spec.known_model
     assert model is not None
-    key = "trains" if case.spec.is_script else "model"
+    key = "trains" if spec.is_script else "model"
     lora = LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits)
     settings = {f"{key}.lora.rank": str(ADAPTER_RANK)} | (
         {f"{key}.lora.quantise_base": "true"} if in_4_bits else {}
     )
     label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
-    if case.spec.is_script:
+    if spec.is_script:
         label += ", where its trainer has a switch for them"
     try:
-        adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
+        adapted = trace(spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
     except SpecError:
         return
     changed = replace(case, spec=adapted)
@@ -184,8 +185,8 @@ def _adapted(
     if way.settings != settings:
         label = f"{label}, and {way.label}"
     # a script gets no adapters from its job file
-    settings = {} if case.spec.is_script else {**settings, **way.settings}
-    job = None if case.spec.is_script else way.job
+    settings = {} if spec.is_script else {**settings, **way.settings}
+    job = None if spec.is_script else way.job
     yield replace(way, label=label, settings=settings, job=job, degradation=Degradation.SEMANTIC)
 
 
