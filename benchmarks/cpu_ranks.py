@@ -16,8 +16,9 @@ from pathlib import Path
 
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.profiles import profile_for
-from orchestrator.planning.search import plans
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import list_plans
 from orchestrator.service.demo.run import write_files
 from orchestrator.service.intake.intake import read_cluster, read_job
 from orchestrator.service.intake.rates import measure_cluster
@@ -56,7 +57,7 @@ def figures() -> list[Figure]:
             network_bandwidth=cluster.network_bandwidth,
         )
         ratios = {
-            plan: step_s(profile_for(spec, here, plan), plan, here) / taken_s[plan]
+            plan: step_s(find_profile(read_request(spec), here, plan), plan, here) / taken_s[plan]
             for plan in taken_s
         }
         for plan, ratio in ratios.items():
@@ -82,7 +83,7 @@ def compared(spec: JobSpec, ranks: int) -> list[Plan]:
     share = spec.global_batch_size // ranks
     return [
         plan
-        for plan in plans(spec, here)
+        for plan in list_plans(read_request(spec), here)
         if plan.engine is Engine.TORCH
         and plan.layout.dp == plan.world_size == ranks
         and plan.zero_stage in (ZeroStage.NONE, ZeroStage.PARAMETERS)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.figure import Figure, at_most, informs
-from orchestrator.memory.calibration.calibrate import UNMEASURED
+from orchestrator.memory.calibration.calibrate import Calibration
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.scheduler import Scheduler
@@ -224,7 +225,9 @@ def recovered(draw: random.Random, number: int) -> Recovery | None:
     fitting = [
         candidate
         for factor in (1.0, 4.0, 16.0)
-        for candidate in frontier(spec, hardware, factor, UNMEASURED.overhead).candidates
+        for candidate in frontier(
+            read_request(spec), hardware, Calibration(correction=factor)
+        ).candidates
         for room in [
             memory - (candidate.estimate.device_bytes - candidate.estimate.allocated_bytes)
         ]

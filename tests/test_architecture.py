@@ -391,6 +391,16 @@ def test_no_import_goes_in_a_circle() -> None:
     assert circle(import_graph()) == []
 
 
+def test_planning_reads_a_job_in_one_place_and_changes_it_in_another() -> None:
+    spec = "orchestrator/specs/job/spec.py"
+    readers = {
+        path
+        for path, imported in import_graph().items()
+        if path.startswith("orchestrator/planning/") and spec in imported
+    }
+    assert readers == {"orchestrator/planning/request.py", "orchestrator/planning/ways_out.py"}
+
+
 @pytest.mark.parametrize("package", LAYERS)
 def test_no_import_goes_in_a_circle_over_folders(package: str) -> None:
     assert circle(folder_graph(import_graph(), package)) == []

@@ -11,7 +11,7 @@ from tests.size import PACKAGE_NODES_MAX, Counts, count, modules
 LIMITS = {
     "conditional expressions in 1,000 statements": 44.9,
     "comprehensions in 1,000 statements": 55.8,
-    "nested comprehensions": 238,
+    "nested comprehensions": 232,
     "functions with more than ten decisions": 153,
 }
 SLACK = 0.02  # of a limit: so far below, the limit is lowered

@@ -13,7 +13,7 @@ from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment,
 from orchestrator.memory.engines.optimizers import ADAM_BYTES, state_bytes
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.engines.pipeline import filling, ranks
-from orchestrator.memory.engines.widths import master_bytes
+from orchestrator.memory.engines.widths import check_degrees, master_bytes
 from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -84,9 +84,7 @@ class DeviceBytes:
     ) -> None:
         if plan.master_weights is MasterWeights.BF16:
             profile = replace(profile, parameter_bytes=master_bytes(plan))
-        profiled = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
-        degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
-        assert profiled == degrees, f"a profile of (cp, tp, ep) = {profiled} for {plan}"
+        check_degrees(profile, plan)
         self._plan = plan
         self._device = device
         self._overhead = overhead

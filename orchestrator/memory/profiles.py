@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from orchestrator.memory.models.hf import DecoderShape, as_transformers, decoder_shape
+from orchestrator.memory.model_request import ModelRequest, Share, read_model_request
+from orchestrator.memory.models.hf import DecoderShape, as_transformers, known_shape
 from orchestrator.specs.choices import MasterWeights, Precision
-from orchestrator.specs.job.frameworks import is_flag_on
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
@@ -26,10 +26,6 @@ from orchestrator.specs.replace import replace
 # fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
 LOW_SHARE = 0.65
-TRANSFORMERS_TRAINERS = (
-    "hf",
-    "trl",
-)  # those of specs/job/frameworks.py that are transformers' Trainer
 CHUNK_TOKENS = 1024  # of training/models/cross_entropy.py (a test compares the two)
 
 
@@ -39,112 +35,59 @@ def autocasts(plan: Plan) -> bool:
     return is_low and plan.mechanics.autocasts
 
 
-def profile_of(
-    spec: JobSpec,
-    *,
-    precision: Precision,
-    sequence_length: int | None,
-    context_parallel: int = 1,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    expert_parallel: int = 1,
-    uneven: float = 1.0,
-    autocast: bool = False,
-    cuda: bool = False,
-) -> ModelProfile | None:
-    """Return the costs of one rank's part of the job's model at these settings; None if unknown without a trace.
+def profile_of(request: ModelRequest, share: Share) -> ModelProfile | None:
+    """Return the costs of one rank's part of the job's model; None if unknown without a trace.
 
     A declared profile comes first, then the closed form of a decoder, ours or Llama-style, then a trace from intake. A
-    script's own loss is assumed to hold all logits. `sequence_length` of None is the job's own. `tensor_parallel`:
-    ranks that split its matrices. `context_parallel`: ranks that split each sample's tokens. `expert_parallel`: ranks
-    that split its experts; one receives up to `uneven` times as many tokens as it sends. `autocast`: see `autocasts`.
-    `cuda`: whether it runs on CUDA, where dropout masks are narrower. Closed forms assume that the whole model is
-    trained. A partly frozen model is traced, except where ranks split it: its parts need no more.
+    script's own loss is assumed to hold all logits. Closed forms assume that the whole model is trained. A partly
+    frozen model is traced, except where ranks split it: its parts need no more.
     """
-    if spec.profile is not None:
-        own_length = spec.data.sequence_length if spec.model is not None else script_length(spec)
-        stretch = sequence_length / own_length if sequence_length and own_length else 1.0
-        lower = spec.precision is Precision.FP32 and precision is not Precision.FP32
-        share = LOW_SHARE if lower else 1.0
-        declared = _declared(
-            spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share
-        )
-        has_seconds = (
-            not spec.is_script
-            or bool(spec.speeds)
-            or spec.profile.forward_flops_per_sample is not None
-        )
-        return declared if has_seconds else replace(declared, source=Source.DECLARED_MEMORY)
-    model = spec.known_model
-    length = spec.data.sequence_length if sequence_length is None else sequence_length
-    assert context_parallel == 1 or (model is not None and not spec.is_script), (
+    if request.profile is not None:
+        return _declared(request, request.profile, share)
+    tp = share.tensor_parallel
+    model = request.known_model
+    length = share.sequence_length or request.data_length
+    assert share.context_parallel == 1 or request.model is not None, (
         "planning/layouts.py asks for no other"
     )
-    # our engine spreads tokens over the ranks that share matrices
-    spread = 1 if spec.is_script else tensor_parallel
     if model is not None and model.weight_bytes_each == 2:
-        autocast = False  # nothing is left to cast
-    if freezes(spec) and tensor_parallel == pipeline_parallel == expert_parallel == 1:
-        traced = _find_traced(spec.traced, precision, length, autocast, cuda)
-        if traced is not None:
+        share = replace(share, autocast=False)  # nothing is left to cast
+    traced = _find_traced(request.traced, share, length) if tp == 1 else None
+    is_whole = tp == share.pipeline_parallel == share.expert_parallel == 1
+    shape = None if model is None else known_shape(model, length)
+    if request.freezes and is_whole and traced is not None:
+        return traced
+    experts = shape.experts if isinstance(shape, DecoderShape) else None
+    if model is None or shape is None or (tp > 1 and experts is not None):
+        if traced is None or model is None or not request.is_script:
             return traced
-    if model is not None and model.decoder is not None:
-        closed_form = decoder_profile(
-            model.decoder,
-            spec.family_name,
-            precision,
-            length,
-            tensor_parallel,
-            autocast,
-            cuda,
-            spread,
-            context_parallel,
+        return _as_script_holds(traced, model)
+    profile = decoder_profile(
+        shape,
+        request.family_name,
+        share.precision,
+        length,
+        tp,
+        share.autocast,
+        share.cuda and isinstance(shape, DecoderSpec),
+        # our engine spreads tokens over the ranks that share matrices
+        1 if request.is_script else tp,
+        share.context_parallel,
+    )
+    if isinstance(shape, DecoderShape):
+        profile = as_transformers(
+            *(profile, model, shape, length // share.context_parallel),
+            autocast=share.autocast,
+            cuda=share.cuda,
+            expert_parallel=share.expert_parallel,
+            uneven=share.uneven,
+            is_script=request.is_script,
         )
-        return (
-            _as_script_runs(spec, closed_form, model, model.decoder.vocab_size, length)
-            if spec.is_script
-            else closed_form
-        )
-    if model is not None and model.hf is not None:
-        shape = decoder_shape(model, length)
-        if shape is not None and (tensor_parallel == 1 or shape.experts is None):
-            how = {"spread": spread, "cp": context_parallel}
-            closed_form = decoder_profile(
-                shape, spec.family_name, precision, length, tensor_parallel, autocast, **how
-            )
-            own_length = length // context_parallel
-            theirs = as_transformers(
-                *(closed_form, model, shape, own_length),
-                autocast=autocast,
-                cuda=cuda,
-                expert_parallel=expert_parallel,
-                uneven=uneven,
-                is_script=spec.is_script,
-            )
-            return (
-                _as_script_runs(spec, theirs, model, shape.vocab_size, length)
-                if spec.is_script
-                else theirs
-            )
-    if tensor_parallel > 1:
-        return None
-    traced = _find_traced(spec.traced, precision, length, autocast, cuda)
-    return _as_script_holds(traced, model) if traced and model and spec.is_script else traced
-
-
-def _as_script_runs(
-    spec: JobSpec, profile: ModelProfile, model: ModelSpec, vocab_size: int, sequence_length: int
-) -> ModelProfile:
-    """The profile with the script's own loss, and trained weights in the type in which it holds them."""
-    if not has_fused_loss(spec):
-        profile = with_all_logits(profile, vocab_size, sequence_length)
+    if not request.is_script:
+        return profile
+    if not request.fuses_loss:
+        profile = with_all_logits(profile, shape.vocab_size, length)
     return _as_script_holds(profile, model)
-
-
-def has_fused_loss(spec: JobSpec) -> bool:
-    """Return whether the job's loss comes in chunks: ours, or that of transformers' Trainer by `use_liger_kernel`."""
-    is_told = is_flag_on(spec.command or (), "--use_liger_kernel")
-    return not spec.is_script or (spec.trainer in TRANSFORMERS_TRAINERS and is_told)
 
 
 def _as_script_holds(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
@@ -157,80 +100,59 @@ def _as_script_holds(profile: ModelProfile, model: ModelSpec) -> ModelProfile:
     return replace(profile, parameter_bytes=model.weight_bytes_each)
 
 
-def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> ModelProfile:
+def with_held_boundaries(request: ModelRequest, profile: ModelProfile, plan: Plan) -> ModelProfile:
     """Return the profile with extra held bytes where transformers' Trainer shards LoRA on a frozen base by FSDP.
 
     Reentrant checkpointing wraps FSDP's units, whose hook for frozen weights holds the input of every layer, and its
     gradient, until the backward pass is over (torch/distributed/fsdp/_runtime_utils.py,
     `_register_post_backward_reshard_only_hook`; counted on two gloo ranks of torch 2.13, 2026-11).
     """
-    adapts = spec.trains is not None and spec.trains.lora is not None
-    if (
-        not isinstance(plan.mechanics, ScriptFsdp)
-        or not adapts
-        or spec.trainer not in TRANSFORMERS_TRAINERS
-    ):
+    model = request.known_model
+    is_wrapped = isinstance(plan.mechanics, ScriptFsdp) and request.is_by_transformers
+    if not is_wrapped or model is None or model.lora is None:
         return profile
     segments = (replace(part, holds_boundaries=part.is_unit) for part in profile.segments)
     return replace(profile, segments=tuple(segments))
 
 
-def freezes(spec: JobSpec) -> bool:
-    """Return whether part of the job's model is never trained, and no declared profile accounts for it."""
-    never = any(entry.until_step is None for entry in spec.training.freeze)
-    return never and spec.model is not None and spec.profile is None
-
-
 def is_known(spec: JobSpec) -> bool:
     """Return whether the memory of the job's model is known without a trace."""
-    return (
-        not freezes(spec)
-        and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
-    )
+    request = read_model_request(spec)
+    if request.freezes:
+        return False
+    return profile_of(request, Share(precision=spec.precision)) is not None
 
 
 def _find_traced(
-    profiles: tuple[TracedProfile, ...],
-    precision: Precision,
-    sequence_length: int,
-    autocast: bool,
-    cuda: bool,
+    profiles: tuple[TracedProfile, ...], share: Share, sequence_length: int
 ) -> ModelProfile | None:
     """Return the profile traced with the shortest samples of at least this length, on this kind of device if any."""
     fitting = [
         candidate
         for candidate in profiles
-        if (candidate.profile.precision, candidate.autocast) == (precision, autocast)
+        if (candidate.profile.precision, candidate.autocast) == (share.precision, share.autocast)
         and candidate.sequence_length >= sequence_length
     ]
     best = min(
         fitting,
-        key=lambda candidate: (candidate.cuda is not cuda, candidate.sequence_length),
+        key=lambda candidate: (candidate.cuda is not share.cuda, candidate.sequence_length),
         default=None,
     )
     return best.profile if best else None
 
 
-def script_length(spec: JobSpec) -> int | None:
-    """Return the tokens in a sample of a script, which its knob's default says; None where that is not known."""
-    knob = spec.knobs.sequence_length
-    return int(knob.default) if knob is not None and knob.default is not None else None
-
-
-def _declared(
-    declared: DeclaredProfile,
-    family: str,
-    precision: Precision,
-    tp: int,
-    *,
-    stretch: float,
-    share: float,
-) -> ModelProfile:
+def _declared(request: ModelRequest, declared: DeclaredProfile, how: Share) -> ModelProfile:
     """Return a profile of `layers` equal parts, and one part for the remainder.
 
     Of what a transformer layer saves, 24 of 34 parts are cut by tensor parallelism (Korthikanti et al. 2022,
     arXiv:2205.05198, section 4.1); what a layer hands on is not.
     """
+    tp = how.tensor_parallel
+    stretch = 1.0
+    if how.sequence_length and request.own_length:
+        stretch = how.sequence_length / request.own_length
+    is_lower = request.precision is Precision.FP32 and how.precision is not Precision.FP32
+    share = LOW_SHARE if is_lower else 1.0
     checkpointed = declared.checkpointed_per_sample
     chosen = declared.selective_per_sample
     saved_bytes = round(declared.activations_per_sample * stretch * share * (10 + 24 / tp) / 34)
@@ -241,38 +163,39 @@ def _declared(
     layers = declared.layers
     parameters = -(-declared.parameters // tp)
 
-    def part(
-        name: str, count: int, parameters: int, saved: int, checkpointed: int, flops: float
-    ) -> Segment:
-        return Segment(
-            name=name,
-            count=count,
-            parameters=parameters,
-            saved_bytes=saved,
-            checkpointed_bytes=min(saved, checkpointed),
-            transient_bytes=0,
-            forward_flops=flops,
-            largest_parameter=parameters,
-            selective_bytes=None if selective_bytes is None else selective_bytes // layers,
-        )
-
-    rest = part(
-        "rest", 1, parameters % layers, saved_bytes % layers, checkpointed_bytes % layers, 0.0
-    )
     flops = declared.forward_flops_per_sample
-    layer = part(
-        "layer",
-        layers,
-        parameters // layers,
-        saved_bytes // layers,
-        checkpointed_bytes // layers,
-        (2.0 * declared.parameters if flops is None else flops) * stretch / layers / tp,
+    layer = Segment(
+        name="layer",
+        count=layers,
+        parameters=parameters // layers,
+        saved_bytes=saved_bytes // layers,
+        checkpointed_bytes=checkpointed_bytes // layers,
+        transient_bytes=0,
+        forward_flops=(2.0 * declared.parameters if flops is None else flops)
+        * stretch
+        / layers
+        / tp,
+        largest_parameter=parameters // layers,
+        selective_bytes=None if selective_bytes is None else selective_bytes // layers,
     )
+    rest_bytes = saved_bytes % layers
+    rest = replace(
+        layer,
+        name="rest",
+        count=1,
+        parameters=parameters % layers,
+        saved_bytes=rest_bytes,
+        checkpointed_bytes=min(rest_bytes, checkpointed_bytes % layers),
+        forward_flops=0.0,
+        largest_parameter=parameters % layers,
+        selective_bytes=rest_bytes,
+    )
+    has_seconds = not request.is_script or bool(request.speeds) or flops is not None
     return ModelProfile(
-        family=family,
-        precision=precision,
-        source=Source.DECLARED,
-        segments=(replace(rest, selective_bytes=rest.saved_bytes), layer),
+        family=request.family_name,
+        precision=how.precision,
+        source=Source.DECLARED if has_seconds else Source.DECLARED_MEMORY,
+        segments=(rest, layer),
         workspace_bytes=declared.workspace,
         tensor_parallel=tp,
     )

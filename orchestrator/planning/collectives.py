@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from orchestrator.planning.hardware import Hardware
 from orchestrator.specs.cluster import DeviceSpec
 
 # Achieved over nominal bandwidth of large messages: 235 of 300 GB/s on A100 (NVIDIA/nccl
@@ -53,37 +54,35 @@ def all_to_all_s(
     messages: float,
     ranks: int,
     stride: int,
-    device: DeviceSpec,
-    devices_per_node: int,
-    network_bandwidth: int,
+    hardware: Hardware,
 ) -> float:
     """Return the seconds of an all-to-all among every `stride`-th device, each sending `sent_bytes` in equal parts.
 
     Links of a node and the network work at once; each device of a node has an equal part of the network.
     """
-    over = ring(ranks, stride, device, devices_per_node, network_bandwidth)
-    near = min(ranks, max(1, devices_per_node // stride))  # on the same node
-    inside_s = sent_bytes * (near - 1) / ranks / device.link_bandwidth
-    share = min(device.link_bandwidth, network_bandwidth / devices_per_node)
+    over = ring(ranks, stride, hardware)
+    per_node = hardware.devices_per_node
+    link_bandwidth = hardware.device.link_bandwidth
+    near = min(ranks, max(1, per_node // stride))  # on the same node
+    inside_s = sent_bytes * (near - 1) / ranks / link_bandwidth
+    share = min(link_bandwidth, hardware.network_bandwidth / per_node)
     outside_s = sent_bytes * (ranks - near) / ranks / share
     return messages * over.gather_s(0.0) + max(inside_s, outside_s) / LINK_EFFICIENCY
 
 
 @lru_cache(maxsize=4096)
-def ring(
-    ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int
-) -> Ring:
+def ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
     """Return the ring of `ranks` devices, `stride` apart. Rings between the same nodes share the network."""
-    span = ranks * stride
-    nodes = -(-span // devices_per_node)
-    bandwidth: float = device.link_bandwidth
+    per_node = hardware.devices_per_node
+    nodes = -(-ranks * stride // per_node)
+    bandwidth: float = hardware.device.link_bandwidth
     if nodes > 1:
-        bandwidth = min(bandwidth, network_bandwidth / min(stride, devices_per_node))
+        bandwidth = min(bandwidth, hardware.network_bandwidth / min(stride, per_node))
     return Ring(
         ranks=ranks,
         nodes=min(nodes, ranks),
         bandwidth=bandwidth * LINK_EFFICIENCY,
-        start_s=device.kind.traits.collective_start_s,
+        start_s=hardware.device.kind.traits.collective_start_s,
     )
 
 

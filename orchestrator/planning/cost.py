@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from math import inf
+from functools import lru_cache
 from typing import NamedTuple
 
 from orchestrator.memory.engines.pipeline import part, ranks
-from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes, master_bytes
-from orchestrator.planning.collectives import Ring, all_to_all_s, ring, send_s
+from orchestrator.memory.engines.widths import (
+    check_degrees,
+    compute_bytes,
+    exchanged_bytes,
+    master_bytes,
+)
+from orchestrator.planning.collectives import all_to_all_s, ring, send_s
+from orchestrator.planning.hardware import Hardware as Hardware
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -21,7 +25,6 @@ from orchestrator.specs.choices import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.mechanics import Fsdp2, Mechanics, Replicated, ScriptFsdp, Zero
@@ -71,30 +74,6 @@ HOST_ADAM_BANDWIDTH = 8e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Equal nodes of equal devices. `network_bandwidth` is bytes/s per node and direction.
-
-    `host_memory` is bytes per node; infinite where unknown, as in most published measurements.
-    """
-
-    device: DeviceSpec
-    devices_per_node: int
-    nodes: int
-    network_bandwidth: int
-    host_memory: float = inf
-    # CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it launched
-    launches_block: bool = False
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        node = (self.device, self.devices_per_node, self.host_memory, self.launches_block)
-        return hash((node, self.nodes, self.network_bandwidth))
-
-
 def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """Return the predicted seconds of one optimizer step. `profile` is the one for `memory.estimate.estimate`.
 
@@ -109,11 +88,7 @@ class StepSeconds:
     """Predicts step times of plans that differ only in checkpointing, micro-batch size and accumulation."""
 
     def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
-        profile_degrees = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
-        degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
-        assert profile_degrees == degrees, (
-            f"a profile for (cp, tp, ep) = {profile_degrees} of {plan}"
-        )
+        check_degrees(profile, plan)
         self._profile = profile
         self._hardware = hardware
         self._rank_profiles = tuple(dict.fromkeys(rank.profile for rank in ranks(profile, plan)))
@@ -252,30 +227,28 @@ def _busy_s(
         device_s += min(full_layers, count) * (full_s - selective_s if is_selective else full_s)
         full_layers -= min(full_layers, count)
     launches_s = host_s(batch.parts, full, replayed - full, collectives, device)
-    if (
-        profile.context_parallel > 1
-    ):  # there and back, of queries, keys, values and outputs; again where recomputed
-        layer = max(profile.segments, key=lambda segment: segment.count)
-        passes = 2 * layer.count + min(replayed, layer.count)
-        messages = passes * CONTEXT_MESSAGES
+    layer = max(profile.segments, key=lambda segment: segment.count)
+    again = min(replayed, layer.count)
+    # (ranks, stride, messages, bytes sent) of all-to-alls: there and back, and again where recomputed
+    exchanges = list[tuple[int, int, int, int]]()
+    if profile.context_parallel > 1:  # of queries, keys, values and outputs
+        passes = 2 * layer.count + again
         sent_bytes = passes * layer.exchanged_bytes * size
-        where = device, hardware.devices_per_node, hardware.network_bandwidth
-        device_s += all_to_all_s(sent_bytes, messages, profile.context_parallel, tp, *where)
-        launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
-    if profile.expert_parallel > 1:  # there and back, forward and backward; again where recomputed
-        layer = max(profile.segments, key=lambda segment: segment.count)
-        forward = layer.count + min(replayed, layer.count)
+        exchanges.append((profile.context_parallel, tp, passes * CONTEXT_MESSAGES, sent_bytes))
+    if profile.expert_parallel > 1:
+        forward = layer.count + again
         messages = forward * (EXPERT_MESSAGES + 1) + layer.count * EXPERT_MESSAGES
         sent_bytes = (forward + layer.count) * layer.routed_bytes * size
-        where = device, hardware.devices_per_node, hardware.network_bandwidth
-        device_s += all_to_all_s(sent_bytes, messages, profile.expert_parallel, 1, *where)
+        exchanges.append((profile.expert_parallel, 1, messages, sent_bytes))
+    for ranks_of_one, stride, messages, sent_bytes in exchanges:
+        device_s += all_to_all_s(sent_bytes, messages, ranks_of_one, stride, hardware)
         launches_s += messages * (device.kind.traits.collective_start_s + DISPATCH_S)
     if updates:
         launches_s += UPDATE_ALONE_S * sum(
             segment.count * len(segment.gradients) for segment in profile.segments
         )
     if tp > 1:
-        across = _ring(tp, 1, hardware)
+        across = ring(tp, 1, hardware)
         messages = batch.messages + 2 * replayed
         spread = profile.sequence_parallel
         whole_bytes = spread * profile.boundary_bytes * size
@@ -292,22 +265,26 @@ def _busy_s(
     return math.hypot(device_s, launches_s)
 
 
-def seconds_in_three(
+class StageSeconds(NamedTuple):
+    """Seconds per sample of the parts of a pipeline's stages."""
+
+    first_s: float  # parts that only the first stage has
+    layer_s: float  # one layer
+    last_s: float  # parts that only the last stage has
+
+
+def time_stages(
     profile: ModelProfile, mode: ActivationCheckpointing, precision: Precision, hardware: Hardware
-) -> tuple[float, float, float]:
-    """Return the seconds per sample of (parts only in the first stage, one layer, parts only in the last stage)."""
+) -> StageSeconds:
+    """Return the seconds per sample of what only the first stage, each layer, and only the last stage has."""
     how = 1, mode, 0, precision, False, 4, False, 0, hardware
 
     def busy_s(layers: int, *, first: bool = False, last: bool = False) -> float:
         return _busy_s(part(profile, layers, first=first, last=last), *how)
 
     one_s = busy_s(1)
-    return busy_s(1, first=True) - one_s, busy_s(2) - one_s, busy_s(1, last=True) - one_s
-
-
-def _ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
-    return ring(
-        ranks, stride, hardware.device, hardware.devices_per_node, hardware.network_bandwidth
+    return StageSeconds(
+        busy_s(1, first=True) - one_s, busy_s(2) - one_s, busy_s(1, last=True) - one_s
     )
 
 
@@ -394,16 +371,14 @@ def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     gathered_bytes = traffic.gathers * compute_bytes(plan) * profile.parameters
     reduced_bytes = traffic.reductions * exchanged_bytes(plan) * profile.trained_parameters
     if plan.mechanics.stage is ZeroStage.NONE:
-        return _ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(
-            reduced_bytes, traffic.messages
-        )
+        return ring(layout.dp_cp, layout.tp, hardware).all_reduce_s(reduced_bytes, traffic.messages)
     moved_bytes = gathered_bytes + reduced_bytes
     if plan.expert_parallel > 1:
         return _shared_beside_experts_s(profile, plan, hardware, moved_bytes, traffic.messages)
     shards = plan.mechanics.shards
-    shared_s = _ring(shards, layout.tp, hardware).gather_s(moved_bytes, traffic.messages)
+    shared_s = ring(shards, layout.tp, hardware).gather_s(moved_bytes, traffic.messages)
     if plan.dp_replicate > 1:
-        across_copies = _ring(plan.dp_replicate, shards * layout.tp, hardware)
+        across_copies = ring(plan.dp_replicate, shards * layout.tp, hardware)
         shared_s += across_copies.all_reduce_s(reduced_bytes / shards, traffic.messages)
     return shared_s
 
@@ -449,9 +424,9 @@ def _shared_beside_experts_s(
     of_experts = (
         sum(segment.count * segment.experts for segment in profile.segments) / profile.parameters
     )
-    rest_s = _ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
+    rest_s = ring(dp, 1, hardware).gather_s(moved_bytes * (1 - of_experts), messages)
     messages = messages * layers // (layers + 1)  # the root has none
-    return rest_s + _ring(dp // ep, ep, hardware).gather_s(moved_bytes * of_experts / ep, messages)
+    return rest_s + ring(dp // ep, ep, hardware).gather_s(moved_bytes * of_experts / ep, messages)
 
 
 def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import floor
+from typing import NamedTuple
 
 from orchestrator.memory.engines.pipeline import Filling, distinct_ranks, split_ends, waiting
-from orchestrator.planning.cost import Hardware, seconds_in_three
+from orchestrator.planning.cost import Hardware, time_stages
 from orchestrator.specs.choices import ActivationCheckpointing, Precision, ZeroStage
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
@@ -21,8 +22,15 @@ SHARDED_BYTES = 8
 STEP_S = 1e-9  # below which two ranks are equally fast, of the slower one's time
 
 
-def ends_of(profile: ModelProfile, plan: Plan, hardware: Hardware) -> tuple[int, int]:
-    """Return (layers of the first stage, layers of the last stage) of a pipeline; (0, 0) where an even split is best.
+class Ends(NamedTuple):
+    """Layers of the first and of the last stage of a pipeline; 0 of both: an even split."""
+
+    first: int
+    last: int
+
+
+def split_evenly(profile: ModelProfile, plan: Plan, hardware: Hardware) -> Ends:
+    """Return the layers of both end stages of a pipeline with which no rank waits long for another.
 
     The choice minimises the time of the slowest rank, with embedding, head, loss and recomputation counted. Among
     equally fast splits the fullest rank needs the least memory at a micro-batch of one sample.
@@ -41,12 +49,12 @@ def _ends(
     is_sharded: bool,
     precision: Precision,
     hardware: Hardware,
-) -> tuple[int, int]:
-    layers = split_ends(profile)[1].count
+) -> Ends:
+    layers = split_ends(profile).layer.count
     stages = pp * per_rank
-    first_s, layer_s, last_s = seconds_in_three(profile, mode, precision, hardware)
+    first_s, layer_s, last_s = time_stages(profile, mode, precision, hardware)
     if layer_s <= 0.0:
-        return 0, 0
+        return Ends(0, 0)
     even = stage_layers(layers, stages)
 
     def slowest_s(sizes: Sequence[int]) -> float:
@@ -74,7 +82,7 @@ def _ends(
             break
         best = lighter
         least_bytes = needed
-    return (0, 0) if best == even else (best[0], best[-1])
+    return Ends(0, 0) if best == even else Ends(best[0], best[-1])
 
 
 def _fullest_bytes(

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
 from orchestrator.memory.calibration.correction import corrected
-from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes, why_rejected
-from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import SPREAD_MAX, Choice, room_of
 from orchestrator.planning.ways_out import (
     Unfit,
@@ -20,7 +18,6 @@ from orchestrator.planning.ways_out import (
     ways_out,
 )
 from orchestrator.specs.job.pins import in_words
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.settings import in_short
@@ -78,61 +75,53 @@ def nearest(
 
 
 def why_nothing_fits(
-    spec: JobSpec,
-    hardware: Hardware,
-    capacity_bytes: int,
-    calibrated: Calibration,
-    refuted: frozenset[Plan] = frozenset(),
-    loaded_bytes: int | None = None,
-    ways: Sequence[WayOut] | None = None,
+    case: Unfit, loaded_bytes: int | None = None, ways: Sequence[WayOut] | None = None
 ) -> str:
     """Return lines of text: the closest plan, its bytes by cause, and changes that would make the job fit.
 
     `loaded_bytes` is what a script was seen to load before its first forward pass, which no batch changes. `ways` are
     the changes to name, with numbers; None: those of `ways_out`, without.
     """
+    capacity_bytes = case.capacity_bytes
+    calibrated = case.calibrated
     if loaded_bytes is not None:
-        return _why_loading_fails(hardware, capacity_bytes, loaded_bytes)
-    candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
-    closest = nearest(candidates, calibrated, refuted) or nearest(candidates, calibrated)
+        return _why_loading_fails(case, loaded_bytes)
+    candidates = case.frontier
+    closest = nearest(candidates, calibrated, case.refuted) or nearest(candidates, calibrated)
     assert closest is not None, "a frontier is never empty"
     estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
     needed = needed_bytes(closest, calibrated)
-    pinned = (
-        ""
-        if not spec.plan
-        else f" with {in_words(spec.plan)}"
-        if len(spec.plan) <= PINS_NAMED
-        else " as pinned"
-    )
-    there = f"{format_bytes(capacity_bytes)} of {hardware.device.name}"
+    pins = case.spec.plan
+    pinned = ""
+    if pins:
+        pinned = f" with {in_words(pins)}" if len(pins) <= PINS_NAMED else " as pinned"
+    nothing = f"no plan{pinned} fits {case.there}"
     if closest.estimate.source is Source.ASSUMED:
         # its bytes are supposed from its own micro-batch: no number to act on
         lines = [
-            f"no plan{pinned} fits {there}",
+            nothing,
             f"plans such as {in_short(closest.plan)} are supposed to need no less than one that ran out; "
             "what they need was not measured",
         ]
     elif needed <= capacity_bytes and closest.fits_host:
         # each plan ran out, or is predicted to need no less than one that did
         lines = [
-            f"no plan{pinned} fits {there}",
+            nothing,
             f"plans such as {in_short(closest.plan)} were predicted to fit, and need no less than one that ran out",
         ]
     elif needed <= capacity_bytes:
         why = why_rejected(closest, capacity_bytes, calibrated)
         lines = [
-            f"no plan{pinned} fits {there} and its node",
+            f"{nothing} and its node",
             f"closest: {in_short(closest.plan)} {why}",
         ]
     else:
         lines = [
-            f"no plan{pinned} fits {there}",
+            nothing,
             f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",
             *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(estimate)),
             f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
         ]
-    case = Unfit(spec, hardware, capacity_bytes, calibrated, refuted)
     if ways is None:
         lines += [f"would fit: {way.sentence}" for way in ways_out(case)]
     else:
@@ -143,14 +132,13 @@ def why_nothing_fits(
     return "\n".join(lines)
 
 
-def _why_loading_fails(hardware: Hardware, capacity_bytes: int, loaded_bytes: int) -> str:
+def _why_loading_fails(case: Unfit, loaded_bytes: int) -> str:
     """Return why no batch helps a script whose weights and states do not fit, and what would."""
     needed = format_bytes(loaded_bytes)
-    there = f"{format_bytes(capacity_bytes)} of {hardware.device.name}"
     cards = cards_with(loaded_bytes)
     names = f", such as {', '.join(cards)}" if cards else ""
     lines = [
-        f"no plan fits {there}: at micro-batch 1 it ran out of memory before its first forward pass",
+        f"no plan fits {case.there}: at micro-batch 1 it ran out of memory before its first forward pass",
         f"what it loads needs at least {needed}, and no batch lowers that",
         f"would fit: devices with more than {needed} free{names}",
         "would help: adapters, weights in fewer bits, or weights shared among devices, by a switch of the script",

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, product
-from math import inf, prod
-from operator import attrgetter
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from orchestrator.memory.estimate import CHECKPOINTING
-from orchestrator.memory.profiles import autocasts, freezes, script_length
+from orchestrator.memory.profiles import autocasts
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.ends import ends_of
-from orchestrator.planning.layouts import layers_to_cut, layouts
+from orchestrator.planning.ends import Ends, split_evenly
+from orchestrator.planning.layouts import layers_to_cut, list_layouts
+from orchestrator.planning.request import PlanRequest
 from orchestrator.planning.strategies import (
     OFFLOADED_MIN,
+    BatchCut,
     Strategy,
-    batch_cuts,
-    checkpointing_modes,
     full_layers,
     layer_inputs_bytes,
-    strategies,
+    list_batch_cuts,
+    list_checkpointing_modes,
+    list_strategies,
 )
 from orchestrator.planning.work import Work
 from orchestrator.specs.choices import (
@@ -36,7 +37,6 @@ from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import why_pipeline_stalls
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.pins import has_pins
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
@@ -44,14 +44,19 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import SETTINGS, Setting
 from orchestrator.specs.stages import stage_layers
 
-# And the first layers of a stage that are recomputed in full; whether the inputs of all wait in
-# host memory.
-Mode = tuple[ActivationCheckpointing, int, bool]
-ON_HOST: Mode = (ActivationCheckpointing.FULL, 0, True)
+
+class Mode(NamedTuple):
+    """How the layers of a stage are recomputed."""
+
+    checkpointing: ActivationCheckpointing
+    full_layers: int = 0  # the first ones, which are recomputed in full
+    on_host: bool = False  # the inputs of all layers wait in host memory
+
+
+ON_HOST = Mode(ActivationCheckpointing.FULL, on_host=True)
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 ENDS = ("first_stage_layers", "last_stage_layers")
 STRATEGY = tuple(field.name for field in fields(Strategy))
-_of_strategy = attrgetter(*STRATEGY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,23 +67,23 @@ class Variant:
     degradation: Degradation
 
 
-def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
+def list_variants(request: PlanRequest, hardware: Hardware) -> list[Variant]:
     """Return the variant that the user asked for, then those that `degrade` allows and the devices can compute."""
-    request = requested_settings(spec)
+    original = requested_settings(request)
     device = hardware.device
-    pins = dict(spec.plan)
+    pins = request.pins
     touched = [setting for setting in SETTINGS if setting.degradation is not Degradation.EXACT]
     choices = [
         [
-            (request[setting.name], Degradation.EXACT),
-            *_alternatives(spec, device, setting, request[setting.name]),
+            (original[setting.name], Degradation.EXACT),
+            *_alternatives(request, device, setting, original[setting.name]),
         ]
         for setting in touched
     ]
     variants = []
     for chosen in product(*choices):
         values = {setting.name: value for setting, (value, _) in zip(touched, chosen, strict=True)}
-        if pins and any(pins.get(name, value) != value for name, value in values.items()):
+        if any(pins.get(name, value) != value for name, value in values.items()):
             continue
         if device.has(values["precision"]):
             variants.append(
@@ -87,35 +92,38 @@ def variants_of(spec: JobSpec, hardware: Hardware) -> list[Variant]:
     return variants
 
 
-def requested_settings(spec: JobSpec) -> dict[str, Any]:
+def requested_settings(request: PlanRequest) -> dict[str, Any]:
     """Return the requested values of settings that `degrade` may change. Keys of the job come before its `plan:`."""
-    pins = dict(spec.plan)
+    pins = request.pins
     values = {
         setting.name: pins.get(setting.name, setting.usual)
         for setting in SETTINGS
         if setting.degradation is not Degradation.EXACT
     }
-    length = spec.data.sequence_length if spec.model is not None else script_length(spec)
     return values | {
-        "precision": spec.precision,
-        "optimizer": spec.training.optimizer,
-        "compiled": pins.get("compiled", spec.training.compile),
-        "sequence_length": length,
+        "precision": request.precision,
+        "optimizer": request.training.optimizer,
+        "compiled": pins.get("compiled", request.training.compile),
+        "sequence_length": request.own_length,
     }
 
 
 def _alternatives(
-    spec: JobSpec, device: DeviceSpec, setting: Setting, request: Any
+    request: PlanRequest, device: DeviceSpec, setting: Setting, original: Any
 ) -> Iterator[tuple[Any, Degradation]]:
     """Yield the other values of the setting that `degrade` allows, with the class of the change.
 
     A numeric change takes the best cheaper value that the device computes; semantic ones are named by the job, in
     `degrade.<setting>s`. A script has to have a knob for it.
     """
-    is_turnable = spec.model is not None or getattr(spec.knobs, setting.name, None) is not None
-    if setting.name == "master_weights" and _is_frozen_in_part(spec):
+    is_turnable = (
+        request.model is not None or getattr(request.knobs, setting.name, None) is not None
+    )
+    # master weights are small where only a few of the job's weights are trained
+    is_frozen = request.freezes or (request.model is not None and request.model.lora is not None)
+    if setting.name == "master_weights" and is_frozen:
         return
-    if not is_turnable or spec.degrade.limit < setting.degradation:
+    if not is_turnable or request.degrade.limit < setting.degradation:
         return
     if setting.degradation is Degradation.NUMERIC:
         able = [
@@ -123,18 +131,13 @@ def _alternatives(
             for value in setting.cheaper
             if not isinstance(value, Precision) or device.has(value)
         ]
-        others = able[:1] if request == setting.usual else []
+        others = able[:1] if original == setting.usual else []
     else:
         others = [
-            value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != request
+            value for value in getattr(request.degrade, f"{setting.name}s", ()) if value != original
         ]
     for value in others:
         yield value, setting.degradation
-
-
-def _is_frozen_in_part(spec: JobSpec) -> bool:
-    """Return whether only a few of the job's weights are trained, so that their master weights are small."""
-    return freezes(spec) or (spec.model is not None and spec.model.lora is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -146,9 +149,7 @@ class Family:
     alike: tuple[Mode, ...]  # checkpointing modes that all layers share
     partial: tuple[Mode, ...]  # modes in which only the first layers are recomputed in full
     offloads_to: float  # largest micro-batch whose layer inputs may wait in host memory; 0: none
-    cuts: tuple[
-        tuple[int, int], ...
-    ]  # (micro-batch, accumulation) pairs that keep the pipeline busy, all legal
+    cuts: tuple[BatchCut, ...]  # those that keep the pipeline busy, all legal
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(
@@ -175,9 +176,9 @@ class Family:
                 yield plan
 
 
-def _can_start(spec: JobSpec, plan: Plan) -> bool:
+def _can_start(request: PlanRequest, plan: Plan) -> bool:
     """Return whether the model's own code ran in the plan's dtype settings when traced; True if untraced."""
-    traced = {(entry.profile.precision, entry.autocast) for entry in spec.traced}
+    traced = {(entry.profile.precision, entry.autocast) for entry in request.traced}
     return not traced or (plan.precision, autocasts(plan)) in traced
 
 
@@ -189,8 +190,8 @@ def legal_copy(plan: Plan, **changes: Any) -> Plan | None:
         return None
 
 
-def families_of(
-    spec: JobSpec,
+def list_families(
+    request: PlanRequest,
     hardware: Hardware,
     variant: Variant,
     profile_of: Callable[[Plan], ModelProfile],
@@ -200,36 +201,34 @@ def families_of(
 
     Plans without a pin are left out, even where they are better. Raises TooManyPlans beyond the limit of `work`.
     """
-    pins = dict(spec.plan)
+    pins = request.pins
     pinned_mode, first_layers, offload = (pins.get(name) for name in CHECKPOINTING)
-    inputs_bytes = layer_inputs_bytes(spec, hardware)
-    for layout in layouts(spec, hardware, work):
-        if pins and not has_pins(layout, pins):
+    inputs_bytes = layer_inputs_bytes(request, hardware)
+    for layout in list_layouts(request, hardware, work):
+        if not has_pins(layout, pins):
             continue
-        cuts = _cuts(spec, layout, pins)
-        for strategy in strategies(spec, hardware, layout) if cuts else ():
+        cuts = _cuts(request, layout)
+        for strategy in list_strategies(request, hardware, layout) if cuts else ():
             work.look()
-            if pins and not has_pins(strategy, pins):
-                continue
-            if pins and not _can_be_cut(spec, (layout.pp, strategy.pipeline_stages_per_rank), pins):
+            if not has_pins(strategy, pins) or not _can_be_cut(request, strategy):
                 continue
             example = _example(strategy, variant)
-            if example is None or not _can_start(spec, example):
+            if example is None or not _can_start(request, example):
                 continue
             at_work = _cuts_at_work(cuts, strategy)
-            modes = checkpointing_modes(spec, strategy)
+            modes = list_checkpointing_modes(request, strategy)
             if pinned_mode is not None:
                 modes = tuple(mode for mode in modes if mode is pinned_mode)
             if modes and at_work:
-                first, last = _ends(spec, hardware, example, modes, profile_of)
+                first, last = _ends(request, hardware, example, modes, profile_of)
                 ended = legal_copy(example, first_stage_layers=first, last_stage_layers=last)
                 if ended is None:
                     continue
                 example = ended
             yield Family(
                 example=example,
-                alike=() if first_layers or offload else tuple((mode, 0, False) for mode in modes),
-                partial=() if offload else _partial_modes(spec, strategy, modes, first_layers),
+                alike=() if first_layers or offload else tuple(map(Mode, modes)),
+                partial=() if offload else _partial_modes(request, strategy, modes, first_layers),
                 offloads_to=_largest_offloaded_micro(
                     at_work, modes, inputs_bytes / layout.ranks_of_a_sample, hardware, pins
                 ),
@@ -239,8 +238,12 @@ def families_of(
 
 def _example(strategy: Strategy, variant: Variant) -> Plan | None:
     """Return the plan of the smallest batch that fills the pipeline; None where specs.engines calls it illegal."""
+    settings = {name: getattr(strategy, name) for name in STRATEGY}
+    fewest = max(strategy.layout.pp, 2 if _adds_up(strategy) else 1)
     try:
-        return _plan(strategy, variant, max(strategy.layout.pp, 2 if _adds_up(strategy) else 1))
+        return Plan(
+            **settings, **variant.values, micro_batch_size=1, gradient_accumulation_steps=fewest
+        )
     except IllegalPlan:
         return None
 
@@ -250,40 +253,35 @@ def _adds_up(strategy: Strategy) -> bool:
     return isinstance(strategy.mechanics, Fsdp2) and strategy.mechanics.once_a_step
 
 
-def _cuts_at_work(
-    cuts: Sequence[tuple[int, int]], strategy: Strategy
-) -> tuple[tuple[int, int], ...]:
+def _cuts_at_work(cuts: Sequence[BatchCut], strategy: Strategy) -> tuple[BatchCut, ...]:
     """Return the cuts that keep the strategy's pipeline at work and are legal with it."""
     pipeline = strategy.layout.pp, strategy.pipeline_stages_per_rank
-    at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
+    at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut.accumulation) is None)
     if _adds_up(strategy):
-        at_work = tuple(cut for cut in at_work if cut[1] > 1)
+        at_work = tuple(cut for cut in at_work if cut.accumulation > 1)
     on_host = strategy.sharding is Sharding.FSDP and strategy.offload is not Offload.NONE
     if strategy.optimizer_in_backward or on_host:
-        at_work = tuple(cut for cut in at_work if cut[1] == 1)
+        at_work = tuple(cut for cut in at_work if cut.accumulation == 1)
     return at_work
 
 
-def _cuts(
-    spec: JobSpec, layout: ParallelLayout, pins: Mapping[str, Any]
-) -> tuple[tuple[int, int], ...]:
-    """Return (micro-batch, accumulation) pairs as pinned, without those for which sharing samples gains nothing.
+def _cuts(request: PlanRequest, layout: ParallelLayout) -> tuple[BatchCut, ...]:
+    """Return the cuts of the batch as pinned, without those for which sharing samples gains nothing.
 
     Where each rank could have whole samples of its own, dp in the place of cp is the same without messages.
     """
-    cuts = batch_cuts(spec, layout.dp)
-    if layout.cp > 1 and "cp" not in pins and spec.global_batch_size % layout.dp_cp == 0:
-        cuts = tuple(cut for cut in cuts if cut[0] % layout.cp)
+    pins = request.pins
+    cuts = list_batch_cuts(request, layout.dp)
+    if layout.cp > 1 and "cp" not in pins and request.global_batch_size % layout.dp_cp == 0:
+        cuts = tuple(cut for cut in cuts if cut.micro % layout.cp)
     micro, steps = (pins.get(name) for name in BATCH)
-    return (
-        tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
-        if pins
-        else cuts
+    return tuple(
+        cut for cut in cuts if micro in (None, cut.micro) and steps in (None, cut.accumulation)
     )
 
 
 def _largest_offloaded_micro(
-    cuts: Sequence[tuple[int, int]],
+    cuts: Sequence[BatchCut],
     modes: Sequence[ActivationCheckpointing],
     sample_bytes: float,
     hardware: Hardware,
@@ -298,58 +296,55 @@ def _largest_offloaded_micro(
     first_layers = pins.get("full_checkpointing_layers")
     if ActivationCheckpointing.FULL not in modes or first_layers or offload is False or not cuts:
         return 0.0
-    smallest, _ = cuts[0]
+    smallest = cuts[0].micro
     is_worth_it = smallest * sample_bytes >= OFFLOADED_MIN * hardware.device.memory
     return inf if offload else smallest if is_worth_it else 0.0
 
 
-def _can_be_cut(spec: JobSpec, pipeline: tuple[int, int], pins: Mapping[str, Any]) -> bool:
+def _can_be_cut(request: PlanRequest, strategy: Strategy) -> bool:
     """Return whether the end stages of a pipeline may have the pinned numbers of layers."""
-    first, last = (pins.get(name, 0) for name in ENDS)
-    if pipeline[0] == 1:
-        return not first and not last
-    layers = layers_to_cut(spec)
-    sizes = stage_layers(layers, prod(pipeline), first, last)
+    first, last = (request.pins.get(name, 0) for name in ENDS)
+    if not first and not last:
+        return True
+    if strategy.layout.pp == 1:
+        return False
+    layers = layers_to_cut(request)
+    stages = strategy.layout.pp * strategy.pipeline_stages_per_rank
+    sizes = stage_layers(layers, stages, first, last)
     return min(sizes) > 0 and sum(sizes) == layers
 
 
 def _ends(
-    spec: JobSpec,
+    request: PlanRequest,
     hardware: Hardware,
     example: Plan,
     modes: Sequence[ActivationCheckpointing],
     profile_of: Callable[[Plan], ModelProfile],
-) -> tuple[int, int]:
+) -> Ends:
     """Return the layers of the first and the last stage of a family, as pinned or as fast as possible.
 
     All kinds of checkpointing have one cut, since plans lie between them: the cut for the kind before the last, which
     keeps a part. In full recomputation a layer takes a quarter more beside the same head.
     """
-    pins = dict(spec.plan)
+    pins = request.pins
     if example.layout.pp == 1 or any(name in pins for name in ENDS):
-        first, last = (pins.get(name, 0) for name in ENDS)
-        return first, last
+        return Ends(*(pins.get(name, 0) for name in ENDS))
     plan = legal_copy(example, activation_checkpointing=modes[-2:][0]) or example
-    return ends_of(profile_of(example), plan, hardware)
+    return split_evenly(profile_of(example), plan, hardware)
 
 
 def _partial_modes(
-    spec: JobSpec, strategy: Strategy, modes: Sequence[ActivationCheckpointing], pinned: int | None
+    request: PlanRequest,
+    strategy: Strategy,
+    modes: Sequence[ActivationCheckpointing],
+    pinned: int | None,
 ) -> tuple[Mode, ...]:
     """Return the modes with fewer first layers in full recomputation: the pinned number, or those worth a try."""
-    others = ActivationCheckpointing.NONE if spec.is_script else ActivationCheckpointing.SELECTIVE
+    others = (
+        ActivationCheckpointing.NONE if request.is_script else ActivationCheckpointing.SELECTIVE
+    )
     if others not in modes:
         return ()
-    layers, tried = full_layers(spec, strategy)
+    layers, tried = full_layers(request, strategy)
     chosen = tried if pinned is None else (pinned,)
-    return tuple((others, count, False) for count in chosen if 0 < count < layers)
-
-
-def _plan(strategy: Strategy, variant: Variant, micro_batches: int) -> Plan:
-    chosen = zip(STRATEGY, _of_strategy(strategy), strict=True)
-    return Plan(
-        **dict(chosen),
-        **variant.values,
-        micro_batch_size=1,
-        gradient_accumulation_steps=micro_batches,
-    )
+    return tuple(Mode(others, count) for count in chosen if 0 < count < layers)

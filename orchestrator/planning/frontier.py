@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
+from typing import NamedTuple
 
 from orchestrator.memory.calibration import calibrate as calibration
 from orchestrator.memory.calibration.calibrate import EVEN, Calibration
@@ -74,8 +75,15 @@ def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> 
     return is_within and not calibrated.refutes(candidate.plan, candidate.estimate, capacity_bytes)
 
 
-def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -> Candidate | None:
-    """Return the candidate that most probably fits, among pairs with the bytes available for each.
+class Room(NamedTuple):
+    """The bytes of each device that a candidate may use."""
+
+    candidate: Candidate
+    capacity_bytes: int
+
+
+def likeliest(rooms: Iterable[Room], calibrated: Calibration) -> Candidate | None:
+    """Return the candidate that most probably fits in its room.
 
     None where none is at least as likely as not: such a plan fits, but for its margin. A job that ran out of memory
     tries any remaining plan, however unlikely, since it has already paid for more than a launch.

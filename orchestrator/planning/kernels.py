@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceSpec
@@ -97,6 +98,14 @@ COLLECTIVE_PASSES = 1.0
 CPU_FORWARD_S = 4e-4 / 3
 
 
+class Replay(NamedTuple):
+    """Equal layers, and the seconds of each where it is recomputed in full and where selectively."""
+
+    layers: int
+    full_s: float
+    selective_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Compute seconds of one micro-batch on one rank, without messages."""
@@ -107,8 +116,8 @@ class MicroBatch:
     selective_replay_s: float  # the same for what selective checkpointing does not keep
     parts: int
     replayed_parts: int
-    # (count, seconds of each where it is recomputed in full, and where selectively), first to last
-    layers: tuple[tuple[int, float, float], ...]
+    # of equal layers, first to last
+    layers: tuple[Replay, ...]
     messages: int  # that tensor-parallel ranks wait for, recomputing left out
 
 
@@ -154,7 +163,7 @@ def micro_batch(
                 selective_s = size * again * moved / bandwidth
                 selective_replay_s += segment.count * size * again * moved / bandwidth
         if segment.is_unit:
-            layers.append((segment.count, full_s, selective_s))
+            layers.append(Replay(segment.count, full_s, selective_s))
     return MicroBatch(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -226,11 +235,19 @@ def _loss_moved_bytes(
     )
 
 
-def product_rates(
-    device: DeviceSpec, precision: Precision
-) -> tuple[int, float, float, int | None, float]:
-    """Return (bytes per element, FLOP/s, bytes/s, parallel tiles, start seconds) for matrix products on a device."""
-    return (
+class ProductRates(NamedTuple):
+    """How fast a device multiplies matrices."""
+
+    width: int  # bytes of an element
+    flops: float  # FLOP/s
+    bandwidth: float  # bytes/s
+    multiprocessors: int | None  # tiles at once
+    start_s: float
+
+
+def product_rates(device: DeviceSpec, precision: Precision) -> ProductRates:
+    """Return how fast the device multiplies matrices in this precision."""
+    return ProductRates(
         4 if precision is Precision.FP32 else 2,
         product_flops(device, precision),
         device.memory_bandwidth * BANDWIDTH_EFFICIENCY,

@@ -7,14 +7,13 @@ from functools import lru_cache
 from itertools import product
 from math import gcd
 
-from orchestrator.memory.models.hf import DecoderShape, decoder_shape
+from orchestrator.memory.models.hf import DecoderShape
 from orchestrator.planning.cost import Hardware
+from orchestrator.planning.request import PlanRequest
 from orchestrator.planning.work import Work
 from orchestrator.specs.choices import ParallelLayout
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.model import LAYERS_MAX, DecoderSpec
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.job.trainer import ON_ONE_NODE
+from orchestrator.specs.job.model import LAYERS_MAX
 from orchestrator.specs.plan import share_heads
 
 # Tokens of a sample that a context-parallel rank has at least, where nobody pins its degree:
@@ -25,85 +24,90 @@ from orchestrator.specs.plan import share_heads
 OWN_TOKENS_MIN = 8192
 
 
-def layouts(spec: JobSpec, hardware: Hardware, work: Work) -> tuple[ParallelLayout, ...]:
+def list_layouts(
+    request: PlanRequest, hardware: Hardware, work: Work
+) -> tuple[ParallelLayout, ...]:
     """Return every possible parallel layout of the job; beyond one node, in whole nodes.
 
     dp divides the global batch; tp stays inside a node, where the messages of every layer go, and cp as long as it can;
     pp leaves every rank a layer. Raises SpecError where no allowed number of devices divides the global batch, and
     TooManyPlans.
     """
-    if spec.speeds:
-        return _measured_layouts(spec, hardware)
+    if request.speeds:
+        return _measured_layouts(request, hardware)
     per_node = hardware.devices_per_node
-    most = min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
+    most = min(request.gpus.max, hardware.devices)
     allowed = {
         world
-        for world in range(spec.gpus.min, most + 1)
+        for world in range(request.gpus.min, most + 1)
         if world <= per_node or world % per_node == 0
     }
-    if spec.launch in ON_ONE_NODE:
+    if request.is_on_one_node:
         allowed = {world for world in allowed if world <= per_node}
-    if _micro_is_unknown(spec):
-        allowed &= {spec.gpus.min}
-    tensor = tensor_parallel_degrees(spec, hardware)
-    pipeline = pipeline_degrees(spec, most)
-    of_a_sample = tuple(_degrees_of_a_sample(spec, hardware, tensor, most))
-    shares = divisors(spec.global_batch_size)
+    if request.is_script and request.knobs.micro_batch_size is None:
+        # it takes no micro-batch: another number of ranks would be another global batch
+        allowed &= {request.gpus.min}
+    tensor = tensor_parallel_degrees(request, hardware)
+    pipeline = pipeline_degrees(request, most)
+    of_a_sample = tuple(_degrees_of_a_sample(request, hardware, tensor, most))
+    shares = divisors(request.global_batch_size)
     choices = [
         ParallelLayout(dp=dp, cp=cp, tp=tp, pp=pp)
         for (cp, tp), dp, pp in product(of_a_sample, shares, pipeline)
-        if dp * cp * tp * pp in allowed and pp <= spec.global_batch_size // dp
+        if dp * cp * tp * pp in allowed and pp <= request.global_batch_size // dp
     ]
     work.look(len(choices))
     if not choices:
-        raise _no_layout(spec, hardware)
+        raise _no_layout(request, hardware)
     return tuple(choices)
 
 
-def _measured_layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
+def _measured_layouts(request: PlanRequest, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     """Return a layout for each number of devices in `speeds`.
 
     Where that does not divide the global batch, the script itself shares samples between devices, which is `tp` here.
     """
-    most = min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
-    counts = [count for count, _ in spec.speeds if spec.gpus.min <= count <= most]
+    most = min(request.gpus.max, hardware.devices)
+    counts = [count for count, _ in request.speeds if request.gpus.min <= count <= most]
     if not counts:
-        raise _no_layout(spec, hardware)
-    shared = [gcd(count, spec.global_batch_size) for count in counts]
+        raise _no_layout(request, hardware)
+    shared = [gcd(count, request.global_batch_size) for count in counts]
     return tuple(
         ParallelLayout(dp=dp, tp=count // dp) for count, dp in zip(counts, shared, strict=True)
     )
 
 
-def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:
+def tensor_parallel_degrees(request: PlanRequest, hardware: Hardware) -> tuple[int, ...]:
     """Return 1 and the powers of two that divide a node, heads, feed-forward and vocabulary.
 
     Experts are not split. A model with a declared profile has the degrees declared there.
     """
     per_node = hardware.devices_per_node
-    if spec.model is not None and spec.profile is not None:
-        return (1, *(degree for degree in spec.profile.tensor_parallel if per_node % degree == 0))
-    shape = known_shape(spec)
-    if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
+    if request.model is not None and request.profile is not None:
+        return (
+            1,
+            *(degree for degree in request.profile.tensor_parallel if per_node % degree == 0),
+        )
+    shape = request.dense_shape
+    if shape is None:
         return (1,)
-    cut = (
+    common = gcd(
         per_node,
         shape.num_attention_heads,
         shape.kv_heads,
         shape.intermediate_size,
         shape.vocab_size,
     )
-    powers = (1 << power for power in range(per_node.bit_length()))
-    return tuple(degree for degree in powers if all(size % degree == 0 for size in cut))
+    return tuple(degree for degree in _powers(per_node) if common % degree == 0)
 
 
 def _degrees_of_a_sample(
-    spec: JobSpec, hardware: Hardware, tensor: tuple[int, ...], devices: int
+    request: PlanRequest, hardware: Hardware, tensor: tuple[int, ...], devices: int
 ) -> Iterator[tuple[int, int]]:
     """Yield degrees (cp, tp) whose ranks lie on one node or on whole ones, and share the heads equally."""
-    shape = known_shape(spec)
+    shape = request.shape
     per_node = hardware.devices_per_node
-    for cp, tp in product(context_parallel_degrees(spec, devices), tensor):
+    for cp, tp in product(context_parallel_degrees(request, devices), tensor):
         if cp == 1:
             yield cp, tp
             continue
@@ -115,34 +119,33 @@ def _degrees_of_a_sample(
             yield cp, tp
 
 
-def context_parallel_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
+def context_parallel_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
     """Return 1, the pinned degree, and the powers of two that leave a rank OWN_TOKENS_MIN tokens of a sample.
 
     Only 1 where our engine cannot split a model's attention by heads, and for experts, whose memory nobody counted.
     """
-    shape = known_shape(spec)
-    if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
+    shape = request.dense_shape
+    if shape is None:
         return (1,)
-    pinned = dict(spec.plan).get("cp")
-    powers = (1 << power for power in range(devices.bit_length()))
+    pinned = request.pins.get("cp")
     return tuple(
         degree
-        for degree in powers
-        if degree in (1, pinned) or spec.data.sequence_length // degree >= OWN_TOKENS_MIN
+        for degree in _powers(devices)
+        if degree in (1, pinned) or request.data_length // degree >= OWN_TOKENS_MIN
     )
 
 
-def expert_parallel_degrees(spec: JobSpec, dp: int) -> tuple[int, ...]:
+def expert_parallel_degrees(request: PlanRequest, dp: int) -> tuple[int, ...]:
     """Return the expert-parallel degrees above 1 that `dp` ranks allow for the job's model."""
-    return tuple(ep for ep in divisors(dp)[1:] if why_no_experts(spec, dp, ep) is None)
+    return tuple(ep for ep in divisors(dp)[1:] if why_no_experts(request, dp, ep) is None)
 
 
-def why_no_experts(spec: JobSpec, dp: int, ep: int) -> str | None:
+def why_no_experts(request: PlanRequest, dp: int, ep: int) -> str | None:
     """Return why `ep` of `dp` ranks cannot spread the model's experts, as text; None where they can.
 
     Ranks with the same experts share them equally: as many experts each, or as much of each expert.
     """
-    shape = known_shape(spec)
+    shape = request.shape
     if not isinstance(shape, DecoderShape) or shape.experts is None:
         return "no experts of this model are known that ranks could hold"
     experts = shape.experts
@@ -155,22 +158,21 @@ def why_no_experts(spec: JobSpec, dp: int, ep: int) -> str | None:
     return None
 
 
-def pipeline_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
+def pipeline_degrees(request: PlanRequest, devices: int) -> tuple[int, ...]:
     """Return the divisors of the number of layers, and up to it the powers of two and the divisors of the devices.
 
     Stages differ by a layer where the degree does not divide the layers, so that no device needs to stay idle.
     """
-    layers = layers_to_cut(spec)
-    powers = (1 << power for power in range(layers.bit_length()))
+    layers = layers_to_cut(request)
     whole = (degree for degree in divisors(devices) if degree <= layers)
-    return tuple(sorted({*divisors(layers), *powers, *whole}))
+    return tuple(sorted({*divisors(layers), *_powers(layers), *whole}))
 
 
-def layers_to_cut(spec: JobSpec) -> int:
+def layers_to_cut(request: PlanRequest) -> int:
     """Return the number of layers that a pipeline may split; 1 where it may not split the model."""
-    if spec.model is not None and spec.profile is not None:
-        return spec.profile.layers if spec.profile.pipeline else 1
-    shape = known_shape(spec)
+    if request.model is not None and request.profile is not None:
+        return request.profile.layers if request.profile.pipeline else 1
+    shape = request.shape
     layers = 1 if shape is None else shape.num_hidden_layers
     if layers > LAYERS_MAX:  # of a configuration that somebody else wrote
         raise SpecError(
@@ -179,14 +181,9 @@ def layers_to_cut(spec: JobSpec) -> int:
     return layers
 
 
-def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
-    """Return the sizes of a model that our engines can split; None for others, and for a model with adapters."""
-    model = spec.model
-    if model is None or model.lora is not None:
-        return None
-    if model.hf is None:
-        return model.decoder
-    return decoder_shape(model, spec.data.sequence_length)
+def _powers(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
+    return [1 << power for power in range(most.bit_length())]
 
 
 @lru_cache(maxsize=1024)
@@ -196,22 +193,19 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // divisor for divisor in low)}))
 
 
-def _no_layout(spec: JobSpec, hardware: Hardware) -> SpecError:
-    low = spec.gpus.min
+def _no_layout(request: PlanRequest, hardware: Hardware) -> SpecError:
+    low = request.gpus.min
     per_node = hardware.devices_per_node
-    nearest = max((dp for dp in divisors(spec.global_batch_size) if dp <= max(low, 1)), default=1)
+    nearest = max(
+        (dp for dp in divisors(request.global_batch_size) if dp <= max(low, 1)), default=1
+    )
     step = low if low <= per_node else per_node * -(-low // per_node)
-    rounded = step * max(1, round(spec.global_batch_size / step))
+    rounded = step * max(1, round(request.global_batch_size / step))
     return SpecError(
         "the global batch cannot be cut evenly over the devices that the job allows",
         path="global_batch_size",
-        got=f"{spec.global_batch_size} samples over {spec.gpus.min} to {spec.gpus.max} devices",
+        got=f"{request.global_batch_size} samples over {request.gpus.min} to {request.gpus.max} devices",
         allowed="a number of devices that divides the global batch, also after what the model can be cut by "
         f"(tensor and pipeline parallel); whole nodes of {per_node} beyond one node",
-        hint=f"say global_batch_size: {rounded}, or gpus: {{min: {nearest}, max: {max(spec.gpus.max, nearest)}}}",
+        hint=f"say global_batch_size: {rounded}, or gpus: {{min: {nearest}, max: {max(request.gpus.max, nearest)}}}",
     )
-
-
-def _micro_is_unknown(spec: JobSpec) -> bool:
-    """Return whether a script takes no micro-batch: another number of ranks would then be another global batch."""
-    return spec.is_script and spec.knobs.micro_batch_size is None

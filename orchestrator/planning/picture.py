@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from orchestrator.specs.units import BINARY_UNITS, SECOND_UNITS, format_bytes
-
-Tick = tuple[float, str]  # value and label
 
 COLUMNS = 78
 ROWS = 17
@@ -26,6 +25,13 @@ PADDING = 0.05  # of the span: room beyond the outermost points
 PADDING_MIN = math.log(1.06)
 # the end of the memory over the highest point: so near it is always in the picture
 LIMIT_NEAR = 1.5
+
+
+class Tick(NamedTuple):
+    """A round value of an axis, with its label."""
+
+    value: float
+    label: str
 
 
 class Mark(StrEnum):
@@ -148,18 +154,18 @@ def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
         ]
     else:
         values = [unit * value for value in _equal_steps(low / unit, high / unit)]
-    return [(value, _in_unit(value, BINARY_UNITS)) for value in _thin(values, most)]
+    return [Tick(value, _in_unit(value, BINARY_UNITS)) for value in _thin(values, most)]
 
 
 def second_ticks(low: float, high: float, most: int) -> list[Tick]:
     """Return at most `most` round values in this span: round in their own unit, or equal steps where it is narrow."""
     if high / low >= WIDE_SECONDS:
         values = [value for value in _round_seconds(low, high) if low <= value <= high]
-        return [(value, _in_unit(value, SECOND_UNITS)) for value in _thin(values, most)]
+        return [Tick(value, _in_unit(value, SECOND_UNITS)) for value in _thin(values, most)]
     name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
     unit = SECOND_UNITS[name]
     return [
-        (unit * value, f"{value:.4g} {name}")
+        Tick(unit * value, f"{value:.4g} {name}")
         for value in _thin(_equal_steps(low / unit, high / unit), most)
     ]
 

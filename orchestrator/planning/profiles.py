@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from math import gcd
 
+from orchestrator.memory.model_request import Share
 from orchestrator.memory.models.experts import UNEVEN
-from orchestrator.memory.profiles import autocasts, profile_of, script_length, with_held_boundaries
+from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import MARGIN
+from orchestrator.planning.request import PlanRequest
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Replicated
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, OwnSettings, Segment, Source
@@ -25,10 +26,9 @@ BUCKETS_OF_FIXED = 4 / 16
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 
 
-def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
+def find_profile(request: PlanRequest, hardware: Hardware, plan: Plan) -> ModelProfile:
     """Return the profile of one rank of the plan; an assumed one for a script that declares nothing."""
-    profile = profile_of(
-        spec,
+    share = Share(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         context_parallel=plan.layout.cp,
@@ -39,30 +39,30 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         autocast=autocasts(plan),
         cuda=hardware.device.kind.traits.traces_as_cuda,
     )
+    profile = profile_of(request, share)
     if profile is not None:
-        if spec.deepspeed is not None:
-            profile = replace(profile, deepspeed=spec.deepspeed)
-        return with_held_boundaries(spec, profile, plan)
-    assumed = _assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
-    if spec.measured is not None and spec.measured.is_of_one_rank and _is_ddp(plan):
-        bucket_bytes = int(spec.measured.fixed_bytes * BUCKETS_OF_FIXED)
+        if request.deepspeed is not None:
+            profile = replace(profile, deepspeed=request.deepspeed)
+        return with_held_boundaries(request, profile, plan)
+    assumed = _assumed_profile(request, hardware, plan.precision, plan.sequence_length)
+    measured = request.measured
+    mechanics = plan.mechanics
+    has_buckets = isinstance(mechanics, Replicated) and mechanics.ranks > 1
+    if measured is not None and measured.is_of_one_rank and has_buckets:
+        bucket_bytes = int(measured.fixed_bytes * BUCKETS_OF_FIXED)
         assumed = replace(assumed, workspace_bytes=assumed.workspace_bytes + bucket_bytes)
     return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
 
 
-def _is_ddp(plan: Plan) -> bool:
-    return isinstance(plan.mechanics, Replicated) and plan.mechanics.ranks > 1
-
-
 def _assumed_profile(
-    spec: JobSpec, hardware: Hardware, precision: Precision, sequence_length: int | None
+    request: PlanRequest, hardware: Hardware, precision: Precision, sequence_length: int | None
 ) -> ModelProfile:
     """Return the profile of a script that declares nothing: as probed, or such that its own micro-batch fills a device.
 
     So the first attempt runs with the script's own settings, and after an out-of-memory failure plans with smaller
     micro-batches are lighter. Recomputation is assumed to save half, lower precision and shorter samples their share.
     """
-    defaults = own_settings(spec)
+    defaults = own_settings(request)
     share = _width(precision) / _width(defaults.precision)
     stretch = (
         sequence_length / defaults.sequence_length
@@ -76,8 +76,8 @@ def _assumed_profile(
         saved_bytes = int(
             saved_bytes * 0.9
         )  # room for what `estimate` adds: allocator, context, communicator
-    if spec.measured is not None:
-        saved_bytes = int(spec.measured.sample_bytes * share * stretch)
+    if request.measured is not None:
+        saved_bytes = int(request.measured.sample_bytes * share * stretch)
     part = Segment(
         name="script",
         count=1,
@@ -88,29 +88,29 @@ def _assumed_profile(
         forward_flops=ASSUMED_FORWARD_S * hardware.device.peak_flops(precision) * stretch,
     )
     return ModelProfile(
-        family=spec.family_name,
+        family=request.family_name,
         precision=precision,
-        source=Source.ASSUMED if spec.measured is None else Source.PROBED,
+        source=Source.ASSUMED if request.measured is None else Source.PROBED,
         segments=(part,),
-        workspace_bytes=0 if spec.measured is None else spec.measured.fixed_bytes,
+        workspace_bytes=0 if request.measured is None else request.measured.fixed_bytes,
     )
 
 
-def own_settings(spec: JobSpec) -> OwnSettings:
+def own_settings(request: PlanRequest) -> OwnSettings:
     """Return the settings to which a script's assumed profile is relative: those of earlier outcomes, or its defaults.
 
     So a default that changes between two jobs of a family does not invalidate what was learned from the first.
     """
-    if spec.relative_to is not None:
-        return spec.relative_to
-    knob = spec.knobs.micro_batch_size
+    if request.relative_to is not None:
+        return request.relative_to
+    knob = request.knobs.micro_batch_size
     micro = knob.default if knob is not None else None
     return OwnSettings(
         micro_batch_size=int(micro)
         if micro is not None
-        else -(-spec.global_batch_size // _fewest_shares(spec)),
-        sequence_length=script_length(spec),
-        precision=spec.precision,
+        else -(-request.global_batch_size // _fewest_shares(request)),
+        sequence_length=request.own_length,
+        precision=request.precision,
     )
 
 
@@ -119,8 +119,9 @@ def _width(precision: Precision) -> float:
     return 1.0 if precision is Precision.FP32 else 0.5
 
 
-def _fewest_shares(spec: JobSpec) -> int:
+def _fewest_shares(request: PlanRequest) -> int:
     """Return the fewest parts into which a script may cut its batch."""
     return min(
-        (gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min
+        (gcd(count, request.global_batch_size) for count, _ in request.speeds),
+        default=request.gpus.min,
     )

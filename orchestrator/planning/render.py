@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from orchestrator.planning.request import ScriptRequest
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Offload,
@@ -15,7 +17,6 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.deepspeed_file import ZERO, buckets_of, leaves, merge
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
@@ -141,7 +142,7 @@ class RenderedCommand(NamedTuple):
 
 
 def script_command(
-    spec: JobSpec,
+    script: ScriptRequest,
     plan: Plan,
     *,
     output_dir: str,
@@ -154,57 +155,45 @@ def script_command(
 
     `devices` are the devices of one node; every node of a plan uses as many.
     """
-    assert spec.command is not None, "only a script has a command"
     assert not facts_of(plan.engine).is_ours, plan
-    knobs = spec.knobs
-    arguments = list(spec.command)
+    knobs = script.knobs
+    arguments = list(script.command)
     env = dict[str, str]()
     keys = dict[str, str]()
-    if spec.deepspeed is not None and knobs.zero_stage is not None and knobs.has_stage_in_file:
+    if script.deepspeed is not None and knobs.zero_stage is not None and knobs.has_stage_in_file:
         section = str(knobs.zero_stage.key).removesuffix(f"{ZERO}.stage")
-        keys = {
-            section + name: text_of(value) for name, value in leaves(json.loads(spec.deepspeed))
-        }
-    accumulation = knobs.gradient_accumulation_steps
+        for name, value in leaves(json.loads(script.deepspeed)):
+            keys[section + name] = text_of(value)
+    rate = script.learning_rate
     layers = plan.full_checkpointing_layers
-    if spec.config is not None and spec.config.flag is not None and config_path is not None:
-        arguments += [spec.config.flag, config_path]
-    pairs: tuple[tuple[Knob, str | None], ...] = (
-        *((part, _batch(part, plan, len(devices))) for part in _parts(knobs.micro_batch_size)),
-        *_same(
-            None if accumulation == "derived" else accumulation,
-            str(plan.gradient_accumulation_steps),
-        ),
-        *_same(knobs.global_batch_size, str(spec.global_batch_size)),
-        *_same(
-            knobs.learning_rate,
-            None if spec.learning_rate is None else _number_word(spec.learning_rate),
-        ),
-        *_same(
-            knobs.activation_checkpointing,
-            PARTIAL if layers else plan.activation_checkpointing.value,
-        ),
-        *_same(knobs.full_checkpointing_layers, str(layers)),
-        *_same(knobs.precision, plan.precision.value),
-        *_same(knobs.optimizer_in_backward, text_of(plan.optimizer_in_backward)),
-        *_same(
-            knobs.sequence_length,
-            None if plan.sequence_length is None else str(plan.sequence_length),
-        ),
-        *_same(
-            knobs.zero_stage,
-            str(int(plan.zero_stage)) if plan.zero_stage or not knobs.always_shards else None,
-        ),
-        *_same(knobs.deepspeed_config, deepspeed_config_path),
-        *((part, part.separator.join(map(str, devices))) for part in _parts(knobs.devices)),
-        *(
-            (part, str(len(devices) if part.per == "node" else plan.world_size))
-            for part in _parts(knobs.ranks)
-        ),
-        *_same(knobs.nodes, str(plan.world_size // max(1, len(devices)))),
-        *_same(knobs.resume_from, resume_from),
-        *_same(knobs.output_dir, output_dir),
-    )
+    length = plan.sequence_length
+    is_sharding_told = plan.zero_stage or not knobs.always_shards
+    if script.config is not None and script.config.flag is not None and config_path is not None:
+        arguments += [script.config.flag, config_path]
+    # in this order behind the user's own arguments
+    values: dict[str, str | Callable[[Knob], str] | None] = {
+        "micro_batch_size": lambda part: _batch(part, plan, len(devices)),
+        "gradient_accumulation_steps": str(plan.gradient_accumulation_steps),
+        "global_batch_size": str(script.global_batch_size),
+        "learning_rate": None if rate is None else _number_word(rate),
+        "activation_checkpointing": PARTIAL if layers else plan.activation_checkpointing.value,
+        "full_checkpointing_layers": str(layers),
+        "precision": plan.precision.value,
+        "optimizer_in_backward": text_of(plan.optimizer_in_backward),
+        "sequence_length": None if length is None else str(length),
+        "zero_stage": str(int(plan.zero_stage)) if is_sharding_told else None,
+        "deepspeed_config": deepspeed_config_path,
+        "devices": lambda part: part.separator.join(map(str, devices)),
+        "ranks": lambda part: str(len(devices) if part.per == "node" else plan.world_size),
+        "nodes": str(plan.world_size // max(1, len(devices))),
+        "resume_from": resume_from,
+        "output_dir": output_dir,
+    }
+    pairs: list[tuple[Knob, str | None]] = []
+    for name, value in values.items():
+        knob = getattr(knobs, name)
+        parts = knob.all if isinstance(knob, Knob) else ()
+        pairs += [(part, value(part) if callable(value) else value) for part in parts]
     for knob, value in pairs:
         word = None if value is None else dict(knob.values).get(value, value)
         if word is None:
@@ -228,14 +217,6 @@ def _number_word(number: float) -> str:
     if "e" in word and "." not in word:
         word = word.replace("e", ".0e")
     return word
-
-
-def _parts(knob: Knob | None) -> tuple[Knob, ...]:
-    return () if knob is None else knob.all
-
-
-def _same(knob: Knob | None, value: str | None) -> tuple[tuple[Knob, str | None], ...]:
-    return tuple((part, value) for part in _parts(knob))
 
 
 def _batch(knob: Knob, plan: Plan, ranks_per_node: int) -> str:

@@ -6,18 +6,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from math import ceil, floor, inf, log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.activations import full_is_lightest
-from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
+from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.memory.estimate import DeviceBytes, sharing_key
 from orchestrator.planning.cost import Hardware, StepSeconds
-from orchestrator.planning.families import Family, Variant, families_of, legal_copy, variants_of
+from orchestrator.planning.families import Family, Variant, legal_copy, list_families, list_variants
 from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
-from orchestrator.planning.layouts import layouts
+from orchestrator.planning.layouts import list_layouts
 from orchestrator.planning.pareto import Costed, Staircase, Timed, device_bytes, pareto
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import PlanRequest
 from orchestrator.planning.strategies import engines_of, why_no_strategy
 from orchestrator.planning.trust import OFFLOADED, trust
 from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
@@ -28,133 +30,106 @@ from orchestrator.specs.choices import (
     ParallelLayout,
 )
 from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.job.pins import in_words
-from orchestrator.specs.job.sections import Retries
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import text_of
 
-__all__ = ["Hardware", "frontier", "layouts", "plans"]
+__all__ = ["Hardware", "frontier", "list_layouts", "list_plans"]
 
-# What a job says that no plan depends on: jobs that differ in nothing else share their frontier.
-UNPLANNED = {
-    "name": "job",
-    "family": None,
-    "priority": 0,
-    "depends_on": (),
-    "start_window": None,
-    "deadline": None,
-    "member": None,
-    "user": None,
-    "steps": None,
-    "retries": Retries(),
-    "env": (),
-    "secrets": (),
-    "trial": None,
-    "source": None,
-    "guarantee": None,
-    "objective": "trusted",
-    "time_limit": None,
-}
-UNPLANNED_TRAINING: dict[str, Any] = {
-    name: getattr(TrainingSpec(), name)
-    for name in (
-        "max_steps",
-        "learning_rate",
-        "schedule",
-        "warmup_steps",
-        "min_learning_rate",
-        "beta1",
-        "beta2",
-        "momentum",
-        "weight_decay",
-        "seed",
-        "checkpoint_every_steps",
-        "keep_checkpoints",
-    )
-}
 _Needed = Callable[[Plan, MemoryEstimate], float]  # bytes of a device
 _Beats = Callable[[int, float, int, float], bool]
-BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
 # devices: plans that need more memory than so many have are left out, as long as any needs less
 REACH = 2
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
 
 
 def frontier(
-    spec: JobSpec,
+    request: PlanRequest,
     hardware: Hardware,
-    correction: float = 1.0,
-    overhead: Overhead = SUPPOSED_OVERHEAD,
+    calibrated: Calibration = UNMEASURED,
     *,
     within_reach: bool = False,
 ) -> Frontier:
     """Return the plans of the job on this hardware that no other plan beats; cached for all jobs of the same shape.
 
-    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need more. `correction`
-    is the factor on the activations. A plan that keeps less of a sample may beat the others only where it is large. So
-    the plans are those that no other beats as estimated, or at the two steps of a scale around it. A plan that needs
-    less in between may be missing, by no more than a step: nothing grows faster than the correction. `overhead` is the
-    memory outside the allocator on such devices. The job's `speeds` give the step time of the fastest plan per number
-    of devices; the cost model scales other plans to it. Raises SpecError where the allowed devices cannot split the
-    global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `within_reach` examines only plans
-    that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the frontier may then be empty.
+    Every legal plan is examined; plans beyond REACH devices' memory count only where all plans need more. `calibrated`
+    says the correction, a factor on the activations, and the memory outside the allocator on such devices. A plan that
+    keeps less of a sample may beat the others only where the correction is large. So the plans are those that no other
+    beats as estimated, or at the two steps of a scale around it. A plan that needs less in between may be missing, by
+    no more than a step: nothing grows faster than the correction. The job's `speeds` give the step time of the fastest
+    plan per number of devices; the cost model scales other plans to it. Raises SpecError where the allowed devices
+    cannot split the global batch, and TooManyPlans where the job allows more than PLANS_MAX plans. `within_reach`
+    examines only plans that need no more than REACH devices' memory, OTHER_PLANS_MAX at most; the frontier may then be
+    empty.
     """
-    if BLOCKING in spec.env and hardware.device.kind.traits.runs_beside_host:
+    if request.launches_block and hardware.device.kind.traits.runs_beside_host:
         hardware = replace(hardware, launches_block=True)
-    step = CORRECTION_STEPS * log2(max(1.0, correction))
+    step = CORRECTION_STEPS * log2(max(1.0, calibrated.correction))
     steps = tuple(sorted({0, floor(step), ceil(step)}))
-    result = _frontier_at_speeds(planned_part(spec), hardware, overhead, steps, within_reach)
+    result = _frontier_at_speeds(request, hardware, calibrated.overhead, steps, within_reach)
     if isinstance(result, SpecError):
         raise result.with_traceback(None)
     return result
 
 
-def planned_part(spec: JobSpec) -> JobSpec:
-    """Return the job without fields that do not affect plans. Equal results have equal plans."""
-    training = replace(spec.training, **UNPLANNED_TRAINING)
-    return spec.model_copy(update={**UNPLANNED, "training": training})
-
-
 @lru_cache(maxsize=512)
 def _frontier_at_speeds(
-    spec: JobSpec,
+    request: PlanRequest,
     hardware: Hardware,
     overhead: Overhead,
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
     """Return the frontier, or why there is none; jobs that differ in `speeds` alone share their costs."""
-    if not spec.speeds:
-        return _cached_frontier(spec, hardware, overhead, steps, within_reach)
-    counts = tuple((count, 1.0) for count, _ in spec.speeds)
+    if not request.speeds:
+        return _cached_frontier(request, hardware, overhead, steps, within_reach)
+    counts = tuple((count, 1.0) for count, _ in request.speeds)
     costed = _cached_frontier(
-        spec.model_copy(update={"speeds": counts}), hardware, overhead, steps, within_reach
+        replace(request, speeds=counts), hardware, overhead, steps, within_reach
     )
-    return costed if isinstance(costed, SpecError) else _scale_to_speeds(costed, dict(spec.speeds))
+    return (
+        costed if isinstance(costed, SpecError) else _scale_to_speeds(costed, dict(request.speeds))
+    )
 
 
 @lru_cache(maxsize=512)
 def _cached_frontier(
-    spec: JobSpec,
+    request: PlanRequest,
     hardware: Hardware,
     overhead: Overhead,
     steps: tuple[int, ...],
     within_reach: bool,
 ) -> Frontier | SpecError:
-    """Return the frontier, or the error where there is none, which took as long to find."""
+    """Return the union of the frontiers at these steps of the scale of corrections, or why there is none."""
+    classes: dict[Degradation, list[Variant]] = {}
+    needs = _Needs(request, hardware, overhead)
+    work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
+    candidates = list[Candidate]()
     try:
-        # A journal of an older day is read without judgement. Pins are the search's own, where a
-        # job keeps its plan.
-        job_from_data(_pinned(spec, ()).model_dump(mode="json"), "")
-        work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
-        return _frontier(spec, hardware, overhead, steps, work, within_reach=within_reach)
+        for variant in list_variants(request, hardware):
+            classes.setdefault(variant.degradation, []).append(variant)
+        for degradation, variants in sorted(classes.items()):
+            unbeaten = _unbeaten_plans(
+                request, hardware, variants, needs, steps, work, within_reach=within_reach
+            )
+            candidates += (
+                Candidate(
+                    plan=costed.plan,
+                    estimate=costed.estimate,
+                    step_s=costed.step_s,
+                    degradation=degradation,
+                    host_bytes=node_host_bytes(costed.plan, costed.estimate, hardware),
+                    host_memory=hardware.host_memory,
+                )
+                for costed in unbeaten
+            )
+        if not candidates and not within_reach:
+            return _why_no_plan(request, hardware, work)
     except SpecError as error:
-        return error
+        return error  # it took as long to find
+    return Frontier(tuple(candidates), work.looked)
 
 
 def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
@@ -176,51 +151,20 @@ def _scale_to_speeds(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
     return Frontier(tuple(candidates), costed.looked)
 
 
-def _frontier(
-    spec: JobSpec,
-    hardware: Hardware,
-    overhead: Overhead,
-    steps: tuple[int, ...],
-    work: Work,
-    *,
-    within_reach: bool,
-) -> Frontier:
-    """Return the union of the frontiers at these steps of the scale of corrections. Raises SpecError without a plan."""
-    classes: dict[Degradation, list[Variant]] = {}
-    for variant in variants_of(spec, hardware):
-        classes.setdefault(variant.degradation, []).append(variant)
-    needs = _Needs(spec, hardware, overhead)
-    candidates = [
-        Candidate(
-            plan=costed.plan,
-            estimate=costed.estimate,
-            step_s=costed.step_s,
-            degradation=degradation,
-            host_bytes=node_host_bytes(costed.plan, costed.estimate, hardware),
-            host_memory=hardware.host_memory,
-        )
-        for degradation, variants in sorted(classes.items())
-        for costed in _unbeaten_plans(
-            spec, hardware, variants, needs, steps, work, within_reach=within_reach
-        )
-    ]
-    if not candidates and not within_reach:
-        raise _why_no_plan(spec, hardware, work)
-    return Frontier(tuple(candidates), work.looked)
-
-
-def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
+def _why_no_plan(request: PlanRequest, hardware: Hardware, work: Work) -> SpecError:
     """Return which pin has another value in every plan that has the other pins, and which values there are.
 
     Raises SpecError where the job has no plan without its pins either.
     """
-    if not spec.plan or not any(True for _ in plans(_pinned(spec, ()), hardware, work)):
-        return why_no_strategy(spec, hardware)
-    for key, value in spec.plan:
-        others = tuple(pin for pin in spec.plan if pin[0] != key)
+    if not request.plan or not any(
+        True for _ in list_plans(replace(request, plan=()), hardware, work)
+    ):
+        return why_no_strategy(request, hardware)
+    for key, value in request.plan:
+        others = tuple(pin for pin in request.plan if pin[0] != key)
         values = {
             getattr(plan.layout if key in AXES else plan, key)
-            for plan in plans(_pinned(spec, others), hardware, work)
+            for plan in list_plans(replace(request, plan=others), hardware, work)
         }
         if values:
             beside = f" with {in_words(others)}" if others else ""
@@ -229,31 +173,27 @@ def _why_no_plan(spec: JobSpec, hardware: Hardware, work: Work) -> SpecError:
                 path=f"plan.{key}",
                 got=text_of(value),
                 allowed=f"{', '.join(map(text_of, sorted(values)))}{beside}",
-                hint=_why_illegal(spec),
+                hint=_why_illegal(request),
             )
     return SpecError(
         f"no plan on {hardware.device.name} has these settings together",
         path="plan",
-        got=in_words(spec.plan),
-        hint=_why_illegal(spec) or "leave some of them out",
+        got=in_words(request.plan),
+        hint=_why_illegal(request) or "leave some of them out",
     )
 
 
-def _pinned(spec: JobSpec, pins: tuple[tuple[str, Any], ...]) -> JobSpec:
-    return spec.model_copy(update={"plan": pins})
-
-
-def _why_illegal(spec: JobSpec) -> str:
+def _why_illegal(request: PlanRequest) -> str:
     """Return why the pinned settings are illegal on every engine, others being as usual; "" where they are not."""
-    pins = dict(spec.plan)
+    pins = dict(request.plan)
     layout = ParallelLayout(**{axis: pins.pop(axis) for axis in AXES if axis in pins})
     usual = {
         "micro_batch_size": 1,
         "gradient_accumulation_steps": layout.pp,
-        "precision": spec.precision,
+        "precision": request.precision,
     }
     reasons = []
-    engines = engines_of(spec)
+    engines = engines_of(request)
     for engine in engines:
         try:
             Plan(layout=layout, **{"engine": engine, **usual, **pins})
@@ -263,7 +203,7 @@ def _why_illegal(spec: JobSpec) -> str:
 
 
 def _unbeaten_plans(
-    spec: JobSpec,
+    request: PlanRequest,
     hardware: Hardware,
     variants: Sequence[Variant],
     needs: _Needs,
@@ -285,7 +225,7 @@ def _unbeaten_plans(
         families = (
             family
             for variant in variants
-            for family in families_of(spec, hardware, variant, needs.profile, work)
+            for family in list_families(request, hardware, variant, needs.profile, work)
         )
         return [
             plan
@@ -299,8 +239,8 @@ def _unbeaten_plans(
         reach_bytes = REACH * hardware.device.memory
         for most_bytes in (reach_bytes,) if within_reach else (reach_bytes, inf):
             alike, between = timed(most_bytes)
-            costed = _pareto(spec, alike, estimate, most_bytes, needed)
-            beats = _make_beats(costed, by_count=bool(spec.speeds))
+            costed = _pareto(request, alike, estimate, most_bytes, needed)
+            beats = _make_beats(costed, by_count=bool(request.speeds))
             others = [
                 entry
                 for cut in between
@@ -311,7 +251,7 @@ def _unbeaten_plans(
                 for plan in costed
             ]
             if others:
-                costed = _pareto(spec, [*first, *others], estimate, most_bytes, needed)
+                costed = _pareto(request, [*first, *others], estimate, most_bytes, needed)
             if costed:
                 return costed
         return []
@@ -354,14 +294,14 @@ def _needed_within_host(needed: _Needed, hardware: Hardware) -> _Needed:
 
 
 def _pareto(
-    spec: JobSpec,
+    request: PlanRequest,
     timed: Sequence[Timed],
     estimate: Callable[[Plan], MemoryEstimate],
     most_bytes: float,
     needed: _Needed,
 ) -> list[Costed]:
     """Return the frontier; where the job has `speeds`, a frontier for each number of devices, one after another."""
-    if not spec.speeds:
+    if not request.speeds:
         return pareto(timed, estimate, most_bytes, needed)
     by_count: dict[int, list[Timed]] = {}
     for entry in timed:
@@ -393,12 +333,14 @@ def _make_beats(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
     return beats
 
 
-def plans(spec: JobSpec, hardware: Hardware, work: Work | None = None) -> Iterator[Plan]:
+def list_plans(
+    request: PlanRequest, hardware: Hardware, work: Work | None = None
+) -> Iterator[Plan]:
     """Yield every legal plan of the job once, smaller micro-batches first. Raises SpecError as `frontier`."""
     work = work or Work()
-    for variant in variants_of(spec, hardware):
-        for family in families_of(
-            spec, hardware, variant, partial(profile_for, spec, hardware), work
+    for variant in list_variants(request, hardware):
+        for family in list_families(
+            request, hardware, variant, partial(find_profile, request, hardware), work
         ):
             for plan in family:
                 work.look()
@@ -411,8 +353,8 @@ class _Needs:
     Plans that differ only in batch and checkpointing share results.
     """
 
-    def __init__(self, spec: JobSpec, hardware: Hardware, overhead: Overhead) -> None:
-        self._spec = spec
+    def __init__(self, request: PlanRequest, hardware: Hardware, overhead: Overhead) -> None:
+        self._request = request
         self._hardware = hardware
         self._overhead = overhead
         self._by_likeness: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
@@ -421,7 +363,7 @@ class _Needs:
         """Return (the plan's profile, shared device bytes of plans with the same memory terms)."""
         key = sharing_key(plan)
         if key not in self._by_likeness:
-            profile = profile_for(self._spec, self._hardware, plan)
+            profile = find_profile(self._request, self._hardware, plan)
             self._by_likeness[key] = (
                 profile,
                 DeviceBytes(profile, plan, self._hardware.device, self._overhead),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
-from orchestrator.memory.models.hf import decoder_shape
-from orchestrator.memory.profiles import freezes
+from orchestrator.memory.models.hf import known_shape
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.layouts import (
     divisors,
     expert_parallel_degrees,
-    known_shape,
     layers_to_cut,
 )
+from orchestrator.planning.request import PlanRequest
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -27,7 +27,6 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, refuse_unknown
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.mechanics import Mechanics, Zero, mechanics_of
 from orchestrator.specs.replace import replace
 
@@ -69,75 +68,76 @@ class Strategy:
         )
 
 
-def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+def list_strategies(
+    request: PlanRequest, hardware: Hardware, layout: ParallelLayout
+) -> Iterator[Strategy]:
     """Yield every strategy that the job, the layout and the hardware allow, with and without updates in backward."""
-    for strategy in _sharing_strategies(spec, hardware, layout):
+    for strategy in _sharing_strategies(request, hardware, layout):
         yield strategy
-        if _updates_in_backward(spec):
+        if _updates_in_backward(request):
             yield replace(strategy, optimizer_in_backward=True)
 
 
-def _updates_in_backward(spec: JobSpec) -> bool:
+def _updates_in_backward(request: PlanRequest) -> bool:
     """Return whether the job allows an update in the backward pass; specs.engines says which plans can have it.
 
     Recipes that take turns do not: FSDP2 makes gradients of those that stand still.
     """
-    if spec.training.clip_norm is not None or any(entry.profile.turns for entry in spec.traced):
+    if request.training.clip_norm is not None or request.takes_turns:
         return False
-    return not spec.is_script or spec.knobs.optimizer_in_backward is not None
+    return not request.is_script or request.knobs.optimizer_in_backward is not None
 
 
 def _sharing_strategies(
-    spec: JobSpec, hardware: Hardware, layout: ParallelLayout
+    request: PlanRequest, hardware: Hardware, layout: ParallelLayout
 ) -> Iterator[Strategy]:
     """Yield every engine and sharding that the job, the layout and the hardware allow.
 
     One rank has no peer to share with. On a virtual device host memory is no other memory.
     """
-    for engine in engines_of(spec):
+    for engine in engines_of(request):
         match engine:
             case Engine.TORCH:
-                if hardware.device.kind.traits.trains_quantised or not _is_quantised(spec):
-                    yield from _torch(spec, hardware, layout)
+                if hardware.device.kind.traits.trains_quantised or not request.is_quantised:
+                    yield from _torch(request, hardware, layout)
             case Engine.DEEPSPEED:
-                if layout.cp == layout.tp == layout.pp == 1 and not _is_quantised(spec):
+                if layout.cp == layout.tp == layout.pp == 1 and not request.is_quantised:
                     for stage in ZeroStage:
                         yield from _zero(engine, hardware, layout, stage)
             case Engine.SCRIPT:
-                yield from _script(spec, hardware, layout)
+                yield from _script(request, hardware, layout)
             case _:
                 refuse_unknown(engine)
 
 
-def engines_of(spec: JobSpec) -> tuple[Engine, ...]:
+def engines_of(request: PlanRequest) -> tuple[Engine, ...]:
     """Return the engines (training loops) that can run the job: ours for a model, SCRIPT for a script."""
-    return tuple(engine for engine in Engine if facts_of(engine).is_ours is not spec.is_script)
+    return tuple(engine for engine in Engine if facts_of(engine).is_ours is not request.is_script)
 
 
-def _script(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
-    if layout.dp == 1 or not spec.knobs.always_shards:
-        yield Strategy(engine=Engine.SCRIPT, layout=layout)
-    for stage in spec.knobs.zero_stages:
-        if not spec.knobs.is_sharded_by_fsdp:
-            if spec.knobs.has_stage_in_file:
+def _script(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+    knobs = request.knobs
+    plain = Strategy(engine=Engine.SCRIPT, layout=layout)
+    if layout.dp == 1 or not knobs.always_shards:
+        yield plain
+    for stage in knobs.zero_stages:
+        if not knobs.is_sharded_by_fsdp:
+            if knobs.has_stage_in_file:
                 # Offloads stand in other keys of that file, which stay as they are.
                 yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage)
             else:
                 yield from _zero(Engine.SCRIPT, hardware, layout, stage)
         elif layout.dp > 1:
-            sharded = Strategy(
-                engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP
-            )
+            sharded = replace(plain, zero_stage=stage, sharding=Sharding.FSDP)
             yield sharded
-            if (
-                stage is ZeroStage.PARAMETERS
-                and spec.knobs.offloads_by_fsdp
-                and _can_offload(hardware)
-            ):
+            offloads = knobs.offloads_by_fsdp and _can_offload(hardware)
+            if stage is ZeroStage.PARAMETERS and offloads:
                 yield replace(sharded, offload=Offload.PARAMETERS)
 
 
-def checkpointing_modes(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpointing, ...]:
+def list_checkpointing_modes(
+    request: PlanRequest, strategy: Strategy
+) -> tuple[ActivationCheckpointing, ...]:
     """Return the modes of checkpointing that a script's knob can take, or for which a model's memory is known.
 
     Where recipes (training procedures) alternate models, ZeRO-3's hooks free parameters in the recomputation that they
@@ -145,85 +145,90 @@ def checkpointing_modes(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCh
     with "aten.empty ... not found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11). A mode that failed in a trace
     is left out, too.
     """
-    knob = spec.knobs.activation_checkpointing
+    knob = request.knobs.activation_checkpointing
     all_of_it = ActivationCheckpointing.FULL
-    if spec.is_script:
-        if knob is None:
-            return (ActivationCheckpointing.NONE,)
-        names = {name for part in knob.all for name, _ in part.values}
+    if request.is_script:
+        names = {name for part in knob.all for name, _ in part.values} if knob else set()
+        modes = tuple(ActivationCheckpointing) if knob else (ActivationCheckpointing.NONE,)
         return tuple(
-            m
-            for m in ActivationCheckpointing
-            if m is not ActivationCheckpointing.SELECTIVE or m in names
+            mode for mode in modes if mode is not ActivationCheckpointing.SELECTIVE or mode in names
         )
-    if spec.profile is not None and spec.profile.selective_per_sample is None:
+    if request.profile is not None and request.profile.selective_per_sample is None:
         return (ActivationCheckpointing.NONE, all_of_it)
-    take_turns = any(entry.profile.turns for entry in spec.traced)
-    if (
-        take_turns
-        and isinstance(strategy.mechanics, Zero)
-        and strategy.mechanics.stage is ZeroStage.PARAMETERS
-    ):
+    mechanics = strategy.mechanics
+    is_zero3 = isinstance(mechanics, Zero) and mechanics.stage is ZeroStage.PARAMETERS
+    if request.takes_turns and is_zero3:
         return (ActivationCheckpointing.NONE, all_of_it)
     works = [
         {moment.mode for moment in entry.profile.moments}
-        for entry in spec.traced
+        for entry in request.traced
         if entry.profile.moments
     ]
     return tuple(mode for mode in ActivationCheckpointing if all(mode in modes for modes in works))
 
 
-def full_layers(spec: JobSpec, strategy: Strategy) -> tuple[int, tuple[int, ...]]:
-    """Return (layers of a stage, numbers of first layers to recompute in full while the others are selective).
+class FullLayers(NamedTuple):
+    """Layers of a stage, and numbers of first ones to recompute in full while the others are selective."""
+
+    layers: int
+    choices: tuple[int, ...]
+
+
+def full_layers(request: PlanRequest, strategy: Strategy) -> FullLayers:
+    """Return how many of a stage's first layers may be recomputed in full while the others are selective.
 
     A frontier knows no free memory, so a plan that fits any device is never far: quarters of a stage, eighths of a deep
     one. That costs at most 6 and 3 % of a step, since full checkpointing adds a quarter to selective. There are none
     without equal layers: a trace covers only steps in which all are recomputed alike. There are none beside an offload,
     where the host takes longer than they save. A script needs a knob for it.
     """
-    can_be_told = not spec.is_script or spec.knobs.full_checkpointing_layers is not None
-    layers = _equal_layers(spec) if can_be_told and strategy.offload is Offload.NONE else 0
+    can_be_told = not request.is_script or request.knobs.full_checkpointing_layers is not None
+    layers = _equal_layers(request) if can_be_told and strategy.offload is Offload.NONE else 0
     stage = -(-layers // (strategy.layout.pp * strategy.pipeline_stages_per_rank))
     parts = 8 if stage >= DEEP else 4
-    return stage, tuple(
-        sorted({-(-stage * part // parts) for part in range(1, parts)} - {0, stage})
-    )
+    choices = {-(-stage * part // parts) for part in range(1, parts)} - {0, stage}
+    return FullLayers(stage, tuple(sorted(choices)))
 
 
-def layer_inputs_bytes(spec: JobSpec, hardware: Hardware) -> int:
+def layer_inputs_bytes(request: PlanRequest, hardware: Hardware) -> int:
     """Return the bytes of all layers' inputs of one sample, over all ranks that split it.
 
     0 where they cannot wait in host memory, and for models of unknown shape.
     """
-    shape = known_shape(spec)
+    shape = request.shape
     if shape is None or not _can_offload(hardware):
         return 0
-    value_bytes = 4 if spec.precision is Precision.FP32 else 2
-    return value_bytes * spec.data.sequence_length * shape.hidden_size * shape.num_hidden_layers
+    value_bytes = 4 if request.precision is Precision.FP32 else 2
+    return value_bytes * request.data_length * shape.hidden_size * shape.num_hidden_layers
 
 
-def _equal_layers(spec: JobSpec) -> int:
-    model = spec.known_model
-    if model is None or freezes(spec):
+def _equal_layers(request: PlanRequest) -> int:
+    model = request.known_model
+    if model is None or request.freezes:
         return 0
-    if spec.profile is not None:
-        return 0 if spec.profile.selective_per_sample is None else spec.profile.layers
-    if model.decoder is not None:
-        return model.decoder.num_hidden_layers
-    shape = decoder_shape(model, spec.data.sequence_length)
+    if request.profile is not None:
+        return 0 if request.profile.selective_per_sample is None else request.profile.layers
+    shape = known_shape(model, request.data_length)
     return 0 if shape is None else shape.num_hidden_layers
 
 
-def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
-    """Return (micro-batch size, accumulation steps) pairs for one rank's part of the batch, smallest micro-batch first.
+class BatchCut(NamedTuple):
+    """How a rank cuts its part of the batch: samples of a micro-batch, and micro-batches of a step."""
+
+    micro: int
+    accumulation: int
+
+
+def list_batch_cuts(request: PlanRequest, dp: int) -> tuple[BatchCut, ...]:
+    """Return the ways to cut one rank's part of the batch, smallest micro-batch first.
 
     A script's knobs limit them. Where BatchNorm takes its statistics over a number of samples, only pairs with that
     number are left, since another one is another training. Without a number, one process takes the global batch at
     once.
     """
-    share = spec.global_batch_size // dp
-    accumulation = spec.knobs.gradient_accumulation_steps
-    if spec.is_script and spec.knobs.micro_batch_size is None:
+    share = request.global_batch_size // dp
+    accumulation = request.knobs.gradient_accumulation_steps
+    if request.is_script and request.knobs.micro_batch_size is None:
         assert accumulation != "derived", (
             "specs/job/trainer.py asks for a micro-batch to derive it from"
         )
@@ -233,46 +238,45 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
             else 1
         )
         return _exact_cut(share, fixed)
-    if spec.is_script and accumulation is None:
-        return ((share, 1),) if _can_take(spec, share, dp) else ()
-    cuts = ((micro, share // micro) for micro in divisors(share) if _can_take(spec, micro, dp))
-    samples = None if spec.is_script else spec.training.batch_norm_samples
+    if request.is_script and accumulation is None:
+        return (BatchCut(share, 1),) if _can_take(request, share, dp) else ()
+    cuts = [
+        BatchCut(micro, share // micro)
+        for micro in divisors(share)
+        if _can_take(request, micro, dp)
+    ]
+    samples = None if request.is_script else request.training.batch_norm_samples
     if samples is None:
-        return ((share, 1),) * (dp == 1) if has_batch_norm(spec) else tuple(cuts)
-    ranks = dp if spec.training.sync_batch_norm else 1
-    return tuple((micro, steps) for micro, steps in cuts if micro * ranks == samples)
+        return (BatchCut(share, 1),) * (dp == 1) if request.has_batch_norm else tuple(cuts)
+    ranks = dp if request.training.sync_batch_norm else 1
+    return tuple(cut for cut in cuts if cut.micro * ranks == samples)
 
 
-def has_batch_norm(spec: JobSpec) -> bool:
-    """Return whether a traced model of the job contains BatchNorm."""
-    return any(traced.profile.has_batch_norm for traced in spec.traced)
-
-
-def _can_take(spec: JobSpec, micro: int, dp: int) -> bool:
+def _can_take(request: PlanRequest, micro: int, dp: int) -> bool:
     """Return whether the script can take this micro-batch: some multiply their batch size by their ranks."""
-    knob = spec.knobs.micro_batch_size if spec.is_script else None
+    knob = request.knobs.micro_batch_size if request.is_script else None
     multiplied = knob is not None and any(
         part.multiplied_by_ranks for part in knob.all if part.phase is None
     )
     return not multiplied or micro % dp == 0
 
 
-def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
+def why_no_strategy(request: PlanRequest, hardware: Hardware) -> SpecError:
     """Return a SpecError with the reason why no legal plan is left."""
-    training = spec.training
-    if not hardware.device.has(spec.precision):
+    training = request.training
+    if not hardware.device.has(request.precision):
         return SpecError(
-            f"{hardware.device.name} has no {spec.precision} arithmetic",
+            f"{hardware.device.name} has no {request.precision} arithmetic",
             path="precision",
-            got=spec.precision.value,
+            got=request.precision.value,
             allowed="fp16 or fp32",
             hint="fp16 scales the loss; devices before Ampere have no bf16",
         )
-    if training.batch_norm_samples is None and has_batch_norm(spec):
+    if training.batch_norm_samples is None and request.has_batch_norm:
         return SpecError(
             "the model has BatchNorm, and no plan of so many devices has the global batch on one of them",
             path="training.batch_norm_samples",
-            allowed=f"a divisor of {spec.global_batch_size}: samples that are normalised together under every plan",
+            allowed=f"a divisor of {request.global_batch_size}: samples that are normalised together under every plan",
             hint="with `sync_batch_norm: true` they may be spread over several devices",
         )
     if training.batch_norm_samples is not None:
@@ -280,12 +284,12 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
         return SpecError(
             "no plan keeps the samples over which BatchNorm takes its statistics",
             path="training.batch_norm_samples",
-            got=f"{training.batch_norm_samples} of {spec.global_batch_size} samples, on {spec.gpus.min} to "
-            f"{spec.gpus.max} devices",
+            got=f"{training.batch_norm_samples} of {request.global_batch_size} samples, on {request.gpus.min} to "
+            f"{request.gpus.max} devices",
             allowed=f"the micro-batch{together}: a divisor of what they get of the global batch",
             hint="statistics over another number of samples would be another training",
         )
-    if not hardware.device.kind.traits.trains_quantised and _is_quantised(spec):
+    if not hardware.device.kind.traits.trains_quantised and request.is_quantised:
         return SpecError(
             "needs CUDA devices",
             path="model.lora.quantise_base",
@@ -295,67 +299,50 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
     return SpecError(
         "no engine can run this job on any layout that it allows",
         path="gpus",
-        got=f"{spec.gpus.min} to {spec.gpus.max} devices with optimizer {training.optimizer} in {spec.precision}",
+        got=f"{request.gpus.min} to {request.gpus.max} devices with optimizer "
+        f"{training.optimizer} in {request.precision}",
         allowed="a number of devices, optimizer and precision that some engine combines",
         hint="try gpus: {min: 1}",
     )
 
 
-def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+def _torch(request: PlanRequest, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
     """Yield plain or DDP, FSDP2 at stages 2 and 3, hybrid sharding, their pipelines, and FSDP2 with spread experts."""
     deepest = max(
-        (count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(spec)), default=1
+        (count for count in INTERLEAVED if count * layout.pp <= layers_to_cut(request)), default=1
     )
-    per_rank = (1,) if layout.pp == 1 or deepest == 1 else (1, deepest)
-    for stages_per_rank in per_rank:
-        yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
-        if _is_quantised(spec):
-            continue
-        stages = _stages(spec, hardware, layout)
+    plain = Strategy(engine=Engine.TORCH, layout=layout)
+    stages = () if request.is_quantised else _stages(request, hardware, layout)
+    for stages_per_rank in (1,) if layout.pp == 1 or deepest == 1 else (1, deepest):
+        pipelined = replace(plain, pipeline_stages_per_rank=stages_per_rank)
+        yield pipelined
         for stage, copies in product(stages, _copies(hardware, layout)):
-            yield Strategy(
-                engine=Engine.TORCH,
-                layout=layout,
-                zero_stage=stage,
-                dp_replicate=copies,
-                pipeline_stages_per_rank=stages_per_rank,
-            )
-    if layout.dp > 1 and layout.cp == layout.tp == layout.pp == 1 and not _is_quantised(spec):
-        for stage, experts in product(
-            (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS), expert_parallel_degrees(spec, layout.dp)
-        ):
-            yield Strategy(
-                engine=Engine.TORCH, layout=layout, zero_stage=stage, expert_parallel=experts
-            )
-    if _can_offload(hardware) and layout.tp == layout.pp == 1 and not _is_quantised(spec):
-        yield Strategy(
-            engine=Engine.TORCH,
-            layout=layout,
-            zero_stage=ZeroStage.PARAMETERS,
-            offload=Offload.PARAMETERS,
-        )
+            yield replace(pipelined, zero_stage=stage, dp_replicate=copies)
+    if request.is_quantised:
+        return
+    if layout.dp > 1 and layout.cp == layout.tp == layout.pp == 1:
+        sharded = ZeroStage.GRADIENTS, ZeroStage.PARAMETERS
+        for stage, experts in product(sharded, expert_parallel_degrees(request, layout.dp)):
+            yield replace(plain, zero_stage=stage, expert_parallel=experts)
+    if _can_offload(hardware) and layout.tp == layout.pp == 1:
+        yield replace(plain, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
 
 
-def _stages(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
-    """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step."""
+def _stages(
+    request: PlanRequest, hardware: Hardware, layout: ParallelLayout
+) -> tuple[ZeroStage, ...]:
+    """Return stages 2 and 3, and between nodes stage 1, whose messages hide behind one micro-batch of a step.
+
+    With one data-parallel rank FSDP2 saves memory where it casts weights and hidden states to low precision; under
+    autocast both stay in fp32.
+    """
     if layout.dp_cp == 1:
-        return _stages_of_one_rank(spec, layout)
+        casts = layout.tp > 1 == layout.pp and request.precision is not Precision.FP32
+        return (ZeroStage.PARAMETERS,) if casts else ()
     sharded = ZeroStage.GRADIENTS, ZeroStage.PARAMETERS
     is_between_nodes = layout.pp == 1 and layout.world_size > hardware.devices_per_node
-    is_pinned = ("zero_stage", ZeroStage.OPTIMIZER) in spec.plan
+    is_pinned = request.pins.get("zero_stage") is ZeroStage.OPTIMIZER
     return (ZeroStage.OPTIMIZER, *sharded) if is_between_nodes or is_pinned else sharded
-
-
-def _stages_of_one_rank(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
-    """Return the stages at which FSDP2 saves memory with one data-parallel rank.
-
-    FSDP2 casts weights and hidden states to low precision; under autocast both stay in fp32.
-    """
-    return (
-        (ZeroStage.PARAMETERS,)
-        if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32
-        else ()
-    )
 
 
 def _zero(
@@ -388,12 +375,7 @@ def _can_offload(hardware: Hardware) -> bool:
     return hardware.device.kind.traits.offloads
 
 
-def _is_quantised(spec: JobSpec) -> bool:
-    lora = spec.model.lora if spec.model is not None else None
-    return lora is not None and lora.quantise_base
-
-
-def _exact_cut(share: int, accumulation: int) -> tuple[tuple[int, int], ...]:
+def _exact_cut(share: int, accumulation: int) -> tuple[BatchCut, ...]:
     if share % accumulation:
         raise SpecError(
             "the script's own accumulation does not divide what one rank gets of the global batch",
@@ -402,4 +384,4 @@ def _exact_cut(share: int, accumulation: int) -> tuple[tuple[int, int], ...]:
             allowed=f"a divisor of {share}",
             hint="declare knobs.micro_batch_size, or say the global_batch_size that the script really uses",
         )
-    return ((share // accumulation, accumulation),)
+    return (BatchCut(share // accumulation, accumulation),)

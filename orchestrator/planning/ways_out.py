@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import Calibration
-from orchestrator.memory.profiles import TRANSFORMERS_TRAINERS
+from orchestrator.memory.model_request import TRANSFORMERS_TRAINERS
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
+from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.planning.strategies import has_batch_norm
 from orchestrator.planning.work import ALL_OTHER_PLANS_MAX, OTHER_PLANS_MAX, TooManyPlans, Work
 from orchestrator.specs.choices import Degradation, Optimizer
 from orchestrator.specs.cluster import catalogue_device
@@ -54,6 +55,16 @@ class Unfit:
     work: Work = field(
         default_factory=Work, compare=False
     )  # of all searches for it, also with changes
+
+    @property
+    def frontier(self) -> Frontier:
+        """The plans of the job, of which none fits."""
+        return frontier(read_request(self.spec), self.hardware, self.calibrated)
+
+    @property
+    def there(self) -> str:
+        """The memory that was looked at, as text."""
+        return f"{format_bytes(self.capacity_bytes)} of {self.hardware.device.name}"
 
     @property
     def is_worn_out(self) -> bool:
@@ -102,7 +113,6 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
     if _is_assumed(case):
         return ()  # no bytes are known that a change could lower
     single = (
-        _remedies,
         _other_settings,
         _numeric,
         _eight_bit,
@@ -110,9 +120,12 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
         _smaller_batch,
         _shorter_samples,
     )
-    here = [way for find in single for way in find(case)] or list(_smaller_and_numeric(case))
-    more = list(_more_devices(case)) or list(_more_devices_and_smaller_batch(case))
-    return (*here, *more, *_larger_devices(case), *_more_host_memory(case))
+    here = [*_remedies(case), *(find(case) for find in single)]
+    if not any(here):
+        here = [_smaller_and_numeric(case)]
+    more = _more_devices(case) or _more_devices_and_smaller_batch(case)
+    others = (*here, more, _larger_devices(case), _more_host_memory(case))
+    return tuple(way for way in others if way is not None)
 
 
 def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
@@ -150,30 +163,31 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
 def _adapted(
     case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: bool
 ) -> Iterator[WayOut]:
-    model = case.spec.known_model
+    spec = case.spec
+    model = spec.known_model
     assert model is not None
-    key = "trains" if case.spec.is_script else "model"
+    key = "trains" if spec.is_script else "model"
     lora = LoraSpec(rank=ADAPTER_RANK, quantise_base=in_4_bits)
     settings = {f"{key}.lora.rank": str(ADAPTER_RANK)} | (
         {f"{key}.lora.quantise_base": "true"} if in_4_bits else {}
     )
     label = f"adapters of rank {ADAPTER_RANK}" + (" beside weights in 4 bits" if in_4_bits else "")
-    if case.spec.is_script:
+    if spec.is_script:
         label += ", where its trainer has a switch for them"
     try:
-        adapted = trace(case.spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
+        adapted = trace(spec.model_copy(update={key: replace(model, lora=lora), "traced": ()}))
     except SpecError:
         return
     changed = replace(case, spec=adapted)
-    for way in list(_way(changed, label, settings)) or list(_smaller_batch(changed)):
-        if way.settings != settings:
-            label = f"{label}, and {way.label}"
-        # a script gets no adapters from its job file
-        settings = {} if case.spec.is_script else {**settings, **way.settings}
-        job = None if case.spec.is_script else way.job
-        yield replace(
-            way, label=label, settings=settings, job=job, degradation=Degradation.SEMANTIC
-        )
+    way = _way(changed, label, settings) or _smaller_batch(changed)
+    if way is None:
+        return
+    if way.settings != settings:
+        label = f"{label}, and {way.label}"
+    # a script gets no adapters from its job file
+    settings = {} if spec.is_script else {**settings, **way.settings}
+    job = None if spec.is_script else way.job
+    yield replace(way, label=label, settings=settings, job=job, degradation=Degradation.SEMANTIC)
 
 
 def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
@@ -187,26 +201,33 @@ def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator
             smaller = trace(case.spec.model_copy(update={"model": sibling, "traced": ()}))
         except SpecError:
             continue
-        ways = list(
-            _way(replace(case, spec=smaller), "a smaller model of its line", {"model.hf": name})
-        )
-        if ways:
-            yield replace(ways[0], degradation=Degradation.SEMANTIC)
+        settings = {"model.hf": name}
+        way = _way(replace(case, spec=smaller), "a smaller model of its line", settings)
+        if way is not None:
+            yield replace(way, degradation=Degradation.SEMANTIC)
             return
 
 
-def with_batch_knobs(spec: JobSpec) -> tuple[tuple[str, ...], JobSpec]:
-    """Return (names of the batch knobs that a script lacks, the job with them). Our own trainings lack none."""
+class WithKnobs(NamedTuple):
+    """A job with the knobs that it lacks, by their names."""
+
+    missing: tuple[str, ...]
+    spec: JobSpec
+
+
+def with_batch_knobs(spec: JobSpec) -> WithKnobs:
+    """Return the job with the batch knobs that its script lacks. Our own trainings lack none."""
     knobs = spec.knobs
     missing = tuple(name for name in BATCH_KNOBS if getattr(spec.knobs, name) is None)
     if not spec.is_script or not missing:
-        return (), spec
+        return WithKnobs((), spec)
     accumulation = knobs.gradient_accumulation_steps or "derived"
     batch = {
         "micro_batch_size": knobs.micro_batch_size or Knob(flag="--"),
         "gradient_accumulation_steps": accumulation,
     }
-    return missing, spec.model_copy(update={"knobs": knobs.model_copy(update=batch)})
+    changed = spec.model_copy(update={"knobs": knobs.model_copy(update=batch)})
+    return WithKnobs(missing, changed)
 
 
 def missing_knobs(case: Unfit) -> Iterator[str]:
@@ -223,9 +244,8 @@ def _missing_batch_knobs(case: Unfit) -> Iterator[str]:
     best = _first_fit(case, knobs=with_them.knobs) if missing else None
     if best is None:
         return
-    sizes = {
-        candidate.plan.micro_batch_size for candidate in frontier(spec, case.hardware).candidates
-    }
+    plans = frontier(read_request(spec), case.hardware).candidates
+    sizes = {candidate.plan.micro_batch_size for candidate in plans}
     verb = "is" if len(missing) == 1 else "are"
     cut = f"no plan may cut the micro-batch of {min(sizes)} ({in_short(best.plan)} fits)"
     yield f"{' and '.join(f'knobs.{name}' for name in missing)} {verb} not given, so {cut}"
@@ -261,7 +281,8 @@ def _unhelpful_knobs(case: Unfit) -> Iterator[str]:
     if case.is_worn_out:
         return
     try:
-        searched = frontier(case.spec.model_copy(update={"knobs": knobs}), case.hardware)
+        changed = case.spec.model_copy(update={"knobs": knobs})
+        searched = frontier(read_request(changed), case.hardware)
     except SpecError:  # it would have too many plans
         return
     case.work.looked += searched.looked
@@ -281,13 +302,8 @@ def _checkpointing(knobs: Knobs) -> Knobs:
     return knobs.model_copy(update={"activation_checkpointing": Knob(switch="--FLAG")})
 
 
-def _candidates(case: Unfit) -> tuple[Candidate, ...]:
-    calibrated = case.calibrated
-    return frontier(case.spec, case.hardware, calibrated.correction, calibrated.overhead).candidates
-
-
 def _is_assumed(case: Unfit) -> bool:
-    return _candidates(case)[0].estimate.source is Source.ASSUMED
+    return case.frontier.candidates[0].estimate.source is Source.ASSUMED
 
 
 def number_ways(ways: Sequence[WayOut]) -> list[str]:
@@ -306,129 +322,125 @@ def _remedies(case: Unfit) -> Iterator[WayOut]:
     for remedy in case.spec.remedies:
         changed = replace(case, spec=with_remedy(case.spec, remedy))
         settings = {} if remedy.arguments else dict(remedy.set)
-        ways = list(_way(changed, remedy.label, settings)) or list(_smaller_batch(changed))
-        for way in ways:
-            label = remedy.label
-            if way.label != label:
-                label = f"{label}, and {way.label} of {way.settings['global_batch_size']}"
-            worst = max(way.degradation, Degradation[remedy.changes.upper()])
-            settings = {} if remedy.arguments else {**settings, **way.settings}
-            yield replace(way, label=label, settings=settings, degradation=worst)
+        way = _way(changed, remedy.label, settings) or _smaller_batch(changed)
+        if way is None:
+            continue
+        label = remedy.label
+        if way.label != label:
+            label = f"{label}, and {way.label} of {way.settings['global_batch_size']}"
+        worst = max(way.degradation, Degradation[remedy.changes.upper()])
+        settings = {} if remedy.arguments else {**settings, **way.settings}
+        yield replace(way, label=label, settings=settings, degradation=worst)
 
 
-def _other_settings(case: Unfit) -> Iterator[WayOut]:
-    if case.spec.plan:
-        yield from _way(case, "another `plan`", {"plan": "{}"}, plan=())
+def _other_settings(case: Unfit) -> WayOut | None:
+    return _way(case, "another `plan`", {"plan": "{}"}, plan=()) if case.spec.plan else None
 
 
-def _numeric(case: Unfit) -> Iterator[WayOut]:
-    if case.spec.degrade.limit < Degradation.NUMERIC:
-        yield from _way(
-            case,
-            "other arithmetic",
-            {"degrade.allow": "numeric"},
-            degrade=_with_numeric(case.spec),
-        )
+def _numeric(case: Unfit) -> WayOut | None:
+    degrade = _with_numeric(case.spec)
+    if degrade is None:
+        return None
+    return _way(case, "other arithmetic", {"degrade.allow": "numeric"}, degrade=degrade)
 
 
-def _eight_bit(case: Unfit) -> Iterator[WayOut]:
-    """Yield a script's AdamW with moments in 8 bits, where its trainer has a switch for it.
+def _eight_bit(case: Unfit) -> WayOut | None:
+    """Return a script's AdamW with moments in 8 bits, where its trainer has a switch for it.
 
     The job file alone changes nothing of what a script does. A plan of our engines has them under `degrade`.
     """
     spec = case.spec
     if spec.trainer not in TRANSFORMERS_TRAINERS or spec.training.optimizer is not Optimizer.ADAMW:
-        return
+        return None
     label = (
         "AdamW in 8 bits: `--optim adamw_8bit` in its command, and `training.optimizer: adamw_8bit`"
     )
     training = replace(spec.training, optimizer=Optimizer.ADAMW_8BIT)
     command = (*(spec.command or ()), "--optim", Optimizer.ADAMW_8BIT.value)
-    for way in _way(case, label, {}, training=training, command=command):
-        yield replace(way, degradation=Degradation.NUMERIC)
+    way = _way(case, label, {}, training=training, command=command)
+    return way and replace(way, degradation=Degradation.NUMERIC)
 
 
-def _fewer_normalised(case: Unfit) -> Iterator[WayOut]:
-    """Yield the most samples over which BatchNorm may take its statistics, where the job says no number."""
+def _fewer_normalised(case: Unfit) -> WayOut | None:
+    """Return the most samples over which BatchNorm may take its statistics, where the job says no number."""
     spec = case.spec
     samples = case.spec.global_batch_size
-    while (
-        has_batch_norm(spec)
-        and spec.training.batch_norm_samples is None
-        and (samples := samples // 2)
-    ):
+    if not read_request(spec).has_batch_norm or spec.training.batch_norm_samples is not None:
+        return None
+    while samples := samples // 2:
         label = f"BatchNorm over {samples} samples"
         settings = {"training.batch_norm_samples": str(samples)}
         training = replace(spec.training, batch_norm_samples=samples)
-        for way in _way(case, label, settings, training=training):
-            yield replace(way, degradation=Degradation.SEMANTIC)
-            return
+        way = _way(case, label, settings, training=training)
+        if way is not None:
+            return replace(way, degradation=Degradation.SEMANTIC)
+    return None
 
 
-def _smaller_batch(case: Unfit, **changes: object) -> Iterator[WayOut]:
-    """Yield the largest half, quarter, or smaller part of the global batch that fits; it is another training."""
+def _smaller_batch(case: Unfit, **changes: object) -> WayOut | None:
+    """Return the largest half, quarter, or smaller part of the global batch that fits; it is another training."""
     numeric = {"degrade.allow": "numeric"} if "degrade" in changes else {}
     label = "a smaller global batch" + (" and other arithmetic" if numeric else "")
     batch_size = case.spec.global_batch_size
     while (batch_size := batch_size // 2) >= case.spec.gpus.min:
         settings = {"global_batch_size": str(batch_size), **numeric}
-        for way in _way(case, label, settings, global_batch_size=batch_size, **changes):
-            yield replace(way, degradation=Degradation.SEMANTIC)
-            return
+        way = _way(case, label, settings, global_batch_size=batch_size, **changes)
+        if way is not None:
+            return replace(way, degradation=Degradation.SEMANTIC)
+    return None
 
 
-def _smaller_and_numeric(case: Unfit) -> Iterator[WayOut]:
-    if case.spec.degrade.limit < Degradation.NUMERIC:
-        yield from _smaller_batch(case, degrade=_with_numeric(case.spec))
+def _smaller_and_numeric(case: Unfit) -> WayOut | None:
+    degrade = _with_numeric(case.spec)
+    return None if degrade is None else _smaller_batch(case, degrade=degrade)
 
 
-def _shorter_samples(case: Unfit) -> Iterator[WayOut]:
+def _shorter_samples(case: Unfit) -> WayOut | None:
     spec = case.spec
     if spec.model is None or spec.model.decoder is None:
-        return
+        return None
     length = spec.data.sequence_length
     while (length := length // 2) >= SEQUENCE_LENGTH_MIN:
         settings = {"degrade.allow": "semantic", "degrade.sequence_lengths": f"[{length}]"}
         allowed = Degrade(allow="semantic", sequence_lengths=(length,))
-        ways = list(_way(case, f"samples of {length} tokens", settings, degrade=allowed))
-        if ways:
-            yield from (way for way in ways if way.degradation is Degradation.SEMANTIC)
-            return
+        way = _way(case, f"samples of {length} tokens", settings, degrade=allowed)
+        if way is not None:
+            return way if way.degradation is Degradation.SEMANTIC else None
+    return None
 
 
-def _more_devices(case: Unfit) -> Iterator[WayOut]:
+def _more_devices(case: Unfit) -> WayOut | None:
     spec = case.spec
     hardware = case.hardware
     if spec.is_script and spec.knobs.micro_batch_size is None:
-        return
-    devices = there = min(spec.gpus.max, hardware.nodes * hardware.devices_per_node)
+        return None
+    devices = there = min(spec.gpus.max, hardware.devices)
     while (devices := devices * 2) <= DEVICES_MAX:
-        settings = {"gpus": str(devices)}
         gpus = GpuRange(min=devices, max=devices)
         for larger in _with_devices(hardware, devices):
             label = f"{devices} devices instead of {there}" + (
                 f", on {larger.nodes} nodes" * (larger.nodes > 1)
             )
-            ways = list(_way(replace(case, hardware=larger), label, settings, gpus=gpus))
-            if ways:
-                yield from ways
-                return
+            larger_case = replace(case, hardware=larger)
+            way = _way(larger_case, label, {"gpus": str(devices)}, gpus=gpus)
+            if way is not None:
+                return way
+    return None
 
 
-def _more_devices_and_smaller_batch(case: Unfit) -> Iterator[WayOut]:
-    """Yield more devices with a smaller global batch, for scripts that cannot accumulate."""
+def _more_devices_and_smaller_batch(case: Unfit) -> WayOut | None:
+    """Return more devices with a smaller global batch, for scripts that cannot accumulate."""
     spec = case.spec
-    there = case.hardware.nodes * case.hardware.devices_per_node
+    there = case.hardware.devices
     if not spec.is_script or spec.knobs.micro_batch_size is None:
-        return
-    for devices in (there * factor for factor in (2, 4, 8)):
-        larger = next(_with_devices(case.hardware, devices))
-        for way in _smaller_batch(
-            replace(case, hardware=larger), gpus=GpuRange(min=devices, max=devices)
-        ):
+        return None
+    for devices in (there * 2, there * 4, there * 8):
+        larger = replace(case, hardware=next(_with_devices(case.hardware, devices)))
+        way = _smaller_batch(larger, gpus=GpuRange(min=devices, max=devices))
+        if way is not None:
             label = f"{devices} devices instead of {there}, and {way.label}"
-            yield replace(way, label=label, settings={"gpus": str(devices), **way.settings})
-            return
+            return replace(way, label=label, settings={"gpus": str(devices), **way.settings})
+    return None
 
 
 def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
@@ -438,21 +450,24 @@ def _with_devices(hardware: Hardware, devices: int) -> Iterator[Hardware]:
     yield replace(hardware, nodes=max(hardware.nodes, -(-devices // hardware.devices_per_node)))
 
 
-def _larger_devices(case: Unfit) -> Iterator[WayOut]:
+def _larger_devices(case: Unfit) -> WayOut | None:
     exact = [
-        candidate for candidate in _candidates(case) if candidate.degradation is Degradation.EXACT
+        candidate
+        for candidate in case.frontier.candidates
+        if candidate.degradation is Degradation.EXACT
     ]
     least = min(
         exact,
         key=lambda candidate: (not candidate.fits_host, needed_bytes(candidate, case.calibrated)),
     )
     needed = needed_bytes(least, case.calibrated)
-    if needed > case.capacity_bytes:
-        cards = cards_with(needed)
-        label = f"devices with at least {format_bytes(needed)} free" + (
-            f", such as {', '.join(cards)}" if cards else ""
-        )
-        yield WayOut(label=label, plan=least.plan, needed_bytes=needed)
+    if needed <= case.capacity_bytes:
+        return None
+    cards = cards_with(needed)
+    label = f"devices with at least {format_bytes(needed)} free" + (
+        f", such as {', '.join(cards)}" if cards else ""
+    )
+    return WayOut(label=label, plan=least.plan, needed_bytes=needed)
 
 
 def cards_with(least_bytes: int) -> list[str]:
@@ -462,37 +477,35 @@ def cards_with(least_bytes: int) -> list[str]:
     return [name for _, name in large[:CARDS_NAMED]]
 
 
-def _more_host_memory(case: Unfit) -> Iterator[WayOut]:
-    fits_device = [
+def _more_host_memory(case: Unfit) -> WayOut | None:
+    short = [
         candidate
-        for candidate in _candidates(case)
-        if needed_bytes(candidate, case.calibrated) <= case.capacity_bytes
+        for candidate in case.frontier.candidates
+        if not candidate.fits_host
+        and needed_bytes(candidate, case.calibrated) <= case.capacity_bytes
     ]
-    short = [candidate for candidate in fits_device if not candidate.fits_host]
-    if short:
-        least = min(short, key=lambda candidate: (candidate.degradation, candidate.host_bytes))
-        has = format_bytes(case.hardware.host_memory)
-        label = f"nodes with {format_bytes(least.host_bytes)} of host memory instead of {has}"
-        yield WayOut(
-            label=label, plan=least.plan, needed_bytes=needed_bytes(least, case.calibrated)
-        )
+    if not short:
+        return None
+    least = min(short, key=lambda candidate: (candidate.degradation, candidate.host_bytes))
+    has = format_bytes(case.hardware.host_memory)
+    label = f"nodes with {format_bytes(least.host_bytes)} of host memory instead of {has}"
+    needed = needed_bytes(least, case.calibrated)
+    return WayOut(label=label, plan=least.plan, needed_bytes=needed)
 
 
-def _way(
-    case: Unfit, label: str, settings: Mapping[str, str], **changes: object
-) -> Iterator[WayOut]:
-    """Yield the job with these `changes` as a way out, if a plan then fits."""
+def _way(case: Unfit, label: str, settings: Mapping[str, str], **changes: object) -> WayOut | None:
+    """Return the job with these `changes` as a way out, if a plan then fits."""
     best = _first_fit(case, **changes)
-    if best is not None:
-        needed = needed_bytes(best, case.calibrated)
-        yield WayOut(
-            label=label,
-            settings=settings,
-            plan=best.plan,
-            job=case.spec.model_copy(update=changes),
-            needed_bytes=needed,
-            degradation=best.degradation,
-        )
+    if best is None:
+        return None
+    return WayOut(
+        label=label,
+        settings=settings,
+        plan=best.plan,
+        job=case.spec.model_copy(update=changes),
+        needed_bytes=needed_bytes(best, case.calibrated),
+        degradation=best.degradation,
+    )
 
 
 def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
@@ -501,9 +514,8 @@ def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
     if case.is_worn_out:
         return None
     try:
-        candidates = frontier(
-            spec, case.hardware, calibrated.correction, calibrated.overhead, within_reach=True
-        )
+        request = read_request(spec)
+        candidates = frontier(request, case.hardware, calibrated, within_reach=True)
         case.work.looked += candidates.looked
         return next(fitting(candidates, case.capacity_bytes, calibrated, case.refuted), None)
     except TooManyPlans:
@@ -516,5 +528,8 @@ def _first_fit(case: Unfit, **changes: object) -> Candidate | None:
         return None
 
 
-def _with_numeric(spec: JobSpec) -> Degrade:
+def _with_numeric(spec: JobSpec) -> Degrade | None:
+    """Return the job's `degrade` with other arithmetic; None where it allows that already."""
+    if spec.degrade.limit >= Degradation.NUMERIC:
+        return None
     return spec.degrade.model_copy(update={"allow": "numeric"})

@@ -14,6 +14,7 @@ from jobs.audio.run import CLUSTER, FOLDER, LEAST_RECOVERIES, PROMISES
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.service.client import lifecycle
 from orchestrator.service.demo.promises import recovered
@@ -41,7 +42,7 @@ def fit(spec: JobSpec) -> list[Candidate]:
     where = Hardware(
         device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=bandwidth
     )
-    return list(fitting(frontier(spec, where), node.device.memory, UNMEASURED))
+    return list(fitting(frontier(read_request(spec), where), node.device.memory, UNMEASURED))
 
 
 @pytest.mark.parametrize("name", PROMISES)

@@ -9,7 +9,8 @@ import yaml
 
 from benchmarks.__main__ import main
 from benchmarks.published_rows import FOLDER, read_rows
-from orchestrator.planning.search import plans
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import list_plans
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.plan import parse_plan
 from orchestrator.specs.cluster import idle_nodes
@@ -30,7 +31,7 @@ def test_the_plan_of_a_row_is_one_that_the_search_makes() -> None:
         spec = job_from_data({"name": row.name, **row.job}, row.source)
         plan = parse_plan(spec, [(key, str(value)) for key, value in row.plan.items()])
         (group,) = groups_of(idle_nodes(row.cluster))
-        assert plan in set(plans(spec, group.hardware)), row.name
+        assert plan in set(list_plans(read_request(spec), group.hardware)), row.name
 
 
 @pytest.mark.parametrize(

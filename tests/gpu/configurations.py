@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.engines.overhead import supposed_overhead_bytes
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -86,11 +87,13 @@ class Measurement:
             training=self.training,
         )
         profile = profile_of(
-            job,
-            precision=self.plan.precision,
-            sequence_length=self.sequence_length,
-            autocast=autocasts(self.plan),
-            cuda=kind is DeviceKind.CUDA,
+            read_model_request(job),
+            Share(
+                precision=self.plan.precision,
+                sequence_length=self.sequence_length,
+                autocast=autocasts(self.plan),
+                cuda=kind is DeviceKind.CUDA,
+            ),
         )
         assert profile is not None, "these models have a closed form"
         return profile

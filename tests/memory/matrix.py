@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -522,14 +523,16 @@ def rows(model: DecoderSpec | ModelSpec, tried: Sequence[Plan], folder: Path) ->
 def predict_bytes(spec: JobSpec, plan: Plan, uneven: float = 1.0) -> int:
     """Allocated bytes of the plan, by the closed form."""
     profile = profile_of(
-        spec,
-        precision=plan.precision,
-        sequence_length=plan.sequence_length,
-        context_parallel=plan.layout.cp,
-        tensor_parallel=plan.layout.tp,
-        expert_parallel=plan.expert_parallel,
-        uneven=uneven,
-        autocast=autocasts(plan),
+        read_model_request(spec),
+        Share(
+            precision=plan.precision,
+            sequence_length=plan.sequence_length,
+            context_parallel=plan.layout.cp,
+            tensor_parallel=plan.layout.tp,
+            expert_parallel=plan.expert_parallel,
+            uneven=uneven,
+            autocast=autocasts(plan),
+        ),
     )
     assert profile is not None
     return estimate(profile, plan, DEVICE).allocated_bytes

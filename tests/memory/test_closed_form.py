@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import CHUNK_TOKENS, profile_of
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, Precision
@@ -49,6 +50,8 @@ from tests.memory.matrix import (
 )
 from tests.memory.measure import Run, measure_peaks
 from tests.training.gang import needs_torch_2_12
+
+SHARE = Share(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
 
 MEAN_ERROR_MAX = 0.02
 MOMENT_ERROR_MAX = 0.01
@@ -257,7 +260,8 @@ def test_an_update_in_the_backward_pass_saves_most_of_the_bytes_of_all_gradients
     outside = dataclasses.replace(inside, optimizer_in_backward=False)
     less, more = rows(DEEP, [inside, outside], tmp_path)
     profile = profile_of(
-        job(ModelSpec(decoder=DEEP)), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH
+        read_model_request(job(ModelSpec(decoder=DEEP))),
+        SHARE,
     )
     assert profile is not None
     gradient_bytes = 4 * (profile.trained_parameters - profile.largest_trained)

@@ -14,6 +14,7 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -27,7 +28,8 @@ from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import ADAPTED, DEVICE, SEQUENCE_LENGTH, job
 from tests.memory.measure import Run, measure_peaks
 from tests.memory.models import MODELS
@@ -132,11 +134,13 @@ def _profile(name: str, plan: Plan) -> ModelProfile:
     if name not in CLOSED_FORM:
         return _traced(name)[plan.precision, autocasts(plan)]
     profile = profile_of(
-        job(KNOWN[name]),
-        precision=plan.precision,
-        sequence_length=SEQUENCE_LENGTH,
-        tensor_parallel=plan.layout.tp,
-        autocast=autocasts(plan),
+        read_model_request(job(KNOWN[name])),
+        Share(
+            precision=plan.precision,
+            sequence_length=SEQUENCE_LENGTH,
+            tensor_parallel=plan.layout.tp,
+            autocast=autocasts(plan),
+        ),
     )
     assert profile is not None
     return profile
@@ -158,7 +162,7 @@ def _traced(name: str) -> dict[tuple[Precision, bool], ModelProfile]:
     )
     return {
         (kind.precision, kind.autocast): profile
-        for kind, profile in zip(kinds, profiles(request), strict=True)
+        for kind, profile in zip(kinds, trace_arithmetics(request), strict=True)
     }
 
 

@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.models import experts
 from orchestrator.memory.models.hf import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
@@ -33,7 +34,8 @@ from orchestrator.training.guard.virtual_device import VirtualDevice
 from orchestrator.training.models.hf_adapters import adapt
 from orchestrator.training.models.hf_model import read_config
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import DEVICE
 
 SIZES: dict[str, Any] = {
@@ -95,7 +97,10 @@ def profile(config: dict[str, Any], lora: LoraSpec | None = None, **changes: Any
         model=ModelSpec(hf=config, lora=lora),
         data=DataSpec(text=("text.txt",), sequence_length=LENGTHS[0]),
     )
-    derived = profile_of(spec, **{"precision": Precision.FP32, "sequence_length": None, **changes})
+    derived = profile_of(
+        read_model_request(spec),
+        Share(**{"precision": Precision.FP32, "sequence_length": None, **changes}),
+    )
     assert derived is not None
     return derived
 
@@ -245,7 +250,7 @@ def test_a_recomputed_layer_with_adapters_peaks_where_its_trace_does(
 ) -> None:
     hf = {**CONFIGS["llama"], "hidden_size": 192, "intermediate_size": 512, "head_dim": 48}
     model, length = ModelSpec(hf=hf, lora=lora), LENGTHS[1]
-    (traced,) = profiles(
+    (traced,) = trace_arithmetics(
         Request(
             model=model,
             training=TrainingSpec(),

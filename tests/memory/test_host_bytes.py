@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.choices import Engine, Offload, Optimizer, Precision
 from orchestrator.specs.job.model import ModelSpec
 from tests.memory.matrix import ADAPTED, DEEP, DEVICE, SEQUENCE_LENGTH, job, plan
 
+SHARE = Share(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+
 
 def host_bytes(model: ModelSpec, engine: Engine, stage: int, dp: int, **fields: Any) -> int:
-    profile = profile_of(job(model), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+    profile = profile_of(
+        read_model_request(job(model)),
+        SHARE,
+    )
     assert profile is not None
     return estimate(profile, plan(engine, stage, 1, layout={"dp": dp}, **fields), DEVICE).host_bytes
 
@@ -27,7 +33,10 @@ def host_bytes(model: ModelSpec, engine: Engine, stage: int, dp: int, **fields: 
 def test_the_ranks_together_copy_what_is_trained_and_its_states_once(
     engine: Engine, stage: int, optimizer: Optimizer, width: int, model: ModelSpec
 ) -> None:
-    profile = profile_of(job(model), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+    profile = profile_of(
+        read_model_request(job(model)),
+        SHARE,
+    )
     assert profile is not None
     for dp in (2, 4):
         copied = dp * host_bytes(model, engine, stage, dp, optimizer=optimizer)

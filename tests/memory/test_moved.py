@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.models.adapters import AdaptedLayer
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.kernels import GRADIENT_TRAFFIC_BYTES, LOGIT_TRAFFIC_BYTES
@@ -177,7 +178,8 @@ def test_operators_move_what_is_said(
         data=DataSpec(text=("x",), sequence_length=TOKENS),
     )
     profile = profile_of(
-        job, precision=precision, sequence_length=TOKENS, autocast=False, cuda=True
+        read_model_request(job),
+        Share(precision=precision, sequence_length=TOKENS, autocast=False, cuda=True),
     )
     assert profile is not None
     (segment,) = (candidate for candidate in profile.segments if candidate.name == "layer")

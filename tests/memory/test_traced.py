@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import autocasts, is_known, profile_of
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
@@ -21,10 +22,13 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.job.model import Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
 from tests.memory.measure import Run, measure_peaks, peaks
 from tests.memory.models import DECODER, MODELS, WIDE, WITH_LARGE_TABLES
+
+SHARE = Share(precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
 NONE, SELECTIVE, FULL = ActivationCheckpointing
@@ -45,7 +49,7 @@ def trace_profiles(
         sequence_length=SEQUENCE_LENGTH,
         arithmetics=kinds,
     )
-    return dict(zip(arithmetics, profiles(request), strict=True))
+    return dict(zip(arithmetics, trace_arithmetics(request), strict=True))
 
 
 def plan(engine: Engine, stage: int, dp: int, micro: int, turns: int, **fields: object) -> Plan:
@@ -331,14 +335,14 @@ def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_o
         update={"training": TrainingSpec(freeze=(Freeze(parameters="model.layers.*"),))}
     )
     assert not is_known(frozen)
-    closed_form = profile_of(spec, precision=Precision.FP32, sequence_length=None)
+    closed_form = profile_of(read_model_request(spec), Share(precision=Precision.FP32))
     assert closed_form is not None
     less = dataclasses.replace(closed_form, source=Source.TRACED)
     trace = TracedProfile(sequence_length=SEQUENCE_LENGTH, autocast=False, profile=less)
     frozen = frozen.model_copy(update={"traced": (trace,)})
-    assert profile_of(frozen, precision=Precision.FP32, sequence_length=None) == less
+    assert profile_of(read_model_request(frozen), Share(precision=Precision.FP32)) == less
     for cut in ({"pipeline_parallel": 2}, {"tensor_parallel": 2}):
-        whole = profile_of(frozen, precision=Precision.FP32, sequence_length=None, **cut)
+        whole = profile_of(read_model_request(frozen), Share(precision=Precision.FP32, **cut))
         assert whole is not None
         assert whole.source is Source.CLOSED_FORM
 
@@ -349,7 +353,8 @@ def test_the_trace_of_our_decoder_has_the_parameters_and_about_the_peak_of_its_c
 ):
     (trace,) = trace_profiles(ModelSpec(decoder=DECODER), (Precision.FP32, False)).values()
     closed = profile_of(
-        job(ModelSpec(decoder=DECODER)), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH
+        read_model_request(job(ModelSpec(decoder=DECODER))),
+        SHARE,
     )
     assert closed is not None
     assert trace.parameters == closed.parameters

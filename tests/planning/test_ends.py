@@ -9,9 +9,10 @@ import pytest
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
-from orchestrator.planning.ends import ends_of
-from orchestrator.planning.profiles import profile_for
-from orchestrator.planning.search import plans
+from orchestrator.planning.ends import split_evenly
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -60,12 +61,14 @@ def plan(
 
 
 def cut_pipeline(spec: JobSpec, candidate: Plan) -> Plan:
-    first, last = ends_of(profile_for(spec, machine(), candidate), candidate, machine())
+    first, last = split_evenly(
+        find_profile(read_request(spec), machine(), candidate), candidate, machine()
+    )
     return replace(candidate, first_stage_layers=first, last_stage_layers=last)
 
 
 def seconds(spec: JobSpec, candidate: Plan) -> float:
-    return step_s(profile_for(spec, machine(), candidate), candidate, machine())
+    return step_s(find_profile(read_request(spec), machine(), candidate), candidate, machine())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_of_cuts_that_are_equally_fast_the_fullest_rank_needs_the_least() -> Non
     assert seconds(spec, chosen) <= EQUAL * seconds(spec, heavy)
     needed = [
         estimate(
-            profile_for(spec, machine(), candidate), candidate, machine().device
+            find_profile(read_request(spec), machine(), candidate), candidate, machine().device
         ).allocated_bytes
         for candidate in (chosen, heavy)
     ]
@@ -113,7 +116,7 @@ def test_of_cuts_that_are_equally_fast_the_fullest_rank_needs_the_least() -> Non
 
 def test_every_plan_with_a_pipeline_is_cut_so_unless_the_job_says_where() -> None:
     spec = job(LLAMA | {"num_hidden_layers": 30}, gpus=8)
-    pipelined = [plan for plan in plans(spec, machine()) if plan.layout.pp == 4]
+    pipelined = [plan for plan in list_plans(read_request(spec), machine()) if plan.layout.pp == 4]
     assert {
         (plan.first_stage_layers, plan.last_stage_layers)
         for plan in pipelined
@@ -121,7 +124,8 @@ def test_every_plan_with_a_pipeline_is_cut_so_unless_the_job_says_where() -> Non
     } == {(8, 6)}
     pinned = spec.model_copy(update={"plan": (("last_stage_layers", 4), ("pp", 4))})
     assert {
-        (plan.first_stage_layers, plan.last_stage_layers) for plan in plans(pinned, machine())
+        (plan.first_stage_layers, plan.last_stage_layers)
+        for plan in list_plans(read_request(pinned), machine())
     } == {(0, 4)}
     impossible = spec.model_copy(update={"plan": (("last_stage_layers", 28), ("pp", 4))})
-    assert not list(plans(impossible, machine()))
+    assert not list(list_plans(read_request(impossible), machine()))

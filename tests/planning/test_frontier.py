@@ -16,8 +16,9 @@ from orchestrator.memory.calibration.correction import corrected_bytes, observed
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected
-from orchestrator.planning.profiles import profile_for
-from orchestrator.planning.search import Hardware, frontier, plans
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import Hardware, frontier, list_plans
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Degradation,
@@ -101,7 +102,7 @@ machines = st.builds(
 
 def planned(spec: JobSpec, machine: Hardware) -> tuple[Candidate, ...]:
     try:
-        return frontier(spec, machine).candidates
+        return frontier(read_request(spec), machine).candidates
     except SpecError:
         return ()
 
@@ -146,7 +147,7 @@ def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(
 
 
 def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ignore[no-untyped-def]
-    profile = profile_for(spec, machine, plan)
+    profile = find_profile(read_request(spec), machine, plan)
     semantic = plan.sequence_length != spec.data.sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
     return Candidate(
@@ -168,7 +169,7 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(
 ) -> None:
     families: dict[object, list[Candidate]] = {}
     try:
-        tried = list(plans(spec, machine))
+        tried = list(list_plans(read_request(spec), machine))
     except SpecError:
         return
     for plan in tried:
@@ -211,7 +212,11 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
     two = ParallelLayout(dp=2)
     plan = Plan(engine=Engine.TORCH, layout=two, micro_batch_size=2, sequence_length=128)
     whole, sharded = (
-        estimate(profile_for(spec, here, plan), replace(plan, zero_stage=stage), here.device)
+        estimate(
+            find_profile(read_request(spec), here, plan),
+            replace(plan, zero_stage=stage),
+            here.device,
+        )
         for stage in (ZeroStage.NONE, ZeroStage.PARAMETERS)
     )
     measured = 10 * whole.allocated_bytes
@@ -221,7 +226,7 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
 
 
 def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
-    front = frontier(decoder_job(), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
+    front = frontier(read_request(decoder_job()), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
     learned = Calibration(correction=1.2)
     capacity = needed_bytes(front.candidates[len(front.candidates) // 2], learned)
     refuted = frozenset({front.candidates[-1].plan})
@@ -235,14 +240,18 @@ def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
 def test_torch_is_preferred_where_both_engines_would_do() -> None:
     spec = decoder_job(gpus=2)
     first = next(
-        fitting(frontier(spec, hardware(DeviceKind.VIRTUAL, memory="8GiB")), 8 * 2**30, UNMEASURED)
+        fitting(
+            frontier(read_request(spec), hardware(DeviceKind.VIRTUAL, memory="8GiB")),
+            8 * 2**30,
+            UNMEASURED,
+        )
     )
     assert first.plan.engine is Engine.TORCH
 
 
 def test_a_batch_that_no_allowed_number_of_devices_divides_is_refused_with_a_way_out() -> None:
     with pytest.raises(SpecError) as refused:
-        frontier(decoder_job(global_batch_size=7, gpus=11), hardware())
+        frontier(read_request(decoder_job(global_batch_size=7, gpus=11)), hardware())
     assert refused.value.path == "global_batch_size"
     assert "global_batch_size: 12" in refused.value.hint
 
@@ -263,7 +272,7 @@ def test_the_frontier_of_a_deep_model_steps_from_selective_to_full_checkpointing
         precision="bf16",
     )
     fabric = replace(hardware(per_node=8, nodes=64), network_bandwidth=400_000_000_000)
-    candidates = frontier(spec, fabric).candidates
+    candidates = frontier(read_request(spec), fabric).candidates
     alike = Plan(
         engine=Engine.TORCH,
         layout=ParallelLayout(dp=512),
@@ -329,6 +338,6 @@ def count_calls(model: str, gpus: int, batch: int) -> int:
     )
     machine = hardware(per_node=8, nodes=gpus // 8)
     with Profile() as recorded:
-        front = frontier(spec, machine)
+        front = frontier(read_request(spec), machine)
     assert any(fits(candidate, machine.device.memory, UNMEASURED) for candidate in front.candidates)
     return int(Stats(recorded).total_calls)

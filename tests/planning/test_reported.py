@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, likely_band_bytes
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.units import parse_bytes
@@ -26,7 +27,7 @@ def test_the_band_of_an_answer_holds_what_was_reported(row: dict[str, Any]) -> N
     settings = [("gpus", "1"), ("global_batch_size", batch)]
     settings.append(("knobs.micro_batch_size.default", batch))
     spec = read_job(JOBS / row["job"], settings, to_run=False)
-    candidates = frontier(spec, cards("a100-80gb")).candidates
+    candidates = frontier(read_request(spec), cards("a100-80gb")).candidates
     lightest = min(candidates, key=lambda candidate: candidate.estimate.device_bytes)
     least, most = likely_band_bytes(lightest.plan, lightest.estimate, UNMEASURED)
     if row["trains"]:

@@ -9,14 +9,16 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.memory.calibration.calibrate import Calibration
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.estimate import DeviceBytes, estimate, sharing_key
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import Candidate, node_host_bytes
 from orchestrator.planning.pareto import Timed, pareto
-from orchestrator.planning.profiles import profile_for
-from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, list_plans
 from orchestrator.planning.trust import trust
 from orchestrator.specs.choices import ActivationCheckpointing, Degradation, Engine, ParallelLayout
 from orchestrator.specs.cluster import DeviceSpec
@@ -155,8 +157,8 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     spec: JobSpec, here: Hardware, overhead: Overhead
 ) -> None:
     try:
-        tried = list(plans(spec, here))
-        candidates = frontier(spec, here, overhead=overhead).candidates
+        tried = list(list_plans(read_request(spec), here))
+        candidates = frontier(read_request(spec), here, Calibration(overhead=overhead)).candidates
     except SpecError:
         return
     assert len(set(tried)) == len(tried)
@@ -191,8 +193,8 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
 ) -> None:
     here = replace(here, host_memory=host_memory)
     try:
-        tried = list(plans(spec, here))
-        candidates = frontier(spec, here).candidates
+        tried = list(list_plans(read_request(spec), here))
+        candidates = frontier(read_request(spec), here).candidates
     except SpecError:
         return
     with_host = [
@@ -211,7 +213,7 @@ def test_where_host_memory_is_short_the_frontier_has_every_plan_with_enough_that
 
 
 def _estimate(spec: JobSpec, here: Hardware, plan: Plan) -> MemoryEstimate:
-    return estimate(profile_for(spec, here, plan), plan, here.device)
+    return estimate(find_profile(read_request(spec), here, plan), plan, here.device)
 
 
 @given(jobs, machines, st.floats(1.0, 30.0))
@@ -221,8 +223,10 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
     spec: JobSpec, here: Hardware, correction: float
 ) -> None:
     try:
-        tried = list(plans(spec, here))
-        candidates = frontier(spec, here, correction).candidates
+        tried = list(list_plans(read_request(spec), here))
+        candidates = frontier(
+            read_request(spec), here, Calibration(correction=correction)
+        ).candidates
     except SpecError:
         return
     step = 2 ** (1 / CORRECTION_STEPS)
@@ -238,7 +242,7 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
     ]
     for plan in tried:
         kind, seconds, _, devices, rank = cost(spec, here, plan)
-        estimated = estimate(profile_for(spec, here, plan), plan, here.device)
+        estimated = estimate(find_profile(read_request(spec), here, plan), plan, here.device)
         if corrected_bytes(estimated, step * correction) <= REACH * here.device.memory:
             needed = corrected_bytes(estimated, correction)
             assert any(
@@ -254,7 +258,7 @@ def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontie
 def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
     here = machine(DeviceKind.CUDA, 2, 1, "80GiB", nvme=False)
     plain, blocking = (
-        frontier(job(WORK[0], 8, (1, 1), "exact", env=env), here).candidates
+        frontier(read_request(job(WORK[0], 8, (1, 1), "exact", env=env)), here).candidates
         for env in ({}, {"CUDA_LAUNCH_BLOCKING": "1"})
     )
     assert min(candidate.step_s for candidate in blocking) > min(
@@ -264,7 +268,7 @@ def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
 
 def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSED_OVERHEAD) -> Cost:
     """Return the cost of a plan by the formulas, without the search."""
-    profile = profile_for(spec, here, plan)
+    profile = find_profile(read_request(spec), here, plan)
     sequence_length = spec.data.sequence_length if spec.model is not None else LENGTH
     semantic = plan.sequence_length != sequence_length
     numeric = (plan.precision, plan.optimizer) != (spec.precision, spec.training.optimizer)
@@ -304,11 +308,11 @@ def beats(mine: Cost, theirs: Cost) -> bool:
 def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here: Hardware) -> None:
     shared_bytes: dict[object, DeviceBytes] = {}
     try:
-        tried = list(plans(spec, here))
+        tried = list(list_plans(read_request(spec), here))
     except SpecError:
         return
     for plan in tried:
-        profile = replace(profile_for(spec, here, plan), fragmentation=FRAGMENTED)
+        profile = replace(find_profile(read_request(spec), here, plan), fragmentation=FRAGMENTED)
         shared = shared_bytes.setdefault(sharing_key(plan), DeviceBytes(profile, plan, here.device))
         needed = estimate(profile, plan, here.device)
         assert shared.estimate(plan) == needed, plan

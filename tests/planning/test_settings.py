@@ -15,8 +15,9 @@ import orchestrator
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.families import requested_settings
-from orchestrator.planning.profiles import profile_for
-from orchestrator.planning.search import frontier, plans
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import frontier, list_plans
 from orchestrator.specs.choices import (
     Degradation,
     Engine,
@@ -80,14 +81,14 @@ def test_every_declared_setting_of_training_has_a_memory_or_a_cost_term(setting:
     spec = job(MODELS.get(setting.name, DECODER))
     is_known = any(
         costs(spec, plan) != costs(spec, other)
-        for plan in chain(plans(spec, MACHINE), (BY_FSDP, IN_8_BITS))
+        for plan in chain(list_plans(read_request(spec), MACHINE), (BY_FSDP, IN_8_BITS))
         for other in others(setting, plan)
     )
     assert is_known != (setting.name in OUTSIDE_TRAINING)
 
 
 def costs(spec: JobSpec, plan: Plan) -> tuple[object, ...]:
-    profile = profile_for(spec, MACHINE, plan)
+    profile = find_profile(read_request(spec), MACHINE, plan)
     return estimate(profile, plan, MACHINE.device), step_s(profile, plan, MACHINE)
 
 
@@ -105,11 +106,11 @@ def test_every_declared_setting_is_read_by_what_runs_a_plan() -> None:
 def test_the_class_of_a_candidate_is_that_of_the_settings_in_which_it_differs(allow: str) -> None:
     degrade = {"allow": allow, "sequence_lengths": (64,) if allow == "semantic" else ()}
     spec = job(degrade=degrade, precision=Precision.FP32)
-    candidates = frontier(spec, MACHINE).candidates
+    candidates = frontier(read_request(spec), MACHINE).candidates
     assert {candidate.degradation for candidate in candidates} == set(
         range(Degradation[allow.upper()] + 1)
     )
     assert all(
-        candidate.degradation == degradation(requested_settings(spec), candidate.plan)
+        candidate.degradation == degradation(requested_settings(read_request(spec)), candidate.plan)
         for candidate in candidates
     )

@@ -17,9 +17,10 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.pareto import Timed, pareto
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
-from orchestrator.planning.search import plans
+from orchestrator.planning.request import read_request, read_script
+from orchestrator.planning.search import list_plans
 from orchestrator.planning.trust import trust
 from orchestrator.scheduling.base.shape import shape_of
 from orchestrator.scheduling.failures.degrade import bytes_per_parameter
@@ -44,7 +45,7 @@ MODEL_JOB, SCRIPT_JOB = (
 )
 MACHINE = machine(DeviceKind.CUDA, 8, 1, "80GiB", nvme=False)
 PLAN = Plan(engine=Engine.TORCH, precision=Precision.BF16, micro_batch_size=4, sequence_length=128)
-PROFILE = profile_for(MODEL_JOB, MACHINE, PLAN)
+PROFILE = find_profile(read_request(MODEL_JOB), MACHINE, PLAN)
 ESTIMATE = estimate(PROFILE, PLAN, MACHINE.device)
 NOTHING: Any = None  # what is not looked at before the refusal
 
@@ -83,7 +84,7 @@ STATEMENTS: dict[str, Reader] = {
     ),
 }
 ENUMERATIONS: dict[str, Reader] = {
-    "search of a model": lambda _: [*plans(MODEL_JOB, MACHINE)],
+    "search of a model": lambda _: [*list_plans(read_request(MODEL_JOB), MACHINE)],
     "loop": loop,
 }
 ROWS: dict[str, Reader] = {
@@ -94,9 +95,9 @@ ROWS: dict[str, Reader] = {
     ),
     "shape on nodes": lambda plan: shape_of(plan, 8, 1),
     "script's command": lambda plan: script_command(
-        SCRIPT_JOB, plan, output_dir="", resume_from=None, deepspeed_config_path=None
+        read_script(SCRIPT_JOB), plan, output_dir="", resume_from=None, deepspeed_config_path=None
     ),
-    "search of a script": lambda _: [*plans(SCRIPT_JOB, MACHINE)],
+    "search of a script": lambda _: [*list_plans(read_request(SCRIPT_JOB), MACHINE)],
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import fitting, needed_bytes
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.ways_out import Unfit, WayOut, adapters, missing_knobs, ways_out
 from orchestrator.scheduling.base.node_groups import groups_of
@@ -32,7 +33,7 @@ def cards(text: str) -> Hardware:
 
 
 def fits(spec: JobSpec, hardware: Hardware) -> bool:
-    front = frontier(spec, hardware, within_reach=True)
+    front = frontier(read_request(spec), hardware, within_reach=True)
     return next(fitting(front, hardware.device.memory, UNMEASURED), None) is not None
 
 
@@ -79,8 +80,11 @@ def test_rvc_fits_a_3060_as_its_file_is() -> None:
 
 def test_every_way_of_a_decoder_fits_and_says_its_class() -> None:
     spec, hardware = decoder_job(hidden_size=768), machine()
-    capacity = min(needed_bytes(c, UNMEASURED) for c in frontier(spec, hardware).candidates) - 2**20
-    assert not list(fitting(frontier(spec, hardware), capacity, UNMEASURED))
+    capacity = (
+        min(needed_bytes(c, UNMEASURED) for c in frontier(read_request(spec), hardware).candidates)
+        - 2**20
+    )
+    assert not list(fitting(frontier(read_request(spec), hardware), capacity, UNMEASURED))
     ways = ways_out(Unfit(spec, hardware, capacity, UNMEASURED))
     assert any(way.label.startswith("4 devices instead of 2") for way in ways)
     assert any(way.label.startswith("devices with at least") for way in ways)

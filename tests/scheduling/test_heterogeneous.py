@@ -14,8 +14,9 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
-from orchestrator.planning.profiles import profile_for
-from orchestrator.planning.search import frontier, plans
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import frontier, list_plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.base.sentences import reason_of
@@ -84,7 +85,7 @@ def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
         (2, "rtx4090-24gb"),
     ]
     for group, most in ((large, 8), (small, 2)):
-        candidates = frontier(spec, group.hardware).candidates
+        candidates = frontier(read_request(spec), group.hardware).candidates
         assert max(candidate.plan.world_size for candidate in candidates) == most
         assert any(
             needed_bytes(candidate, UNMEASURED) <= group.hardware.device.memory
@@ -258,13 +259,17 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
     device = group.hardware.device
     free_bytes = sorted((free for node in group.nodes for free in node.free_bytes), reverse=True)
     try:
-        legal = list(plans(spec, group.hardware)) if group.devices >= spec.gpus.min else []
+        legal = (
+            list(list_plans(read_request(spec), group.hardware))
+            if group.devices >= spec.gpus.min
+            else []
+        )
     except SpecError:
         return []
     rows = []
     for plan in legal:
         profile, capacity_bytes = (
-            profile_for(spec, group.hardware, plan),
+            find_profile(read_request(spec), group.hardware, plan),
             free_bytes[plan.world_size - 1],
         )
         needs = estimate(profile, plan, device)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.calibration.calibrate import PROBES_MAX, calibration, select_newest
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.sentences import reason_of
@@ -420,7 +421,9 @@ def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several()
     line = MeasuredLine(fixed_bytes=80 * MIB, sample_bytes=MIB, is_of_one_rank=True)
     spec, two = unknown(gpus={"min": 1, "max": 2}), groups_of(idle_nodes(CLUSTERS[1]))[0].hardware
     for measured, added in ((line, 20 * MIB), (replace(line, is_of_one_rank=False), 0)):
-        candidates = frontier(spec.model_copy(update={"measured": measured}), two).candidates
+        candidates = frontier(
+            read_request(spec.model_copy(update={"measured": measured})), two
+        ).candidates
         fixed = {
             candidate.plan.layout.dp: candidate.estimate.allocated_bytes
             - candidate.plan.micro_batch_size * MIB

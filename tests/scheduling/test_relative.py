@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.memory.calibration.calibrate import calibration
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.options.probe import measured_spec
@@ -40,7 +41,9 @@ def planned_bytes(spec: JobSpec, night: Night) -> dict[Plan, int]:
         night.state.observations, device=hardware.device.name, family=spec.family_name
     )
     front = frontier(
-        measured_spec(spec, calibrated), hardware, calibrated.correction, calibrated.overhead
+        read_request(measured_spec(spec, calibrated)),
+        hardware,
+        calibrated,
     )
     return {candidate.plan: candidate.estimate.allocated_bytes for candidate in front.candidates}
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from orchestrator.planning.render import script_command
+from orchestrator.planning.request import read_script
 from orchestrator.scheduling.options.asks import with_allowed, with_global_batch
 from orchestrator.specs.actions import Archive
 from orchestrator.specs.errors import SpecError
@@ -47,7 +48,11 @@ def test_a_job_goes_on_with_half_its_batch_and_the_learning_rate_that_follows(
     assert changes["global_batch_size"] == ("16", "8")
     assert changes.get("learning_rate") == (None if rule == "same" else ("0.1", rate))
     command = script_command(
-        job.spec, second.plan, output_dir="o", resume_from=None, deepspeed_config_path=None
+        read_script(job.spec),
+        second.plan,
+        output_dir="o",
+        resume_from=None,
+        deepspeed_config_path=None,
     )
     assert command.arguments[command.arguments.index("--lr") + 1] == rate
     night.end()
@@ -193,7 +198,7 @@ def test_a_learning_rate_is_a_number_for_every_reader_of_yaml(rate: float) -> No
     night = Night(fixed=40, sample=10)
     night.submit(unknown(global_batch_size=16, knobs=knobs))
     command = script_command(
-        night.job().spec, night.launched[-1].plan, output_dir="o", resume_from=None,
+        read_script(night.job().spec), night.launched[-1].plan, output_dir="o", resume_from=None,
         deepspeed_config_path=None,
     )  # fmt: skip
     word = command.arguments[command.arguments.index("--lr") + 1]

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.frontier import fits
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import Hardware, frontier
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -40,14 +41,14 @@ def measured(**fields: object) -> JobSpec:
 def times(spec: JobSpec) -> dict[int, float]:
     return {
         candidate.plan.world_size: candidate.step_s
-        for candidate in frontier(spec, NODES).candidates
+        for candidate in frontier(read_request(spec), NODES).candidates
     }
 
 
 def test_each_number_of_devices_whose_speed_is_told_is_a_candidate_that_fits() -> None:
     """Also those that do not divide the global batch, and those that the cost model would not believe in."""
     assert times(measured()) == {40: 0.7, 5: 1.2, 1: 2.1}
-    for candidate in frontier(measured(), NODES).candidates:
+    for candidate in frontier(read_request(measured()), NODES).candidates:
         assert candidate.plan.global_batch_size == 32
         assert fits(candidate, A100.memory, UNMEASURED)
 
@@ -64,7 +65,9 @@ def test_the_fastest_plan_of_each_number_is_as_fast_as_told_and_the_others_slowe
         "gradient_accumulation_steps": {"flag": "--accumulate"},
         "activation_checkpointing": {"switch": "--checkpoint"},
     }
-    candidates = frontier(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"}), NODES).candidates
+    candidates = frontier(
+        read_request(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"})), NODES
+    ).candidates
     for count, fastest_s in ((1, 2.0), (4, 1.0)):
         times_s = [
             candidate.step_s for candidate in candidates if candidate.plan.world_size == count

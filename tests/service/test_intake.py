@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
 from orchestrator.service.intake.hub import hint_for
@@ -118,7 +119,7 @@ def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
     profile = "profile: {parameters: 1000, activations_per_sample: 1MiB}\n"
     text = HF.replace("hf: model", "hf: {model_type: gpt2}").replace("./model", "x/y") + profile
     spec = read_job(job_file(tmp_path, text))
-    declared_profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    declared_profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
     assert declared_profile is not None
     assert (declared_profile.source, declared_profile.parameters) == (Source.DECLARED, 1000)
 
@@ -155,17 +156,24 @@ def own_job(folder: Path, code: str, text: str = OWN) -> Path:
 def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
     spec = read_job(path, home=home)
-    profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
     assert (
-        profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True) is not None
+        profile_of(
+            read_model_request(spec),
+            Share(precision=Precision.BF16, autocast=True),
+        )
+        is not None
     )
     stamps = stamps_of(home)
     assert read_job(path, home=home) == spec
     assert stamps_of(home) == stamps, "a stored profile is not made again"
     (tmp_path / "jobs" / "own.py").write_text(FACTORY.replace("WIDTH", "6"))
-    changed = profile_of(read_job(path, home=home), precision=spec.precision, sequence_length=None)
+    changed = profile_of(
+        read_model_request(read_job(path, home=home)),
+        Share(precision=spec.precision),
+    )
     assert changed is not None
     assert changed.parameters == 6 * 3 + 3, "other code is another model"
 
@@ -240,7 +248,7 @@ def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_projec
         tmp_path, "from sizes import WIDTH\n" + FACTORY, f"name: own\nglobal_batch_size: 8\n{text}"
     )
     spec = read_job(path, home=tmp_path / "home")
-    profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
     assert profile is not None
     assert (profile.source, profile.parameters) == (Source.TRACED, 5 * 3 + 3)
     assert job_from_data(json.loads(spec.model_dump_json()), "the journal") == spec

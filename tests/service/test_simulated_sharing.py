@@ -43,7 +43,7 @@ def night(seed: int, *, gib_max: int, devices_max: int = 1, jobs: int = 24) -> T
                 "activations_per_sample": f"{draw.uniform(1, gib_max / 2):.2f}GiB",
             },
         )
-        arrivals.append(Arrival(at_s=at_s, spec=spec, rigid_devices=1))
+        arrivals.append(Arrival(at_s=at_s, spec=spec))
     return Trace(name="night", arrivals=tuple(arrivals))
 
 
@@ -131,7 +131,6 @@ def test_jobs_of_which_two_fit_on_no_card_never_share_one() -> None:
                     )
                 }
             ),
-            rigid_devices=1,
         )
         for arrival in trace.arrivals
         if arrival.spec.profile is not None

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from orchestrator.planning.render import script_command
+from orchestrator.planning.request import read_script
 from orchestrator.specs.choices import (
     ActivationCheckpointing,
     Engine,
@@ -49,7 +50,7 @@ def render_arguments(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
         }
     )
     command = script_command(
-        spec,
+        read_script(spec),
         plan,
         output_dir="OUT",
         resume_from="CKPT",

@@ -18,7 +18,13 @@ from orchestrator.training.tracing.allocator import (
     fragmentation,
     on_lines,
 )
-from orchestrator.training.tracing.trace import SAMPLES, Arithmetic, Request, _Traced, build
+from orchestrator.training.tracing.model_builder import (
+    SAMPLES,
+    Arithmetic,
+    Request,
+    build_meta_recipe,
+)
+from orchestrator.training.tracing.step_recorder import StepRecorder
 from tests.training.reseeded import EXAMPLES
 
 UNET = {"width": 64, "levels": 3, "samples": 50, "size": 64}
@@ -125,7 +131,7 @@ def test_the_fragmentation_factor_suffices_and_half_a_percent_less_does_not() ->
 
 
 @pytest.fixture(scope="module")
-def unet() -> _Traced:
+def unet() -> StepRecorder:
     """Trace a U-Net, whose convolutions widen as pictures shrink, so block sizes vary."""
     request = Request(
         model=ModelSpec(factory=f"{EXAMPLES / 'diffusion_unet.py'}:build", config=UNET),
@@ -135,10 +141,10 @@ def unet() -> _Traced:
         arithmetics=(),
     )
     arithmetic = Arithmetic(precision=Precision.FP32, autocast=False)
-    return _Traced(request, arithmetic, build(request, arithmetic, None))
+    return StepRecorder(request, arithmetic, build_meta_recipe(request, arithmetic, None))
 
 
-def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: _Traced) -> None:
+def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: StepRecorder) -> None:
     (_, few), (_, many), (_, eight) = (
         unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8)
     )
@@ -147,7 +153,7 @@ def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: _Traced
     assert extrapolated.requests == eight.requests
 
 
-def test_a_trace_has_the_fragmentation_of_the_models_own_steps(unet: _Traced) -> None:
+def test_a_trace_has_the_fragmentation_of_the_models_own_steps(unet: StepRecorder) -> None:
     ratios = dict(unet.profile(None, 0).fragmentation)
     assert set(ratios) == set(ActivationCheckpointing)
     assert max(ratios.values()) > 1.08, "more than transformers do, of which all layers are alike"

@@ -19,8 +19,9 @@ from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.tracing.allocator import Ledger
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import OpRecorder
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.trace import trace_arithmetics
 
 P, WIDTH, LAYERS, LENGTH = 0.25, 24, 4, 32
 ARITHMETICS = {
@@ -69,7 +70,7 @@ def trace_profiles(model: ModelSpec, *arithmetics: Arithmetic) -> list[ModelProf
         "family": "model",
         "sequence_length": LENGTH,
     }
-    return profiles(Request(model=model, arithmetics=arithmetics, **fields))
+    return trace_arithmetics(Request(model=model, arithmetics=arithmetics, **fields))
 
 
 def as_on(arithmetic: Arithmetic, *, cuda: bool) -> Arithmetic:

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.frontier import fitting
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.specs.cluster import idle_nodes
@@ -108,6 +109,10 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
         "data": {"text": ["text"], "sequence_length": 512},
     }
     plans = list(
-        fitting(frontier(job_from_data(data, "job"), hardware), hardware.device.memory, UNMEASURED)
+        fitting(
+            frontier(read_request(job_from_data(data, "job")), hardware),
+            hardware.device.memory,
+            UNMEASURED,
+        )
     )
     assert len(plans) >= 2

@@ -19,7 +19,8 @@ from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.models.hf_heads import OwnBatch
 from orchestrator.training.models.hf_model import read_config
-from orchestrator.training.tracing.trace import Arithmetic, Request, build, profiles
+from orchestrator.training.tracing.model_builder import Arithmetic, Request, build_meta_recipe
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.training import gang
 from tests.training.heads import drawn, with_settings
 
@@ -47,7 +48,7 @@ def request(config: dict[str, Any], **changes: Any) -> Request:
 
 def trains(config: dict[str, Any], home: Path) -> None:
     """Train two steps by the torch engine, on the batch that the head takes. Raises where it does not."""
-    recipe = build(
+    recipe = build_meta_recipe(
         request(config),
         FP32,
         transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)),
@@ -90,7 +91,7 @@ def test_drawn_heads_plan_and_train_two_steps_or_are_refused_with_the_factory_to
         home = tmp_path / str(number)
         home.mkdir()
         try:
-            assert profiles(request(config))[0] is not None
+            assert trace_arithmetics(request(config))[0] is not None
         except SpecError as error:
             failures |= (
                 {} if "factory" in error.hint else {head: f"refused without a way on: {error}"}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.profile import ModelProfile
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import LEAF_MODULES
-from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, timeline
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, make_timeline
+from orchestrator.training.tracing.trace import trace_arithmetics
 from tests.memory.matrix import MIXED, job
 
 
@@ -30,7 +32,7 @@ def test_if_the_micro_batch_changes_the_operations_moments_of_equal_gradients_ar
         samples=(1, 2),
         phases=([Phase(0, 0, True, single)], [Phase(0, 0, True, two)]),
     )
-    line = timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
+    line = make_timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
     lines = {
         moment.own: (moment.fixed_bytes, moment.sample_bytes)
         for stretch in line.stretches
@@ -49,8 +51,10 @@ def mixtures() -> tuple[ModelProfile, ModelProfile]:
         sequence_length=16,
         arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
     )
-    (traced,) = profiles(request)
-    closed = profile_of(job(MIXED), precision=Precision.FP32, sequence_length=16)
+    (traced,) = trace_arithmetics(request)
+    closed = profile_of(
+        read_model_request(job(MIXED)), Share(precision=Precision.FP32, sequence_length=16)
+    )
     assert closed is not None
     return traced, closed
 

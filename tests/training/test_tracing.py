@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.models import hf as hf_profiles
 from orchestrator.memory.profiles import decoder_profile, profile_of
 from orchestrator.service.intake.profiling import PROGRAM
@@ -40,8 +41,9 @@ from orchestrator.training.models.hf_adapters import NF4_BYTES
 from orchestrator.training.models.hf_weights import FirstValues, without_memory
 from orchestrator.training.tracing import trace as tracing
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.model_builder import Arithmetic, Request
 from orchestrator.training.tracing.op_recorder import MATRICES
-from orchestrator.training.tracing.repeats import Stack, stack_of
+from orchestrator.training.tracing.repeats import Stack, find_stack
 from orchestrator.training.tracing.timeline import (
     Event,
     Phase,
@@ -49,9 +51,9 @@ from orchestrator.training.tracing.timeline import (
     Steps,
     Timeline,
     Unlike,
-    timeline,
+    make_timeline,
 )
-from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
+from orchestrator.training.tracing.trace import trace_arithmetics
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
 LLAMA: dict[str, Any] = {
@@ -83,7 +85,7 @@ REQUEST = Request(
 
 def trace_model(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfile:
     request = replace(REQUEST, model=model, training=training or TrainingSpec())
-    (profile,) = profiles(request)
+    (profile,) = trace_arithmetics(request)
     return profile
 
 
@@ -106,7 +108,7 @@ def test_a_loss_of_whole_logits_holds_those_of_all_tokens() -> None:
     request = replace(REQUEST, model=ModelSpec(hf=wide), sequence_length=2048)
     heads = []
     for whole in (False, True):
-        (profile,) = profiles(replace(request, whole_logits=whole))
+        (profile,) = trace_arithmetics(replace(request, whole_logits=whole))
         heads.append(max(part.saved_bytes + part.transient_bytes for part in profile.segments[-2:]))
     assert heads[1] - heads[0] > 2 * 2048 * wide["vocab_size"]
 
@@ -158,17 +160,17 @@ def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
     model: ModelSpec, segments: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depths: list[int] = []
-    build = tracing.build
+    build = tracing.build_meta_recipe
 
     def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build", count_builds)
+    monkeypatch.setattr(tracing, "build_meta_recipe", count_builds)
     stretched = trace_model(model)
     layers, few = depths
     assert few < layers
-    monkeypatch.setattr(tracing, "cut", None)
+    monkeypatch.setattr(tracing, "cut_layers", None)
     whole = trace_model(model)
     assert depths == [layers, few, layers]
     assert replace(stretched, fragmentation=()) == replace(whole, fragmentation=()), (
@@ -193,7 +195,7 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
     head = data.draw(st.lists(st.integers(0, 2), min_size=lead, max_size=lead))
     length = lead + 3 * period + 2 + more
     kinds = head + [pattern[index % period] for index in range(length - lead)]
-    stack = stack_of(kinds, length)
+    stack = find_stack(kinds, length)
     if stack is None:
         assert length <= lead + 4 * period + 2
         return
@@ -206,8 +208,8 @@ def test_every_layer_is_of_the_kind_of_the_one_that_represents_it(
 
 
 def test_a_pattern_that_does_not_come_again_is_traced_whole() -> None:
-    assert stack_of([0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1], 16) is None
-    assert stack_of([0] * 15 + [1], 16) is None
+    assert find_stack([0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1], 16) is None
+    assert find_stack([0] * 15 + [1], 16) is None
 
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_key_value_heads": 4}
@@ -243,13 +245,13 @@ def test_dense_layers_do_not_represent_layers_with_experts(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], depths: list[int]
 ) -> None:
     built_depths: list[int] = []
-    build = tracing.build
+    build = tracing.build_meta_recipe
 
     def count_builds(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
         built_depths.append(config.num_hidden_layers)
         return build(request, arithmetic, config)
 
-    monkeypatch.setattr(tracing, "build", count_builds)
+    monkeypatch.setattr(tracing, "build_meta_recipe", count_builds)
     profile = trace_model(ModelSpec(hf=config))
     assert built_depths == depths
     with torch.device("meta"):
@@ -311,7 +313,7 @@ def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
             model=model,
             data=DataSpec(text=("text",), sequence_length=32),
         )
-        profile = profile_of(spec, precision=Precision.FP32, sequence_length=None)
+        profile = profile_of(read_model_request(spec), Share(precision=Precision.FP32))
         assert profile is not None
         return profile.forward_flops
 
@@ -370,7 +372,9 @@ def test_attention_saves_no_scores_on_cuda_where_it_does_on_a_cpu(config: dict[s
         Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True)
     )
     fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 64}
-    on_cpu, on_cuda = profiles(Request(model=ModelSpec(hf=config), arithmetics=kinds, **fields))
+    on_cpu, on_cuda = trace_arithmetics(
+        Request(model=ModelSpec(hf=config), arithmetics=kinds, **fields)
+    )
     assert (on_cpu.attention, on_cuda.attention) == (MATRICES, "memory-efficient")
     scores_bytes = 2 * config.get("num_attention_heads", 4) * 64**2
     for on_host, other in zip(on_cpu.segments[1:-1], on_cuda.segments[1:-1], strict=True):
@@ -383,7 +387,7 @@ def test_attention_that_is_alike_on_both_is_traced_once() -> None:
     )
     fields: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
     model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2})
-    on_cpu, on_cuda = profiles(Request(model=model, arithmetics=kinds, **fields))
+    on_cpu, on_cuda = trace_arithmetics(Request(model=model, arithmetics=kinds, **fields))
     assert on_cuda is on_cpu
 
 
@@ -403,7 +407,7 @@ def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
     )
     kind = Arithmetic(precision=Precision.BF16, autocast=weights is None)
     request = replace(REQUEST, model=model, arithmetics=(kind,), any_samples=is_script)
-    (trace,) = profiles(request)
+    (trace,) = trace_arithmetics(request)
     text = () if is_script else ("text",)
     spec = JobSpec(
         name="job",
@@ -413,7 +417,10 @@ def test_a_frozen_base_is_traced_as_the_closed_form_has_it(
         command=("python", "train.py") if is_script else None,
         **{"trains" if is_script else "model": model},
     )
-    closed_form = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
+    closed_form = profile_of(
+        read_model_request(spec),
+        Share(precision=Precision.BF16, autocast=True),
+    )
     assert closed_form is not None
     assert (trace.source, closed_form.source) == (Source.TRACED, Source.CLOSED_FORM)
     assert trace.trained_parameters == closed_form.trained_parameters
@@ -504,7 +511,7 @@ def test_layers_that_do_not_grow_linearly_are_not_extrapolated(bent: str) -> Non
         places = [
             Place(name=f"layers.{index}", is_layer=True, parameters=1) for index in range(depth)
         ]
-        return timeline(
+        return make_timeline(
             places, [record_steps(depth, bend)], Stack(lead=0, period=1, length=9), depth
         )
 

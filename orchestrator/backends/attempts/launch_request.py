@@ -18,6 +18,7 @@ from orchestrator.planning.render import (
     deepspeed_config,
     script_command,
 )
+from orchestrator.planning.request import read_script
 from orchestrator.specs.attempt import Attempt, Placement, device_count
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.command_line import Argv
@@ -285,7 +286,7 @@ def _render(
         module = ("-m", "orchestrator.training.main", str(paths.run))
         return RenderedCommand((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
     return script_command(
-        spec,
+        read_script(spec),
         attempt.plan,
         output_dir=_output_dir(spec, paths.output if attempt.probe else folder.output, paths),
         resume_from=resume_from,

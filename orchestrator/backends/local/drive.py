@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.node_groups import groups_of
@@ -46,7 +47,7 @@ class Drive:
         typed = attempt.relative_to
         if typed is None or typed.micro_batch_size == attempt.plan.micro_batch_size:
             return
-        for candidate in frontier(job.spec, group.hardware).candidates:
+        for candidate in frontier(read_request(job.spec), group.hardware).candidates:
             plan = candidate.plan
             if (
                 plan.micro_batch_size == typed.micro_batch_size

@@ -32,7 +32,7 @@ def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[R
             updates=plan.optimizer_in_backward,
         )
     ends = plan.first_stage_layers, plan.last_stage_layers
-    sizes = stage_layers(split_ends(profile)[1].count, layout.pp * per_rank, *ends)
+    sizes = stage_layers(split_ends(profile).layer.count, layout.pp * per_rank, *ends)
     return _stages(profile, layout.pp, sizes, in_flight, full_layers)
 
 
@@ -194,8 +194,16 @@ def messages(rank: int, pp: int, passes: tuple[int, ...], sent: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tuple[Segment, ...]]:
-    """Return (segments only in the first stage, the repeated segment, segments only in the last stage).
+class Parts(NamedTuple):
+    """The segments of a model, by the stages of a pipeline that have them."""
+
+    first: tuple[Segment, ...]  # only the first stage
+    layer: Segment  # every stage
+    last: tuple[Segment, ...]  # only the last stage
+
+
+def split_ends(profile: ModelProfile) -> Parts:
+    """Return the segments that only the first stage, every stage, and only the last stage has.
 
     Both ends hold a weight that they share.
     """
@@ -203,7 +211,7 @@ def split_ends(profile: ModelProfile) -> tuple[tuple[Segment, ...], Segment, tup
     place = profile.segments.index(repeated)
     before = profile.segments[:place]
     behind = profile.segments[place + 1 :]
-    return (
+    return Parts(
         tuple(map(_with_shared, before)),
         replace(repeated, waiting_gradients=0),
         tuple(map(_with_shared, behind)),

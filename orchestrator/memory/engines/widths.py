@@ -6,6 +6,7 @@ from orchestrator.memory.engines.moments import FP32_BYTES
 from orchestrator.specs.choices import MasterWeights, Precision
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.profile import ModelProfile
 
 
 def compute_bytes(plan: Plan) -> int:
@@ -27,3 +28,10 @@ def exchanged_bytes(plan: Plan, held_bytes: int | None = None) -> int:
     if facts_of(plan.engine).has_low_gradients:
         return compute_bytes(plan)
     return master_bytes(plan) if held_bytes is None else held_bytes
+
+
+def check_degrees(profile: ModelProfile, plan: Plan) -> None:
+    """Assert that the profile is that of a rank of this plan."""
+    profiled = profile.context_parallel, profile.tensor_parallel, profile.expert_parallel
+    degrees = plan.layout.cp, plan.layout.tp, plan.expert_parallel
+    assert profiled == degrees, f"a profile of (cp, tp, ep) = {profiled} for {plan}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Those of one input, which adapters share; attention keeps its own output, so o_proj's is there
@@ -11,11 +12,18 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))
 
 
+class Projection(NamedTuple):
+    """Sizes of a matrix of a layer."""
+
+    inputs: int
+    outputs: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
     """A Llama-style layer with LoRA adapters. Bytes are per token."""
 
-    projections: Mapping[str, tuple[int, int]]  # inputs and outputs of all of them, by name
+    projections: Mapping[str, Projection]  # all of them, by name
     targets: tuple[str, ...]  # which have an adapter; (): all
     dropout: bool  # before adapters
     width: int  # bytes of an element that a product returns
@@ -38,8 +46,8 @@ class AdaptedLayer:
         return sum(inputs * outputs for inputs, outputs in self.projections.values())
 
     @property
-    def adapted(self) -> dict[str, tuple[int, int]]:
-        """Name to (inputs, outputs) of each projection with an adapter."""
+    def adapted(self) -> dict[str, Projection]:
+        """Sizes of each projection with an adapter, by name."""
         return {
             name: size
             for name, size in self.projections.items()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 from orchestrator.memory.models import experts as mixtures
-from orchestrator.memory.models.adapters import PROJECTIONS, AdaptedLayer
+from orchestrator.memory.models.adapters import PROJECTIONS, AdaptedLayer, Projection
 from orchestrator.memory.models.experts import FAMILIES, Experts
 from orchestrator.specs.choices import Precision
-from orchestrator.specs.job.model import LoraSpec, ModelSpec
+from orchestrator.specs.job.model import DecoderSpec, LoraSpec, ModelSpec
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 from orchestrator.specs.replace import replace
 
@@ -69,6 +70,11 @@ class DecoderShape:
 def config_of(model: ModelSpec) -> Mapping[str, Any]:
     """Return the configuration of a transformers model, from the job or its folder; {} where neither has one."""
     return model.hf if isinstance(model.hf, dict) else model.config
+
+
+def known_shape(model: ModelSpec, sequence_length: int) -> DecoderSpec | DecoderShape | None:
+    """Return the sizes of our decoder, or of a transformers model as `decoder_shape` has them; None for others."""
+    return model.decoder if model.hf is None else decoder_shape(model, sequence_length)
 
 
 def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
@@ -327,7 +333,7 @@ def _adapted_layer(
     kv = shape.kv_heads * shape.head_dim
     sizes = (h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)
     return AdaptedLayer(
-        projections=dict(zip(PROJECTIONS, sizes, strict=True)),
+        projections=dict(zip(PROJECTIONS, starmap(Projection, sizes), strict=True)),
         targets=lora.target_modules,
         dropout=lora.dropout > 0,
         width=2 if low else 4,

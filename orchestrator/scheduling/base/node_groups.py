@@ -22,7 +22,7 @@ class Group:
 
     @property
     def devices(self) -> int:
-        return self.hardware.devices_per_node * self.hardware.nodes
+        return self.hardware.devices
 
 
 def groups_of(nodes: Iterable[Node]) -> list[Group]:

@@ -18,9 +18,11 @@ from orchestrator.memory.calibration.calibrate import (
 )
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
+from orchestrator.planning.frontier import Candidate, Room, fit_probability, likeliest, needed_bytes
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice, Rule, room_of
+from orchestrator.planning.ways_out import Unfit
 from orchestrator.scheduling.base.migration import needs_open_s
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
@@ -189,15 +191,11 @@ def job_options(
         return options_from(_hedge(job, group, calibrated, fitting, launch_cost_s))
     why = partial(
         why_nothing_fits,
-        job.spec,
-        group.hardware,
-        device.memory,
-        calibrated,
-        job.refuted,
+        Unfit(job.spec, group.hardware, device.memory, calibrated, job.refuted),
         loaded_bytes(job, device.name),
     )
     candidate = likeliest(
-        ((candidate, device.memory) for candidate in candidates if shapes(candidate.plan)),
+        (Room(candidate, device.memory) for candidate in candidates if shapes(candidate.plan)),
         calibrated,
     )
     if candidate is None or (shape := shapes(candidate.plan)) is None:
@@ -487,7 +485,8 @@ def _unknown_length(
     """Return the length of a job that nobody told, on a plan of this step time; the slowest takes the longest."""
     try:
         slowest_s = max(
-            candidate.step_s for candidate in frontier(job.spec, group.hardware).candidates
+            candidate.step_s
+            for candidate in frontier(read_request(job.spec), group.hardware).candidates
         )
     except SpecError:  # what it runs on is no whole group any more
         slowest_s = step_s
@@ -519,9 +518,7 @@ def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Itera
     trained = job.trained
     if trained and spec.degrade.keeps_plan:
         spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
-    candidates = frontier(
-        spec, group.hardware, calibrated.correction, calibrated.overhead
-    ).candidates
+    candidates = frontier(read_request(spec), group.hardware, calibrated).candidates
     if not job.attempts:
         return iter(candidates)
     here = _on_device(job, group.hardware.device.name)

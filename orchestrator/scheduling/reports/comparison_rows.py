@@ -8,9 +8,11 @@ from math import inf, isfinite
 from statistics import geometric_mean, mean, median
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, needed_bytes
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group, device_of, groups_of
 from orchestrator.scheduling.base.sentences import reason_of
@@ -237,9 +239,7 @@ def _closest(state: State, job: Job) -> tuple[Group, Candidate, int] | None:
     for group in (*groups_of(state.nodes), *groups_of(state.declared)):
         calibrated = calibration_for(state, job, group.hardware.device.name)
         try:
-            candidates = frontier(
-                job.spec, group.hardware, calibrated.correction, calibrated.overhead
-            )
+            candidates = frontier(read_request(job.spec), group.hardware, calibrated)
         except SpecError:
             continue
         candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)
@@ -273,13 +273,13 @@ def utilisation(
     job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None
 ) -> float | None:
     """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are unknown."""
-    profile = profile_of(
-        job.spec,
+    share = Share(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         autocast=autocasts(plan),
         cuda=device is not None and device.kind.traits.traces_as_cuda,
     )
+    profile = profile_of(read_model_request(job.spec), share)
     if device is None or not step_s or profile is None or not profile.forward_flops:
         return None
     if profile.source in WITHOUT_SECONDS:

@@ -21,6 +21,7 @@ from orchestrator.memory.calibration.correction import (
 )
 from orchestrator.planning.frontier import Candidate, fits, needed_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import kind
 from orchestrator.scheduling.base.node_groups import Group, device_of, group_of
@@ -339,8 +340,8 @@ def _frontier(state: State, job: Job, group: Group | None) -> tuple[Candidate, .
         return ()
     try:
         calibrated = calibration_for(state, job, group.hardware.device.name)
-        spec = measured_spec(job.spec, calibrated)
-        return frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
+        request = read_request(measured_spec(job.spec, calibrated))
+        return frontier(request, group.hardware, calibrated).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from orchestrator.memory.model_request import Share, read_model_request
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.job.spec import JobSpec
 
@@ -60,7 +61,7 @@ def name_model(spec: JobSpec) -> str:
 
 def _size_words(spec: JobSpec) -> str:
     """Return the number of parameters as `1.35B`; "" where no profile says it."""
-    profile = profile_of(spec, precision=spec.precision, sequence_length=None)
+    profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
     if profile is None or not profile.parameters:
         return ""
     count = profile.parameters

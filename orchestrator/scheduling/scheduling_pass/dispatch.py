@@ -9,6 +9,7 @@ from math import inf
 from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.profiles import own_settings
+from orchestrator.planning.request import read_request
 from orchestrator.scheduling.base.credit import STOPS, pay
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
@@ -420,7 +421,8 @@ def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnS
     """Return the settings of the script on which the estimate rests; None where the model is known."""
     if chosen.candidate.estimate.source not in UNTIMED:
         return None
-    return own_settings(measured_spec(job.spec, index.options.calibrated(job, chosen.device)))
+    spec = measured_spec(job.spec, index.options.calibrated(job, chosen.device))
+    return own_settings(read_request(spec))
 
 
 def _why(chosen: StartDecision, before: Attempt | None) -> str:

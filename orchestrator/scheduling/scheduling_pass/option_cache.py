@@ -15,6 +15,7 @@ from orchestrator.memory.calibration.calibrate import (
 )
 from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.planning.frontier import Candidate
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.time_limits import left_s
@@ -215,6 +216,6 @@ def _length_s(job: Job, group: Group, candidate: Candidate, left: int | None) ->
 
 def _candidates(job: Job, group: Group) -> Sequence[Candidate]:
     try:
-        return frontier(job.spec, group.hardware).candidates
+        return frontier(read_request(job.spec), group.hardware).candidates
     except SpecError:
         return ()

@@ -12,7 +12,8 @@ from typing import Any
 from orchestrator.memory.calibration.calibrate import Calibration, calibration
 from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, fitting
-from orchestrator.planning.search import frontier, plans
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import frontier, list_plans
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
@@ -69,9 +70,7 @@ def choose_strategies(
     )
     spec = measured_spec(spec, calibrated)
     if choice == "frontier":
-        candidates = frontier(
-            spec, group.hardware, calibrated.correction, calibrated.overhead
-        ).candidates
+        candidates = frontier(read_request(spec), group.hardware, calibrated).candidates
         exact = [
             candidate for candidate in candidates if candidate.degradation is Degradation.EXACT
         ]
@@ -205,7 +204,9 @@ def _common_micro_batch(
             continue
         pinned = spec.model_copy(update={"plan": pins})
         try:
-            legal = {plan.micro_batch_size for plan in plans(pinned, group.hardware)}
+            legal = {
+                plan.micro_batch_size for plan in list_plans(read_request(pinned), group.hardware)
+            }
         except SpecError:
             continue
         fitting_sizes = {
@@ -220,7 +221,7 @@ def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> b
     """Return whether a plan with these pins fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
-        candidates = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
+        candidates = frontier(read_request(pinned), group.hardware, calibrated)
     except SpecError:
         return False
     return next(fitting(candidates, group.hardware.device.memory, calibrated), None) is not None
@@ -244,7 +245,7 @@ def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
         "offload",
         "offload_target",
     )
-    for plan in plans(spec, group.hardware):
+    for plan in list_plans(read_request(spec), group.hardware):
         yield tuple(pin for pin in _all_pins(spec, plan) if pin[0] in names)
 
 
@@ -298,7 +299,7 @@ def _complete_pins(
     """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
     pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})
     try:
-        candidates = frontier(pinned, group.hardware, calibrated.correction, calibrated.overhead)
+        candidates = frontier(read_request(pinned), group.hardware, calibrated)
     except SpecError:
         return pins if micro_batch is None else _complete_pins(spec, pins, None, group, calibrated)
     candidate = best_or_nearest(candidates, group.hardware.device.memory, calibrated)

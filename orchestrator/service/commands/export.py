@@ -21,6 +21,7 @@ from orchestrator.planning.render import (
     deepspeed_config,
     script_command,
 )
+from orchestrator.planning.request import read_script
 from orchestrator.specs.command_line import Env
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -50,7 +51,7 @@ def export_plan(spec: JobSpec, plan: Plan, devices_per_node: int, folder: Path) 
     devices = tuple(range(plan.world_size // nodes))
     config_path = _config_path(spec, folder)
     rendered = script_command(
-        spec,
+        read_script(spec),
         plan,
         output_dir=str(folder / "output"),
         resume_from=None,

@@ -11,6 +11,7 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.profiles import is_known
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.cards import cluster_of_cards
@@ -161,7 +162,7 @@ def _hardware(name: str, count: int) -> Hardware:
 
 
 def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
-    plans = frontier(spec, hardware, within_reach=True)
+    plans = frontier(read_request(spec), hardware, within_reach=True)
     return next(fitting(plans, hardware.device.memory, UNMEASURED), None)
 
 

@@ -23,6 +23,7 @@ from orchestrator.planning.explain import why_nothing_fits, why_passed_over
 from orchestrator.planning.families import requested_settings
 from orchestrator.planning.frontier import (
     Candidate,
+    Room,
     fit_probability,
     fits,
     likeliest,
@@ -31,7 +32,8 @@ from orchestrator.planning.frontier import (
     why_rejected,
 )
 from orchestrator.planning.layouts import layers_to_cut, why_no_experts
-from orchestrator.planning.profiles import profile_for
+from orchestrator.planning.profiles import find_profile
+from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Unfit, WayOut, adapters, smaller_models, ways_out
@@ -235,7 +237,7 @@ class _KindPlans:
 def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
     """Return the forecast with the plan most likely to fit an empty device, if the free memory allows it."""
     candidate = likeliest(
-        ((candidate, on_kind.hardware.device.memory) for candidate in on_kind.candidates),
+        (Room(candidate, on_kind.hardware.device.memory) for candidate in on_kind.candidates),
         on_kind.calibrated,
     )
     if candidate is None:
@@ -262,7 +264,8 @@ def _plan_on_kind(
     free_bytes = _free_bytes(group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     spec = measured_spec(spec, calibrated)
-    candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
+    request = read_request(spec)
+    candidates = frontier(request, hardware, calibrated).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
     nothing = None
@@ -277,7 +280,7 @@ def _plan_on_kind(
         ways = ways_out(case)
         if trace is not None:
             ways = (*ways, *adapters(case, trace), *smaller_models(case, trace))
-        nothing = why_nothing_fits(spec, hardware, capacity_bytes, calibrated, ways=ways)
+        nothing = why_nothing_fits(case, ways=ways)
     job = _as_job(spec)
     first = candidates[0].plan
     probe = probe_of(job, hardware.device, calibrated, candidates)
@@ -288,7 +291,7 @@ def _plan_on_kind(
         hardware=_hardware_in_words(hardware),
         global_batch_size=spec.global_batch_size,
         steps=spec.optimizer_steps,
-        profile=_origin(spec, profile_for(spec, hardware, first), first),
+        profile=_origin(spec, find_profile(request, hardware, first), first),
         chosen=chosen,
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
@@ -490,7 +493,7 @@ def estimate_plan(
     free_bytes = _free_bytes(group.nodes)
     hardware = group.hardware
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
-    profile = profile_for(measured_spec(spec, calibrated), hardware, plan)
+    profile = find_profile(read_request(measured_spec(spec, calibrated)), hardware, plan)
     memory = estimate(profile, plan, hardware.device, calibrated.overhead)
     candidate = Candidate(
         plan=plan,
@@ -509,7 +512,8 @@ def _check_stages(spec: JobSpec, plan: Plan) -> None:
         return
     stages = plan.layout.pp * plan.pipeline_stages_per_rank
     try:
-        layer_ranges(layers_to_cut(spec), stages, plan.first_stage_layers, plan.last_stage_layers)
+        layers = layers_to_cut(read_request(spec))
+        layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
     except ValueError as error:
         raise SpecError(
             "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
@@ -519,7 +523,7 @@ def _check_stages(spec: JobSpec, plan: Plan) -> None:
 def _check_experts(spec: JobSpec, plan: Plan) -> None:
     """Raises SpecError where experts cannot be spread so."""
     why = (
-        why_no_experts(spec, plan.layout.dp, plan.expert_parallel)
+        why_no_experts(read_request(spec), plan.layout.dp, plan.expert_parallel)
         if plan.expert_parallel > 1
         else None
     )
@@ -603,7 +607,7 @@ def _accumulation(spec: JobSpec, requested: int | None, micro_batch_size: int, d
 
 def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
     """Return the class of the plan's change to the job's settings; a script's sequence length is unknown."""
-    requested = requested_settings(spec)
+    requested = requested_settings(read_request(spec))
     return degradation(
         requested | {"sequence_length": plan.sequence_length} if spec.is_script else requested, plan
     )

@@ -24,7 +24,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator.backends.environment import inherited, matching
-from orchestrator.memory.profiles import autocasts, has_fused_loss
+from orchestrator.memory.model_request import has_fused_loss
+from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen

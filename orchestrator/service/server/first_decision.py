@@ -20,7 +20,8 @@ from typing import IO
 
 from orchestrator.backends.environment import inherited
 from orchestrator.backends.journal.history import Codec
-from orchestrator.planning.search import frontier, planned_part
+from orchestrator.planning.request import read_request
+from orchestrator.planning.search import frontier
 from orchestrator.planning.work import TooManyPlans
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.scheduler import Scheduler
@@ -63,7 +64,7 @@ class FirstDecisions:
         Before any live node is reported, the nodes of the cluster file count.
         """
         state = replace(state, nodes=state.nodes or state.declared)
-        shape = (planned_part(spec), tuple(group.hardware for group in groups_of(state.nodes)))
+        shape = (read_request(spec), tuple(group.hardware for group in groups_of(state.nodes)))
         with self._lock:
             if shape in self._passed:
                 return
@@ -183,7 +184,7 @@ def decide(state: State, event: Submitted) -> JsonObject:
     """Return the fields of the SpecError for a job with too many plans; {} for any other job."""
     for group in groups_of(state.nodes):
         try:
-            frontier(event.spec, group.hardware)
+            frontier(read_request(event.spec), group.hardware)
         except TooManyPlans as error:
             return {"what": error.what, "path": error.path, "got": error.got} | {
                 "allowed": error.allowed,

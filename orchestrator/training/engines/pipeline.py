@@ -81,7 +81,7 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
     left_out = {*layer_names, *first, *last} - whole
     parts = [recipe.module.get_submodule(name) for name in left_out]
     _leave_out(recipe.module, left_out, first + last)
-    _empty(parts, {id(parameter) for parameter in recipe.module.parameters()})
+    _empty(parts, set(recipe.module.parameters()))
     stages = []
     for stage in stage_indices:
         module = recipe.module
@@ -373,8 +373,8 @@ def own_out_of_memory() -> Iterator[None]:
 
 
 def _layer_names(recipe: Recipe) -> list[str]:
-    names = {id(module): name for name, module in recipe.module.named_modules()}
-    return [names[id(layer)] for layer in recipe.layers]
+    names = {module: name for name, module in recipe.module.named_modules()}
+    return [names[layer] for layer in recipe.layers]
 
 
 def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -385,10 +385,10 @@ def _names(recipe: Recipe, ranges: Sequence[range]) -> tuple[dict[str, str], tup
     stage_of = {layers[index]: stage for stage, indices in enumerate(ranges) for index in indices}
     stage_of |= dict.fromkeys(recipe.stages.first, 0) | dict.fromkeys(recipe.stages.last, count - 1)
     names: dict[str, str] = {}
-    first_names: dict[int, str] = {}
+    first_names: dict[nn.Parameter, str] = {}
     holders: dict[str, set[int]] = {}
     for name, parameter in recipe.module.named_parameters(remove_duplicate=False):
-        names[name] = first_names.setdefault(id(parameter), name)
+        names[name] = first_names.setdefault(parameter, name)
         stage = next(
             (stage for part, stage in stage_of.items() if name.startswith(f"{part}.")), None
         )
@@ -424,11 +424,11 @@ def _leave_out(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> 
         module.get_submodule(around)._modules[key] = None if name in ends else _HandOn()
 
 
-def _empty(parts: Iterable[nn.Module], excepted: set[int]) -> None:
-    """Drop the tensors of `parts`, except parameters with ids in `kept`: the recipe still references the modules."""
+def _empty(parts: Iterable[nn.Module], excepted: set[nn.Parameter]) -> None:
+    """Drop the tensors of `parts`, except parameters in `excepted`: the recipe still references the modules."""
     for module in (module for part in parts for module in part.modules()):
         for key, parameter in module._parameters.items():
-            module._parameters[key] = parameter if id(parameter) in excepted else None
+            module._parameters[key] = parameter if parameter in excepted else None
         module._buffers.clear()
 
 

@@ -55,7 +55,7 @@ class TensorParallel:
     axes: Mapping[
         str, int | None
     ]  # by every whole-model name of a parameter, shared ones by all of theirs
-    styles: dict[int, ParallelStyle]  # still to be applied, by the id of the module
+    styles: dict[nn.Module, ParallelStyle]  # still to be applied
     partial: frozenset[
         str
     ]  # parameters that a rank applies to its own tokens or heads: their gradients are added up
@@ -76,7 +76,7 @@ class TensorParallel:
     def finish(self, part: nn.Module) -> None:
         """Apply torch's ParallelStyles to `part`, whose parameters exist, in place."""
         for module in list(part.modules()):
-            style = self.styles.pop(id(module), None)
+            style = self.styles.pop(module, None)
             if style:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
@@ -112,7 +112,7 @@ def tensor_parallel(
     if is_sequence_parallel(recipe):
         tokens = Tokens(mesh.get_group(), micro_batch_size, length)
     axes: dict[str, int | None] = {}
-    styles: dict[int, ParallelStyle] = {}
+    styles: dict[nn.Module, ParallelStyle] = {}
     partial: set[str] = set()
     changed: dict[tuple[type[nn.Module], str, tuple[str, ...], bool], type[nn.Module]] = {}
     layers = {name for layer in recipe.layers for name in _names_within(recipe.module, layer)}
@@ -121,7 +121,7 @@ def tensor_parallel(
         word = chosen.get(name, "")
         if isinstance(word, ParallelStyle):
             # for the module's own parameters; submodules have entries of their own
-            styles[id(module)] = word
+            styles[module] = word
             continue
         paths = {
             key: f"{name}.{key}".lstrip(".")
@@ -166,8 +166,8 @@ def is_sequence_parallel(recipe: Recipe) -> bool:
 
 
 def _names_within(root: nn.Module, part: nn.Module) -> list[str]:
-    inside = {id(module) for module in part.modules()}
-    return [name for name, module in root.named_modules() if id(module) in inside]
+    inside = set(part.modules())
+    return [name for name, module in root.named_modules() if module in inside]
 
 
 def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
@@ -289,9 +289,9 @@ def _own_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
 
 def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
     """Raise SpecError if a shared parameter would be cut in two ways."""
-    first_names: dict[int, str] = {}
+    first_names: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
+        first = first_names.setdefault(parameter, name)
         if first in axes and name in axes and axes[first] != axes[name]:
             raise SpecError(
                 "a shared parameter is cut in two ways",

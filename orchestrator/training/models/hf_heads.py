@@ -94,13 +94,9 @@ def arguments(named: Mapping[str, Tensor]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class AnySamples:
-    """Placeholder for a script's own samples in a trace: `tokens`, or whatever the head takes.
-
-    `batch` is its index among `batches`, and `places`; None: not yet determined.
-    """
+    """Placeholder for a script's own samples in a trace: `tokens`, or whatever the head takes."""
 
     tokens: Any  # the samples of a language model
-    batch: tuple[int | None, int | None] = (None, None)
 
 
 class OwnBatch:
@@ -112,7 +108,8 @@ class OwnBatch:
         self._head = head
         self._config = config
         self._length = any_samples.tokens.token_count(0)
-        self.at, self.places = any_samples.batch
+        self.at: int | None = None  # index among `batches`, and its `places`: see `fit`
+        self.places: int | None = None
 
     def __len__(self) -> int:
         return 2**31

@@ -155,12 +155,12 @@ def build(
         ):
             noted.copy(*untie(module, tied))
         _fill_buffers(module, stored)
-    base_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    base_names = {parameter: name for name, parameter in module.named_parameters()}
     if spec.lora is not None:
         with without_memory(noted):
             module = adapt(module, spec.lora)
     drawn = noted.by_name(module)
-    came_as = {name: base_names.get(id(parameter)) for name, parameter in module.named_parameters()}
+    came_as = {name: base_names.get(parameter) for name, parameter in module.named_parameters()}
     if spec.lora is not None and not spec.lora.quantise_base:
         _hold_frozen_matrices_in(plan, module)
     seed = run.training.seed
@@ -375,10 +375,10 @@ def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> 
 def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
     """Cast frozen matrices to the plan's precision: autocast would cast them at every use, to the same values."""
     low = LOW_PRECISION.get(plan.precision)
-    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    embeddings = {part.weight for part in module.modules() if isinstance(part, nn.Embedding)}
     for part in module.modules() if low else ():
         weight = part._parameters.get("weight")
-        if weight is None or weight.requires_grad or weight.dim() < 2 or id(weight) in embeddings:
+        if weight is None or weight.requires_grad or weight.dim() < 2 or weight in embeddings:
             continue
         part._parameters["weight"] = nn.Parameter(weight.to(low), requires_grad=False)
 

@@ -35,25 +35,25 @@ def without_memory(
     fake: FakeTensorMode,
     dtype: torch.dtype | None,
     note: Callable[[Tensor, Tensor], None] | None = None,
-) -> dict[int, float]:
+) -> dict[Tensor, float]:
     """Replace parameters and buffers by fake CPU tensors, in place; `dtype` replaces that of floating parameters.
 
-    Returns {parameter id: bytes per element before}. `note` is called with each new buffer and the one before.
+    Returns {parameter: bytes per element before}. `note` is called with each new buffer and the one before.
     """
-    made: dict[int, nn.Parameter] = {}
-    held_bytes: dict[int, float] = {}
+    made: dict[Tensor, nn.Parameter] = {}
+    held_bytes: dict[Tensor, float] = {}
     with fake:
         for part in module.modules():
             for name, parameter in part._parameters.items():
-                if parameter is not None and id(parameter) not in made:
+                if parameter is not None and parameter not in made:
                     stored = dtype if dtype and parameter.is_floating_point() else parameter.dtype
                     values = torch.empty(parameter.shape, dtype=stored, device="cpu")
-                    new = made[id(parameter)] = nn.Parameter(
+                    new = made[parameter] = nn.Parameter(
                         values, requires_grad=parameter.requires_grad
                     )
-                    held_bytes[id(new)] = parameter.element_size()
+                    held_bytes[new] = parameter.element_size()
                 if parameter is not None:
-                    part._parameters[name] = made[id(parameter)]
+                    part._parameters[name] = made[parameter]
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     new_buffer = part._buffers[name] = torch.empty(

@@ -63,8 +63,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The first step defines the places (layers and code between).
     """
 
-    def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, float]) -> None:
-        """`held_bytes`: parameter id -> bytes per element as stored, independent of the dtype in computation."""
+    def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[Tensor, float]) -> None:
+        """`held_bytes`: parameter -> bytes per element as stored, independent of the dtype in computation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []
         self.places: list[Place] = []
@@ -75,23 +75,16 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recipes = recipes
         self._held_bytes = held_bytes
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
-        self._parameters = list(
-            {
-                id(parameter): parameter
-                for recipe in recipes
-                for parameter in recipe.module.parameters()
-            }.values()
-        )
-        inside = {
-            id(parameter): index
-            for index, layer in enumerate(self._layers)
-            for parameter in layer.parameters()
-        }
-        self._layer_of = {
-            id(parameter): inside.get(id(parameter), NO_LAYER) for parameter in self._parameters
-        }
+        self._parameters: list[nn.Parameter] = []
+        for recipe in recipes:
+            self._parameters += recipe.module.parameters()
+        # shared ones once
+        self._parameters = [*dict.fromkeys(self._parameters)]
+        self._layer_of: dict[nn.Parameter, int] = dict.fromkeys(self._parameters, NO_LAYER)
+        for index, layer in enumerate(self._layers):
+            self._layer_of |= dict.fromkeys(layer.parameters(), index)
         self._names = {
-            id(part): f"{recipe.name}.{name}" if recipe.name else name
+            part: f"{recipe.name}.{name}" if recipe.name else name
             for recipe in recipes
             for name, part in (*recipe.module.named_modules(), *recipe.module.named_parameters())
         }
@@ -99,24 +92,20 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple[int, int], int
         ] = {}  # (NO_LAYER, layer) or (turn, layers passed before)
         self._layer_at: dict[int, int] = {}  # place -> layer
-        self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
-        self._looked_up: set[int] = set()
-        self._unread = {
-            id(parameter)
-            for parameter in self._parameters
-            if self._layer_of[id(parameter)] == NO_LAYER
-        }
-        self._arrived: dict[int, Tensor] = {}  # in the order of their first gradients
-        self._home: dict[int, Place] = {}  # parameter id -> its place
+        self._trained = dict.fromkeys(p for p in self._parameters if p.requires_grad)
+        self._looked_up: set[Tensor] = set()
+        self._unread = {p for p in self._parameters if self._layer_of[p] == NO_LAYER}
+        self._arrived: dict[nn.Parameter, None] = {}  # in the order of their first gradients
+        self._home: dict[nn.Parameter, Place] = {}  # parameter -> its place
         self._in_leaf = {
-            id(parameter): id(module)
+            parameter: module
             for recipe in recipes
             for module in recipe.module.modules()
             if f"{type(module).__module__}.{type(module).__qualname__}" in LEAF_MODULES
             for parameter in module.parameters()
         }
         self._packed = {
-            id(module.in_proj_weight)
+            module.in_proj_weight
             for recipe in recipes
             for module in recipe.module.modules()
             if isinstance(module, nn.MultiheadAttention)
@@ -156,8 +145,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         handles = [
             parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
-            for parameter in self._parameters
-            if parameter.requires_grad
+            for parameter in self._trained
         ]
         for recipe in self._recipes:
             handles.append(recipe.module.register_forward_pre_hook(self._comes_back, prepend=True))
@@ -216,17 +204,16 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def named_places(self) -> list[Place]:
         """Return the places (layers and code between) in order of first visit, with all parameters and names."""
         for parameter in self._parameters:
-            if id(parameter) not in self._home:  # nothing reads it
+            if parameter not in self._home:  # nothing reads it
                 self._settle(parameter, 0)
-        for key, arrived in self._arrived.items():
-            home = self._home[key]
+        for arrived in self._arrived:
+            home = self._home[arrived]
             home.tensors += (arrived.numel(),)
-            if key in self._in_leaf:
+            if arrived in self._in_leaf:
                 home.leaf_until = sum(home.tensors)
         self._size_leaves()
-        for parameter in self._parameters:
-            if id(parameter) in self._trained:
-                self._home[id(parameter)].registered += (parameter.numel(),)
+        for parameter in self._trained:
+            self._home[parameter].registered += (parameter.numel(),)
         self._arrived.clear()
         self._find_last_parameters()
         for (turn, passed), number in self._place_of.items():
@@ -239,14 +226,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _size_leaves(self) -> None:
         """Add up the parameters of each of DeepSpeed's leaf modules."""
-        leaves: Counter[int] = Counter()
+        leaves: Counter[nn.Module] = Counter()
         for parameter in self._parameters:
-            if id(parameter) in self._in_leaf:
-                home = self._home[id(parameter)]
-                leaf = self._in_leaf[id(parameter)]
+            if parameter in self._in_leaf:
+                home = self._home[parameter]
+                leaf = self._in_leaf[parameter]
                 leaves[leaf] += parameter.numel()
                 home.side_by_side = max(home.side_by_side, leaves[leaf])
-                if id(parameter) in self._trained:
+                if parameter in self._trained:
                     home.leaf += (parameter.numel(),)
 
     def _find_last_parameters(self) -> None:
@@ -255,14 +242,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             last = max(passed for number, passed in self._place_of if number == turn)
             rest = self.places[self._place_of[turn, last]]
             # A shared parameter counts at its first place.
-            for parameter in {
-                id(tensor): tensor for tensor in _behind_those_of_parts(recipe.module)
-            }.values():
-                if id(parameter) in self._trained:
-                    is_free = self._layer_of[id(parameter)] == NO_LAYER
-                    (
-                        rest if is_free else self._home[id(parameter)]
-                    ).last_parameter = parameter.numel()
+            for parameter in dict.fromkeys(_behind_those_of_parts(recipe.module)):
+                if parameter in self._trained:
+                    is_free = self._layer_of[parameter] == NO_LAYER
+                    home = rest if is_free else self._home[parameter]
+                    home.last_parameter = parameter.numel()
 
     @property
     def updated_before_largest(self) -> int:
@@ -271,7 +255,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [
                 parameter.numel()
                 for parameter in recipe.module.parameters()
-                if id(parameter) in self._trained
+                if parameter in self._trained
             ]
             for recipe in self._recipes
         ]
@@ -329,12 +313,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outside=self._is_outside,
         )
 
-    def _has_gradient(self, parameter: Tensor) -> None:
+    def _has_gradient(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
-        self._arrived.setdefault(id(parameter), parameter)
-        self._gradients[self._layer_of[id(parameter)]] += parameter.numel()
+        self._arrived.setdefault(parameter)
+        self._gradients[self._layer_of[parameter]] += parameter.numel()
         self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
-        home = self._home.get(id(parameter))
+        home = self._home.get(parameter)
         place = self.places[self.phases[-1].place]
         if home is place and len(self._recipes) == 1:
             self._come[id(home)] += parameter.numel()
@@ -371,9 +355,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._place_of:
             place = self._place_of[key] = len(self.places)
             self._layer_at[place] = index
-            self.places.append(Place(name=self._names[id(self._layers[index])], is_layer=True))
+            self.places.append(Place(name=self._names[self._layers[index]], is_layer=True))
             for parameter in self._parameters:
-                if self._layer_of[id(parameter)] == index:
+                if self._layer_of[parameter] == index:
                     self._settle(parameter, place)
         return self._place_of[key]
 
@@ -432,13 +416,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         for leaf in tree_leaves((args, kwargs)):
             parameter = parameter_of(leaf)
-            if parameter is not None and id(parameter) in self._unread:
+            if parameter is not None and parameter in self._unread:
                 self._settle(parameter, self._between())
         packet = op._overloadpacket
         table = parameter_of(args[0]) if packet is aten.embedding else None
-        if table is not None and id(table) in self._trained - self._looked_up:
-            self._looked_up.add(id(table))
-            self._home[id(table)].looked_up += table.numel()
+        if table is not None and table in self._trained.keys() - self._looked_up:
+            self._looked_up.add(table)
+            self._home[table].looked_up += table.numel()
         if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
             place.viewed += args[0].numel()  # expert tensors: their product saves the view
             place.side_by_side = max(place.side_by_side, place.viewed)
@@ -496,20 +480,20 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Assign the parameter to the place."""
         place = self.places[place_index]
         count = parameter.numel()
-        self._home[id(parameter)] = place
-        self._unread.discard(id(parameter))
+        self._home[parameter] = place
+        self._unread.discard(parameter)
         if not place.is_layer and count > place.largest_parameter:
-            place.name = self._names[id(parameter)].rpartition(".")[0]
+            place.name = self._names[parameter].rpartition(".")[0]
         place.parameters += count
         place.largest_parameter = max(place.largest_parameter, count)
-        if id(parameter) in self._packed:
+        if parameter in self._packed:
             # ZeRO-3 passes its inputs one by one: torch does not see one tensor
             place.viewed += count
-        if id(parameter) in self._trained:
+        if parameter in self._trained:
             place.trained += count
             place.factored += _factored_elements(parameter.shape)
         else:
-            place.frozen_bytes += round(count * self._held_bytes[id(parameter)])
+            place.frozen_bytes += round(count * self._held_bytes[parameter])
 
 
 def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -38,7 +38,7 @@ class Stack:
         return min(self.length, fewest + (self.length - fewest) % self.period)
 
 
-def stack_of(kinds: Sequence[Hashable], length: int) -> Stack | None:
+def find_stack(kinds: Sequence[Hashable], length: int) -> Stack | None:
     """Return the pattern of the first `length` layers with the fewest layers to trace; None: trace all."""
     best = None
     numbers = dict[Hashable, int]()
@@ -53,18 +53,18 @@ def stack_of(kinds: Sequence[Hashable], length: int) -> Stack | None:
     return best
 
 
-def layer_count(config: Any) -> int:
+def count_layers(config: Any) -> int:
     """Return the number of layers in a configuration; 0 where it has none."""
     return getattr(config, "num_hidden_layers", None) or 0
 
 
-def kinds_of(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
+def describe_layers(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
     """Return a comparison key per layer: its modules, shapes and settings, and its rows of the configuration.
 
     `length`: the whole model's number of layers. A setting that counts the layers is left out.
     """
     described = [dict(_description(layer)) for layer in layers]
-    stack = described[: layer_count(config)]
+    stack = described[: count_layers(config)]
     numbers = {
         key
         for key, first in (stack[0].items() if len(stack) > 1 else ())
@@ -83,7 +83,7 @@ def kinds_of(layers: Sequence[nn.Module], config: Any, length: int) -> Kinds:
     return kinds
 
 
-def cut(config: Any, layers: int) -> Any:
+def cut_layers(config: Any, layers: int) -> Any:
     """Return a copy of the configuration with `layers` layers."""
     if isinstance(config, DecoderSpec):
         return replace(config, num_hidden_layers=layers)

@@ -25,6 +25,22 @@ LINEAR = (
 )  # along equal layers
 
 
+# fields of a Segment that are those of its Place
+COUNTED = (
+    "parameters",
+    "largest_parameter",
+    "trained",
+    "frozen_bytes",
+    "factored",
+    "matmuls",
+    "viewed",
+    "side_by_side",
+    "looked_up",
+    "last_parameter",
+)
+ORDERED = ("tensors", "leaf", "leaf_until", "registered")
+
+
 class Unlike(Exception):
     """Two recorded steps, which should differ in sizes only, ran different operations."""
 
@@ -107,7 +123,7 @@ class Timeline:
     saved_bytes: dict[tuple[int, ActivationCheckpointing], int] = field(default_factory=dict)
 
 
-def timeline(
+def make_timeline(
     places: Sequence[Place], recorded: Sequence[Steps], stack: Stack | None = None, depth: int = 0
 ) -> Timeline:
     """Return the timeline of one model from its recorded steps. Raises Unlike.
@@ -296,40 +312,33 @@ def _rename_place(place: Place, later: int) -> Place:
     return replace(place, name=f"{prefix}.{int(number) + later}") if number.isdigit() else place
 
 
-def profile(traced: Timeline, *, family: str, precision: Precision, **fields: Any) -> ModelProfile:
+def make_profile(
+    traced: Timeline, *, family: str, precision: Precision, **fields: Any
+) -> ModelProfile:
     """Return the timeline as a ModelProfile with all candidates for the memory peak; `fields` are further fields."""
     none, selective, full = ActivationCheckpointing
+    segments = []
+    for index, (place, count) in enumerate(traced.segments):
+        # the order of gradients is known where all of them came
+        is_ordered = sum(place.tensors) == place.trained
+        names = COUNTED + ORDERED if is_ordered else COUNTED
+        segment = Segment(
+            name=_name(place, count),
+            count=count,
+            saved_bytes=traced.saved_bytes.get((index, none), 0),
+            checkpointed_bytes=traced.saved_bytes.get((index, full), 0),
+            selective_bytes=traced.saved_bytes.get((index, selective), 0),
+            transient_bytes=0,
+            forward_flops=place.flops,
+            unit=place.is_layer and count == 1,
+            **{name: getattr(place, name) for name in names},
+        )
+        segments.append(segment)
     return ModelProfile(
         family=family,
         precision=precision,
         source=Source.TRACED,
-        segments=tuple(
-            Segment(
-                name=_name(place, count),
-                count=count,
-                parameters=place.parameters,
-                saved_bytes=traced.saved_bytes.get((index, none), 0),
-                checkpointed_bytes=traced.saved_bytes.get((index, full), 0),
-                selective_bytes=traced.saved_bytes.get((index, selective), 0),
-                transient_bytes=0,
-                forward_flops=place.flops,
-                largest_parameter=place.largest_parameter,
-                trained=place.trained,
-                frozen_bytes=place.frozen_bytes,
-                factored=place.factored,
-                matmuls=place.matmuls,
-                tensors=place.tensors if sum(place.tensors) == place.trained else (),
-                unit=place.is_layer and count == 1,
-                viewed=place.viewed,
-                leaf=place.leaf if sum(place.tensors) == place.trained else (),
-                leaf_until=place.leaf_until if sum(place.tensors) == place.trained else 0,
-                side_by_side=place.side_by_side,
-                looked_up=place.looked_up,
-                last_parameter=place.last_parameter,
-                registered=place.registered if sum(place.tensors) == place.trained else (),
-            )
-            for index, (place, count) in enumerate(traced.segments)
-        ),
+        segments=tuple(segments),
         moments=_worst(traced),
         **fields,
     )

@@ -28,6 +28,7 @@ from orchestrator.backends.local.drive import Drive
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.planning.render import script_command
+from orchestrator.planning.request import read_script
 from orchestrator.scheduling.options.asks import with_allowed
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.scheduling.scheduler import Scheduler
@@ -415,7 +416,11 @@ def _knob_words(launch: Launch) -> Argv:
     """Return the words by which a restart differs from the command as typed."""
     spec = launch.job.spec
     rendered = script_command(
-        spec, launch.attempt.plan, output_dir="", resume_from=None, deepspeed_config_path=None
+        read_script(spec),
+        launch.attempt.plan,
+        output_dir="",
+        resume_from=None,
+        deepspeed_config_path=None,
     )
     return rendered.arguments[len(spec.command or ()) :]
 

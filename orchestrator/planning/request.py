@@ -1,0 +1,174 @@
+"""PlanRequest: what the search for plans reads of a job, and nothing else of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from orchestrator.memory.model_request import ModelRequest, model_values
+from orchestrator.memory.models.hf import DecoderShape, known_shape
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import DecoderSpec, TrainingSpec
+from orchestrator.specs.job.sections import Degrade, GpuRange, Retries
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import ON_ONE_NODE, ConfigFile, Knobs
+from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.profile import MeasuredLine, OwnSettings
+
+# What a job says that no plan depends on: jobs that differ in nothing else are judged together.
+UNPLANNED = {
+    "name": "job",
+    "family": None,
+    "priority": 0,
+    "depends_on": (),
+    "start_window": None,
+    "deadline": None,
+    "member": None,
+    "user": None,
+    "steps": None,
+    "retries": Retries(),
+    "env": (),
+    "secrets": (),
+    "trial": None,
+    "source": None,
+    "guarantee": None,
+    "objective": "trusted",
+    "time_limit": None,
+}
+# keys of which a request has the values
+READ_AS_WRITTEN = (
+    "gpus",
+    "global_batch_size",
+    "training",
+    "plan",
+    "degrade",
+    "knobs",
+    "deepspeed",
+    "measured",
+    "relative_to",
+)
+# keys of `training` on which plans depend
+PLANNED_TRAINING = (
+    "optimizer",
+    "clip_norm",
+    "freeze",
+    "compile",
+    "batch_norm_samples",
+    "sync_batch_norm",
+)
+BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(ModelRequest):
+    """What the plans of a job depend on. Equal requests have equal plans."""
+
+    gpus: GpuRange
+    global_batch_size: int
+    training: TrainingSpec  # as PLANNED_TRAINING says; the rest has its defaults
+    plan: tuple[tuple[str, Any], ...]  # pinned settings
+    degrade: Degrade
+    knobs: Knobs
+    deepspeed: str | None  # the job's own keys of the DeepSpeed file, as JSON
+    is_on_one_node: bool  # its launcher knows no other
+    launches_block: bool
+    measured: MeasuredLine | None
+    relative_to: OwnSettings | None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        model = (self.known_model, self.profile, self.traced, self.training, self.measured)
+        return hash((model, self.gpus, self.global_batch_size, self.plan, self.knobs, self.speeds))
+
+    @cached_property
+    def pins(self) -> dict[str, Any]:
+        """The pinned settings by name."""
+        return dict(self.plan)
+
+    @cached_property
+    def shape(self) -> DecoderSpec | DecoderShape | None:
+        """The sizes of a model that our engines can split; None for others, and for a model with adapters."""
+        model = self.model
+        if model is None or model.lora is not None:
+            return None
+        return known_shape(model, self.data_length)
+
+    @property
+    def dense_shape(self) -> DecoderSpec | DecoderShape | None:
+        """The same sizes; None for a mixture of experts, too."""
+        is_mixture = isinstance(self.shape, DecoderShape) and self.shape.experts is not None
+        return None if is_mixture else self.shape
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether adapters are trained beside a base in 4 bits."""
+        lora = self.model.lora if self.model is not None else None
+        return lora is not None and lora.quantise_base
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several recipes of a traced model train in turn."""
+        return any(entry.profile.turns for entry in self.traced)
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether a traced model of the job contains BatchNorm."""
+        return any(entry.profile.has_batch_norm for entry in self.traced)
+
+
+def read_request(spec: JobSpec) -> PlanRequest:
+    """Return what the plans of the job depend on.
+
+    Raises SpecError for a job that cannot be submitted today. A journal of an older day is read without judgement, and
+    judged here. Jobs of the same shape are judged once.
+    """
+    training = {name: getattr(spec.training, name) for name in PLANNED_TRAINING}
+    planned = spec.model_copy(update={**UNPLANNED, "training": TrainingSpec(**training)})
+    request = _judged_request(planned, BLOCKING in spec.env)
+    if isinstance(request, SpecError):
+        raise request.with_traceback(None)
+    return request
+
+
+@lru_cache(maxsize=512)
+def _judged_request(spec: JobSpec, launches_block: bool) -> PlanRequest | SpecError:
+    """Return the request, or the error of a job that is illegal, which took as long to find."""
+    try:
+        # Pins are the search's own, where a job keeps its plan.
+        job_from_data(spec.model_copy(update={"plan": ()}).model_dump(mode="json"), "")
+    except SpecError as error:
+        return error
+    return PlanRequest(
+        **model_values(spec),
+        **{name: getattr(spec, name) for name in READ_AS_WRITTEN},
+        is_on_one_node=spec.launch in ON_ONE_NODE,
+        launches_block=launches_block,
+    )
+
+
+class ScriptRequest(NamedTuple):
+    """What a plan's rendering reads of a script."""
+
+    command: tuple[str, ...]
+    knobs: Knobs
+    config: ConfigFile | None
+    deepspeed: str | None  # its own keys of the DeepSpeed file, as JSON
+    global_batch_size: int
+    learning_rate: float | None
+
+
+def read_script(spec: JobSpec) -> ScriptRequest:
+    """Return what a plan's rendering reads of the job's script."""
+    assert spec.command is not None, "only a script has a command"
+    return ScriptRequest(
+        spec.command,
+        spec.knobs,
+        spec.config,
+        spec.deepspeed,
+        spec.global_batch_size,
+        spec.learning_rate,
+    )

@@ -1,0 +1,249 @@
+"""Records training steps of a model on fake tensors, at two micro-batch sizes, under every mode of checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from orchestrator.specs.choices import ActivationCheckpointing
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.replace import replace
+from orchestrator.training.contract.precision import LOW_PRECISION, round_inputs
+from orchestrator.training.contract.recipe import Batch, Recipe
+from orchestrator.training.engines.batch_norm import batch_norms
+from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
+from orchestrator.training.engines.recompute import recompute
+from orchestrator.training.models import cross_entropy
+from orchestrator.training.tracing.allocator import Ledger, fragmentation, on_lines
+from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.fake_model import as_with_values, without_memory
+from orchestrator.training.tracing.model_builder import (
+    SAMPLES,
+    Arithmetic,
+    Request,
+    hold_in_four_bits,
+    make_plan,
+)
+from orchestrator.training.tracing.op_recorder import OpRecorder
+from orchestrator.training.tracing.repeats import Stack
+from orchestrator.training.tracing.timeline import Phase, Steps, make_profile, make_timeline
+from orchestrator.training.tracing.values import READS, Values
+from orchestrator.training.tracing.zero3_linear import zero3_linear
+
+
+class StepRecorder:
+    """Records a model's steps at both micro-batches, under every mode of activation checkpointing."""
+
+    def __init__(
+        self, request: Request, arithmetic: Arithmetic, recipe: Recipe, *, reads: bool = False
+    ) -> None:
+        """`reads`: the model's code reads values."""
+        self._request = request
+        self._arithmetic = arithmetic
+        self._recipes = (recipe, *recipe.then)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._values = (
+            Values(self._fake) if reads or request.any_samples or request.tensors else None
+        )
+        low = LOW_PRECISION.get(arithmetic.precision)
+        self._autocast = low if arithmetic.autocast else None
+        held_bytes: dict[Tensor, float] = {}
+        for member in self._recipes:
+            four_bits = hold_in_four_bits(request, member.module, low)
+            note = self._values.note if self._values else None
+            held_bytes |= without_memory(
+                member.module, self._fake, None if arithmetic.autocast else low, note
+            )
+            held_bytes |= {
+                member.module.get_parameter(name): width for name, width in four_bits.items()
+            }
+            most = request.model.weight_bytes_each
+            held_bytes = {weight: min(width, most) for weight, width in held_bytes.items()}
+            if low and not arithmetic.autocast:
+                for part in (member.module, *member.layers):
+                    part.register_forward_pre_hook(round_inputs(low), with_kwargs=True)
+        if hasattr(recipe.dataset, "fit"):
+            self._fit(recipe)
+        self._recorder = OpRecorder(self._recipes, held_bytes)
+        gc.freeze()  # excludes imported objects from collection: scanning them took 7 % of a trace
+        self._fragmentation: dict[ActivationCheckpointing, float] = {}
+        gradients = patch.object(
+            cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients)
+        )
+        with (
+            as_with_values(),
+            gradients,
+            as_on_cuda() if arithmetic.cuda else contextlib.nullcontext(),
+        ):
+            cases = [(False, False)]
+            if recipe.then and self._autocast is None:
+                cases.append((True, False))
+            elif self._autocast is None and not all(
+                weight.requires_grad for weight in recipe.module.parameters()
+            ):
+                cases.append((False, True))
+            self._recorded = [
+                steps
+                for sharded, zero3 in cases
+                for mode in request.modes
+                if (steps := self._steps_or_none(mode, sharded=sharded, zero3=zero3)) is not None
+            ]
+        self._places = self._recorder.named_places()
+
+    def profile(self, stack: Stack | None, depth: int) -> ModelProfile:
+        """Return the profile of a model with this stack, of which `depth` layers were traced. Raises Unlike."""
+        traced = make_timeline(self._places, self._recorded, stack, depth)
+        turns = tuple(
+            sum(p.numel() for p in part.module.parameters() if p.requires_grad)
+            for part in self._recipes
+        )
+        return make_profile(
+            traced,
+            family=self._request.family,
+            precision=self._arithmetic.precision,
+            workspace_bytes=self._recorder.buffer_bytes,
+            turns=turns if len(turns) > 1 else (),
+            attention=self._recorder.attention,
+            fragmentation=tuple(self._fragmentation.items()),
+            updated_before_largest=self._recorder.updated_before_largest,
+            has_batch_norm=any(batch_norms(recipe.module) for recipe in self._recipes),
+        )
+
+    @property
+    def is_alike_on_cuda(self) -> bool:
+        return self._recorder.is_alike_on_cuda
+
+    def _fit(self, recipe: Recipe) -> None:
+        """Find the batch that the head takes."""
+        samples: Any = recipe.dataset
+        with as_with_values():
+            samples.fit(SAMPLES[0], recipe.module, self._fake_inputs)
+        recipe.module.zero_grad()
+
+    @contextlib.contextmanager
+    def _fake_inputs(self, named: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """A context of fake tensors, and these in place of real ones."""
+        with self._fake, self._values.reading() if self._values else contextlib.nullcontext():
+            yield {name: self._as_fake(tensor) for name, tensor in named.items()}
+
+    def _as_fake(self, real: Tensor) -> Tensor:
+        fake = self._fake.from_tensor(real)
+        if self._values:
+            self._values.note(fake, real)
+        return fake
+
+    def _steps_or_none(
+        self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool
+    ) -> Steps | None:
+        """The steps; None where a kind of checkpointing, or stage 3, fails alone. Raises what fails without both."""
+        try:
+            return self._steps(mode, sharded=sharded, zero3=zero3)
+        except Exception as error:  # a user's model may raise anything: the kind is left out
+            is_first = mode is self._request.modes[0] and not zero3
+            if is_first or (isinstance(error, READS) and not self._values):
+                raise
+            print(f"{mode}, zero3={zero3}: {type(error).__name__}: {error}", file=sys.stderr)
+            return None
+
+    def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps:
+        layers = [layer for recipe in self._recipes for layer in recipe.layers]
+        norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
+        linear = (
+            patch.object(functional, "linear", zero3_linear) if zero3 else contextlib.nullcontext()
+        )
+        with _forwards_put_back((*layers, *norms)), linear:
+            recompute(layers, mode)
+            steps = [
+                (*self._step(samples, norms, sharded=sharded), self._recorder.bytes_by_place)
+                for samples in SAMPLES
+            ]
+        (first, few, held_by_few), (second, many, held_by_many) = steps
+        if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
+            self._fragmentation[mode] = fragmentation(
+                on_lines(few, many, SAMPLES).values(), self._adam_bytes()
+            )
+        return Steps(
+            mode=mode,
+            sharded=sharded,
+            zero3=zero3,
+            samples=SAMPLES,
+            phases=(first, second),
+            bytes_by_place=(held_by_few, held_by_many),
+        )
+
+    def _adam_bytes(self) -> list[int]:
+        """Bytes of both fp32 moments, per trained parameter."""
+        trained = [
+            p for recipe in self._recipes for p in recipe.module.parameters() if p.requires_grad
+        ]
+        return [4 * p.numel() for p in trained for _ in ("exp_avg", "exp_avg_sq")]
+
+    def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> tuple[list[Phase], Ledger]:
+        """Forward and backward of one optimizer step, for every recipe in turn; returns phases and allocations.
+
+        `sharded`: as under FSDP2, where recipes out of turn require gradients too (engines/alternating.py).
+        """
+        real = self._recipes[0].dataset.batch(range(samples))
+        training = replace(
+            self._request.training, batch_norm_samples=samples, sync_batch_norm=False
+        )
+        reading = self._values.reading() if self._values else contextlib.nullcontext()
+        with _forwards_put_back(norms), self._fake, reading, self._recorder.step(samples):
+            prepare_batch_norms(norms, make_plan(self._arithmetic, samples), training)
+            for turn, recipe in enumerate(self._recipes):
+                still = (
+                    contextlib.nullcontext() if sharded else _freeze_others(self._recipes, recipe)
+                )
+                with self._recorder.turn(turn), still:
+                    self._forward_backward(recipe, tuple(map(self._as_fake, real)))
+        return self._recorder.phases, self._recorder.ledger
+
+    def _forward_backward(self, recipe: Recipe, batch: Batch) -> None:
+        batch = tuple(
+            tensor.view_as(tensor) for tensor in batch
+        )  # an operation, so that it is counted
+        with torch.autocast("cpu", self._autocast) if self._autocast else contextlib.nullcontext():
+            loss_sum = recipe.loss_sum(recipe.module, batch)
+        self._recorder.turn_back()
+        (loss_sum * 1.0).backward()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context that restores the modules' forward functions at its end."""
+    before = [(module, module.__dict__.get("forward")) for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+@contextlib.contextmanager
+def _freeze_others(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
+    """A context in which only the parameters of recipe `but` require gradients."""
+    others = [
+        parameter
+        for recipe in recipes
+        if recipe is not but
+        for parameter in recipe.module.parameters()
+    ]
+    trained = [parameter for parameter in others if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
