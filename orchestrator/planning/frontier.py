@@ -27,6 +27,7 @@ class Candidate:
     step_s: float
     degradation: Degradation
     host_bytes: int = 0  # of host memory that a node needs whose devices its ranks fill
+    busy_share: float | None = None  # of a step in which a device runs kernels; None: not predicted
     host_memory: float = inf  # that such a node has, in bytes
 
     @property

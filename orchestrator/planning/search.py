@@ -13,7 +13,7 @@ from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.activations import full_is_lightest
 from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.memory.estimate import DeviceBytes, sharing_key
-from orchestrator.planning.cost import Hardware, StepSeconds
+from orchestrator.planning.cost import Hardware, StepSeconds, busy_share
 from orchestrator.planning.families import Family, Variant, legal_copy, list_families, list_variants
 from orchestrator.planning.frontier import Candidate, Frontier, node_host_bytes
 from orchestrator.planning.layouts import list_layouts
@@ -120,6 +120,7 @@ def _cached_frontier(
                     estimate=costed.estimate,
                     step_s=costed.step_s,
                     degradation=degradation,
+                    busy_share=busy_share(needs.profile(costed.plan), costed.plan, hardware),
                     host_bytes=node_host_bytes(costed.plan, costed.estimate, hardware),
                     host_memory=hardware.host_memory,
                 )

@@ -398,6 +398,7 @@ class Attempt:
     estimate: MemoryEstimate  # as predicted, before correction
     correction: float  # measured / predicted activations of the family, at launch
     step_s: float  # as predicted
+    busy_share: float | None = None  # of a step in which a device runs kernels, as predicted
     # free bytes required per device, corrected and with margin; None: measured before
     needed_bytes: int | None = None
     fit_probability: float | None = None  # on its devices; None: memory unknown, or measured before

@@ -265,6 +265,7 @@ def parse_samples(text: str, number: int) -> tuple[list[tuple[str, float, int, i
 def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[str, float]:
     predicted = predicted_peak_bytes(attempt)
     overhead_bytes = None if observation is None else observation.overhead_bytes
+    evidence = attempt.evidence
     reserved_bytes = (
         None
         if predicted is None
@@ -273,6 +274,8 @@ def _attempt_metrics(attempt: Attempt, observation: Observation | None) -> dict[
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
         "predicted_step_s": None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
+        "measured_busy_percent": None if evidence is None else evidence.busy_percent,
+        "predicted_busy_percent": None if attempt.busy_share is None else 100 * attempt.busy_share,
         "correction": attempt.correction,
         "needed_bytes": attempt.needed_bytes,
         "fit_probability": attempt.fit_probability,

@@ -385,6 +385,7 @@ def _begin(
         estimate=chosen.candidate.estimate,
         correction=chosen.correction,
         step_s=chosen.candidate.step_s,
+        busy_share=chosen.candidate.busy_share,
         needed_bytes=chosen.needed_bytes,
         fit_probability=chosen.fit_probability,
         change=_changes(job.spec, before.plan, chosen.candidate.plan) if before else (),

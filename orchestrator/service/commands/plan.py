@@ -18,7 +18,7 @@ from orchestrator.memory.calibration.calibrate import (
 )
 from orchestrator.memory.calibration.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.cost import Hardware, busy_share, step_s
 from orchestrator.planning.explain import why_nothing_fits, why_passed_over
 from orchestrator.planning.families import requested_settings
 from orchestrator.planning.frontier import (
@@ -93,6 +93,7 @@ class CandidateView(TypedDict):
     step_s: float  # predicted, times `step_factor`
     # measured / predicted of the steps of such plans so far, 1 if none was measured
     step_factor: float
+    busy_share: float | None  # of a step in which a device runs kernels, estimated
     estimate: EstimateView
     correction: float  # of the activations
     needed_bytes: int  # corrected, with margin: compared with the capacity
@@ -425,6 +426,7 @@ def _view(
         degradation=candidate.degradation.name.lower(),
         step_s=candidate.step_s * factor,
         step_factor=factor,
+        busy_share=candidate.busy_share,
         estimate=estimate_view(estimate, correction),
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated),
@@ -500,6 +502,7 @@ def estimate_plan(
         estimate=memory,
         step_s=step_s(profile, plan, hardware),
         degradation=_degradation(spec, plan),
+        busy_share=busy_share(profile, plan, hardware),
         host_bytes=node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
     )

@@ -125,6 +125,8 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
     head.add_row(
         "step", predicted if _is_timed(candidate) else "time not known until the first attempt"
     )
+    if candidate["busy_share"] is not None:
+        head.add_row("busy", f"its kernels fill {candidate['busy_share']:.0%} of a step, estimated")
     head.add_row("memory", _verdict(candidate))
     return Group(head, Text(), bars(candidate["estimate"]))
 

@@ -148,6 +148,16 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             is_number=True,
         ),
         Column(
+            "predicted_busy_percent",
+            "Predicted busy",
+            "sides",
+            value_of=lambda attempt: attempt.busy_share and 100 * attempt.busy_share,
+            text_of="{:.0f} % estimated".format,
+            is_number=True,
+            is_extra=True,
+            is_rare=True,
+        ),
+        Column(
             "busy_percent",
             "Card busy",
             "attempts sides",
