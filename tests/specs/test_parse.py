@@ -10,7 +10,7 @@ import pytest
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.parse import job_from_data, parse_cluster, parse_job
+from orchestrator.specs.parse import check_plain, job_from_data, parse_cluster, parse_job
 from orchestrator.specs.yaml_text import DEPTH_MAX, read_document
 
 HEAD = "name: a\nglobal_batch_size: 8\n"
@@ -221,6 +221,13 @@ def test_a_small_file_cannot_become_a_large_one() -> None:
     ]  # 600,000 values
     with pytest.raises(SpecError, match="too large"):
         read_document("\n".join(rows), "job.yaml")
+
+
+def test_traces_of_a_model_with_two_towers_are_data_and_ten_of_them_are_too_much() -> None:
+    moments = [[0] * 16] * 3_100  # of gemma3 with its vision tower
+    check_plain({"traced": [moments] * 4}, "job")
+    with pytest.raises(SpecError, match="too large"):
+        check_plain({"traced": [moments] * 10}, "job")
 
 
 @pytest.mark.parametrize(
