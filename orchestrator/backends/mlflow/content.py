@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
@@ -224,8 +225,17 @@ def run_url(address: str, experiment_id: str, run_id: str) -> str:
     return f"{address.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
-def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, int, int]], float]:
-    """Return ([(name, value, milliseconds since launch, step)], new elapsed milliseconds) from lines of metrics.
+class MetricPoint(NamedTuple):
+    """A value of a curve at a step."""
+
+    name: str
+    value: float
+    at_ms: int  # since 1970, or since launch where a function says so
+    step: int
+
+
+def parse_curves(text: str, elapsed_ms: float) -> tuple[list[MetricPoint], float]:
+    """Return (points since launch, new elapsed milliseconds) from lines of metrics.
 
     Time is the sum of `step_s`, so that the same lines read again give the same points. Lines that are not JSON objects
     with a step are skipped: a killed rank leaves such lines.
@@ -238,15 +248,15 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
             continue
         elapsed_ms = min(elapsed_ms + 1000 * max(0.0, row.get("step_s", 0.0)), ELAPSED_MS_MAX)
         points += [
-            (name, float(value), round(elapsed_ms), step)
+            MetricPoint(name, float(value), round(elapsed_ms), step)
             for name, value in row.items()
             if name != "step" and METRIC_NAME.fullmatch(name)
         ]
     return points, elapsed_ms
 
 
-def parse_samples(text: str, number: int) -> tuple[list[tuple[str, float, int, int]], int]:
-    """Return ([(name, value, milliseconds since 1970, number)], next number) from lines of system samples."""
+def parse_samples(text: str, number: int) -> tuple[list[MetricPoint], int]:
+    """Return (points since 1970, next number) from lines of system samples, whose number is the step of each."""
     points = []
     for text_line in text.splitlines():
         row = parse_row(text_line)
@@ -254,7 +264,7 @@ def parse_samples(text: str, number: int) -> tuple[list[tuple[str, float, int, i
             continue
         at_ms = _ms(row["at_s"])
         points += [
-            (name, float(value), at_ms, number)
+            MetricPoint(name, float(value), at_ms, number)
             for name, value in row.items()
             if name != "at_s" and METRIC_NAME.fullmatch(name)
         ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.backends.mlflow.contact import Contact, bound_requests
 from orchestrator.backends.mlflow.content import (
+    MetricPoint,
     RunContent,
     attempt_content,
     compare_url,
@@ -58,13 +59,13 @@ class _Curves:
     offsets: dict[Path, int] = field(default_factory=dict)
     samples: dict[Path, int] = field(default_factory=dict)  # of each node
 
-    def points(self, path: Path, text: str) -> list[tuple[str, float, int, int]]:
-        """Return (name, value, milliseconds since 1970, step) of each number in the next lines of a file."""
+    def read_points(self, path: Path, text: str) -> list[MetricPoint]:
+        """Return a point since 1970 of each number in the next lines of a file."""
         if path != self.folder.metrics:
             points, self.samples[path] = parse_samples(text, self.samples.get(path, 0))
             return points
         points, self.elapsed_ms = parse_curves(text, self.elapsed_ms)
-        return [(name, value, self.start_ms + ms, step) for name, value, ms, step in points]
+        return [point._replace(at_ms=self.start_ms + point.at_ms) for point in points]
 
 
 class MlflowTracker(Tracker):
@@ -288,21 +289,19 @@ class MlflowTracker(Tracker):
         for path in (curves.folder.metrics, *curves.folder.systems()):
             while whole := _next_lines(path, curves.offsets.get(path, 0)):
                 next_curves = replace(curves, samples=dict(curves.samples))
-                points = next_curves.points(path, whole.decode(errors="replace"))
+                points = next_curves.read_points(path, whole.decode(errors="replace"))
                 self._send_points(contact, contact.run_ids[key], points)
                 curves.elapsed_ms = next_curves.elapsed_ms
                 curves.samples = next_curves.samples
                 curves.offsets[path] = curves.offsets.get(path, 0) + len(whole)
 
-    def _send_points(
-        self, contact: Contact, run_id: str, points: Sequence[tuple[str, float, int, int]]
-    ) -> None:
+    def _send_points(self, contact: Contact, run_id: str, points: Sequence[MetricPoint]) -> None:
         from mlflow.entities import Metric
 
         for first in range(0, len(points), POINTS):
             metrics = [
-                Metric(name, value, at_ms, step)
-                for name, value, at_ms, step in points[first : first + POINTS]
+                Metric(point.name, point.value, point.at_ms, point.step)
+                for point in points[first : first + POINTS]
             ]
             contact.client.log_batch(run_id, metrics=metrics)
 

@@ -58,6 +58,14 @@ class Slot(NamedTuple):
     nodes: tuple[int, ...]  # numbers in the pool
 
 
+class ClosingNode(NamedTuple):
+    """A node that closes, for a maintenance or a drain."""
+
+    name: str
+    closes_s: float  # minus infinity: it is closed
+    idle_devices: int
+
+
 class AvailabilityProfile:
     """Future availability of the devices of a group of equal nodes.
 
@@ -335,10 +343,10 @@ class AvailabilityProfile:
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
         return tuple(placement)
 
-    def closed_before(self, end_s: float) -> list[tuple[str, float, int]]:
-        """Return (node, closing time, idle devices) of nodes that close before `end_s`. Minus infinity: closed now."""
+    def list_closing(self, end_s: float) -> list[ClosingNode]:
+        """Return the nodes with idle devices that close before `end_s`."""
         return [
-            (self.names[number], windows[0][0], self._idle[number])
+            ClosingNode(self.names[number], windows[0][0], self._idle[number])
             for number, windows in self._closed.items()
             if self._idle[number] and windows[0][0] < end_s
         ]

@@ -422,14 +422,14 @@ def _wait_for_devices(pool: AvailabilityProfile, entry: SizeOption, now_s: float
     if pool.unreadable and pool.idle < entry.devices <= pool.idle + pool.idle_unreadable:
         places = describe_unreadable(pool.unreadable_nodes)
         return Wait(code=Pending.UNREADABLE, facts=(("places", places),))
-    closed = pool.closed_before(now_s + entry.open_s)
-    open_devices = pool.idle - sum(idle for _, _, idle in closed)
+    closed = pool.list_closing(now_s + entry.open_s)
+    open_devices = pool.idle - sum(node.idle_devices for node in closed)
     if not closed or not open_devices < entry.devices <= pool.idle:
         return Wait(code=Pending.DEVICES)
-    names = ", ".join([name for name, _, _ in closed][:NAMED_MAX])
+    names = ", ".join([node.name for node in closed][:NAMED_MAX])
     if len(closed) > NAMED_MAX:
         names += ", ..."
-    if all(closes_s <= now_s for _, closes_s, _ in closed):
+    if all(node.closes_s <= now_s for node in closed):
         return Wait(code=Pending.DRAIN, facts=(("node" if len(closed) == 1 else "nodes", names),))
     return Wait(code=Pending.MAINTENANCE, facts=maintenance_facts(entry, names))
 

@@ -56,8 +56,8 @@ NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {
 def empty_nodes(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, Stops) of attempts whose nodes' maintenance begins, or whose hours end. They resume later."""
     stops = []
-    for time_s, job_id, cause in sorted(index.leaving()):
-        if time_s > state.at_s:
+    for at_s, job_id, cause in sorted(index.list_leaving()):
+        if at_s > state.at_s:
             break
         job = index.running[job_id]
         if not can_move(job):

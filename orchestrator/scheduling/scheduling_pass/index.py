@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import takewhile
 from math import inf
+from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import (
     closures,
@@ -45,6 +46,14 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.pending import Pending
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
+
+
+class Leaving(NamedTuple):
+    """A running job that must leave its nodes."""
+
+    at_s: float
+    job_id: str
+    cause: StopCause
 
 
 class SchedulerIndex:
@@ -371,20 +380,21 @@ class SchedulerIndex:
             time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting
         ]
         times_s += [*(time_s for time_s, _ in self._asking[:1]), *self._expiries_s.values()]
-        times_s += [time_s for time_s, _, _ in self.leaving()]
+        times_s += [leaving.at_s for leaving in self.list_leaving()]
         return min(
             [time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf],
             default=None,
         )
 
-    def leaving(self) -> Iterator[tuple[float, str, StopCause]]:
-        """Yield (when, job id, cause) of running jobs that must leave for a maintenance or when their hours end."""
+    def list_leaving(self) -> Iterator[Leaving]:
+        """Yield the running jobs that must leave for a maintenance or when their hours end."""
         running = self.running.values() if self._has_maintenance else ()
         for job_id, time_s in leave_times(self.state, running).items() if running else ():
-            yield time_s, job_id, StopCause.MAINTENANCE
+            yield Leaving(time_s, job_id, StopCause.MAINTENANCE)
         for job in self._windowed.values():
             if can_move(job):
-                yield closing_s(job.spec, job.attempts[-1].launched_at_s), job.id, StopCause.WINDOW
+                ends_s = closing_s(job.spec, job.attempts[-1].launched_at_s)
+                yield Leaving(ends_s, job.id, StopCause.WINDOW)
 
     def unanswered(self, at_s: float) -> Iterator[str]:
         """Yield the ids of jobs whose questions went unanswered until `at_s`, each once."""
