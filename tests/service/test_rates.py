@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.planning.collectives import ring
+from orchestrator.planning.hardware import Hardware
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.intake.rates import Rates, measure_cluster, recall_cluster, with_rates
@@ -31,7 +32,8 @@ def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
     assert product_flops(rank, Precision.FP32) == pytest.approx(RATES.fp32_flops)
     assert product_flops(rank, Precision.BF16) == pytest.approx(RATES.bf16_flops)
     assert rank.memory_bandwidth * BANDWIDTH_EFFICIENCY == pytest.approx(RATES.memory_bandwidth)
-    assert ring(2, 1, rank, 2, 10**9).bandwidth == pytest.approx(RATES.link_bandwidth)
+    hardware = Hardware(device=rank, devices_per_node=2, nodes=1, network_bandwidth=10**9)
+    assert ring(2, 1, hardware).bandwidth == pytest.approx(RATES.link_bandwidth)
 
 
 def test_gpus_keep_the_rates_of_their_data_sheet(cache: Path) -> None:

@@ -178,7 +178,7 @@ class PoisonedService:
             return self.example(self._schemas[schema["$ref"].rpartition("/")[2]], name)
         if choices := [entry for entry in schema.get("anyOf", ()) if entry.get("type") != "null"]:
             return None if name in ("next", "device_index") else self.example(choices[0], name)
-        if name == "device":  # that of a node has no schema
+        if name == "device" and schema.get("type") != "string":  # that of a node has no schema
             return DEVICE.model_dump(mode="json") | {"name": POISON}
         if "enum" in schema:
             return "failed" if "failed" in schema["enum"] else schema["enum"][0]
