@@ -228,7 +228,7 @@ def test_what_cannot_be_done_with_a_job_is_one_error_that_says_what_can() -> Non
 def test_nights_in_which_people_step_in_have_every_kind_of_that() -> None:
     """The laws of tests/scheduling/test_properties.py must not hold of what never happens."""
     kinds, resumed = set[FailureKind](), 0
-    for seed in range(8):
+    for seed in range(14):
         journal, scenario = MemoryJournal(), interrupted(random_scenario(random.Random(seed)))
         for job in play(scenario, journal, backend_of(scenario)).jobs.values():
             kinds |= {attempt.failure.kind for attempt in job.attempts if attempt.failure}

@@ -370,7 +370,9 @@ def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
     forward_bytes = (most.forward_bytes - least.forward_bytes) // (more - few)
     # Peaks that are alike may hide so much: it is all that is known where no forward pass was seen.
     alike_bytes = int((SLOPE_MIN - 1) * most.measured_bytes / more)
-    is_hidden = sample_bytes < alike_bytes or SLOPE_MIN * sample_bytes < forward_bytes
+    # A forward pass that was seen tells what samples need, however little that is.
+    is_unseen = most.forward_bytes == 0 and sample_bytes < alike_bytes
+    is_hidden = is_unseen or SLOPE_MIN * sample_bytes < forward_bytes
     if is_hidden and len(probed) < PROBES_MAX:
         return None
     sample_bytes = max(sample_bytes, forward_bytes, alike_bytes)
