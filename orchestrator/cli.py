@@ -43,7 +43,7 @@ from orchestrator.specs.errors import (
     SpecError,
     error_view,
 )
-from orchestrator.specs.plain_text import why_no_text
+from orchestrator.specs.plain_text import why_unstorable
 
 app = typer.Typer(
     cls=Commands,
@@ -114,7 +114,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     command_line = sys.argv[1:] if arguments is None else list(arguments)
     try:
         for word in command_line:
-            if why := why_no_text(word):
+            if why := why_unstorable(word):
                 raise SpecError(
                     why, source="the command line", got=word[:GIVEN_MAX], allowed="text in UTF-8"
                 )

@@ -185,7 +185,7 @@ def _why_no_plan(request: PlanRequest, hardware: Hardware, work: Work) -> SpecEr
 
 
 def _why_illegal(request: PlanRequest) -> str:
-    """Return why the pinned settings are illegal on every engine, others being as usual; "" where they are not."""
+    """Return why no engine allows the pinned settings, with defaults for the others; "" where one allows them."""
     pins = dict(request.plan)
     layout = ParallelLayout(**{axis: pins.pop(axis) for axis in AXES if axis in pins})
     usual = {

@@ -32,7 +32,7 @@ from orchestrator.specs.job.sections import Remedy
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
 from orchestrator.specs.json_object import JsonObject
-from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_no_text
+from orchestrator.specs.plain_text import VALUE_LENGTH_MAX, why_unstorable
 from orchestrator.specs.preset_file import with_preset_file
 from orchestrator.specs.replace import replace
 from orchestrator.specs.spec_model import SpecModel
@@ -292,7 +292,7 @@ def check_plain(
             raise _not_plain("too large or nested too deeply", path, None, sizes, source, lines)
         if isinstance(value, Mapping):
             for key in value:
-                if not isinstance(key, str) or why_no_text(key):
+                if not isinstance(key, str) or why_unstorable(key):
                     raise _not_plain(
                         "the name of a key is no text", path, key, "text in UTF-8", source, lines
                     )
@@ -303,7 +303,7 @@ def check_plain(
             raise _not_plain(
                 "too much text", (), None, f"{length_max:,} characters in all", source, lines
             )
-        elif isinstance(value, str) and (why := why_no_text(value)):
+        elif isinstance(value, str) and (why := why_unstorable(value)):
             got = value[:GIVEN_LENGTH_MAX]
             raise _not_plain(
                 why,

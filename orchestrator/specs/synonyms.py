@@ -13,7 +13,7 @@ from orchestrator.specs.packaged import load_table
 
 @lru_cache(maxsize=1)
 def load_job_keys() -> Mapping[str, str]:
-    """Return what to write, by another tool's key in lower case and with underscores."""
+    """Return {key of another tool, in lower case with underscores: what to write instead}."""
     hints = dict[str, str]()
     for hint, keys in load_table(__package__, "synonyms").items():
         hints |= dict.fromkeys(keys, hint)

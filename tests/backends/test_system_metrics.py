@@ -66,7 +66,7 @@ def test_devices_are_sampled_under_the_names_and_with_the_numbers_of_mlflows_own
     devices, nodes = GPUMonitor(), CPUMonitor()
     devices.collect_metrics()
     nodes.collect_metrics()
-    Sampler(folder, Watched(node="n", devices=(0, 1))).take((0, 1), None)
+    Sampler(folder, Watched(node="n", devices=(0, 1))).take_sample((0, 1), None)
     (sample,) = samples_of(folder, "n")
     assert {name.removeprefix("system/") for name in sample} == {
         *devices.aggregate_metrics(),
@@ -83,7 +83,7 @@ def test_devices_are_sampled_under_the_names_and_with_the_numbers_of_mlflows_own
 def test_only_devices_of_the_attempt_are_sampled_and_names_of_one_of_several_nodes_have_it(
     folder: AttemptFolder,
 ) -> None:
-    Sampler(folder, Watched(node="n1", devices=(1,), is_alone=False)).take((0,), None)
+    Sampler(folder, Watched(node="n1", devices=(1,), is_alone=False)).take_sample((0,), None)
     (line,) = samples_of(folder, "n1")
     assert line["system/n1/gpu_1_utilization_percentage"] == 41
     assert not [name for name in line if "gpu_0" in name]
@@ -128,7 +128,7 @@ def test_a_sample_takes_less_than_a_thousandth_of_the_time_between_samples(
     taken_s = []
     for _ in range(50):
         began_s = time.thread_time()
-        sampler.take(range(8), 256_000_000)
+        sampler.take_sample(range(8), 256_000_000)
         taken_s.append(time.thread_time() - began_s)
     assert median(taken_s) < EVERY_S / 1000
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.failures.places import avoided_devices, with_places
+from orchestrator.scheduling.failures.places import devices_to_avoid, with_places
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.specs.attempt import (
     Attempt,
@@ -137,7 +137,7 @@ def test_what_a_network_refused_accuses_no_place_and_is_no_bug_however_often_ali
     again = judged(first, ended_attempt(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
     assert again.verdict is not None
     assert (again.verdict.row, again.verdict.wait_s) == (11, 1200.0)
-    assert avoided_devices(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
+    assert devices_to_avoid(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
 
 
 def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
@@ -218,7 +218,7 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     assert not suspensions(
         state_after((named("x"), virtual, failure), (named("y"), virtual, failure))
     )
-    assert avoided_devices(
+    assert devices_to_avoid(
         replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0
     )
     alone = State(nodes=NODES[:1], at_s=1000.0)

@@ -79,7 +79,7 @@ def test_what_a_sampler_writes_is_what_the_page_shows(world: World) -> None:
     folder.heartbeat(0).write_text(json.dumps({"live_bytes": 64}))
     folder.guard.write_text(json.dumps({"virtual_capacity_bytes": 256}))
     sampler = Sampler(folder, Watched(node="virtual", devices=(0,)))
-    sampler.take([0], 256)
+    sampler.take_sample([0], 256)
     assert uses([job], world.home, time.time())["virtual", 0]["now"] == {"memory": "25 %"}
     page = world.client.get("/ui/cluster").text
     assert "memory 25 %" in page

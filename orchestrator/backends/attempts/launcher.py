@@ -307,7 +307,7 @@ class Launcher:
                 raise NoProgram(f"{why} (on {socket.gethostname()})") from error
 
     def _fork(self, argv: Argv, env: Env, workdir: str, log: BinaryIO) -> ForkedRank | str:
-        """Return a rank's process that a server forked, or why it is to be started plainly."""
+        """Return the process that the fork server forked for a rank, or why the rank needs a new interpreter."""
         return fork_rank(argv, _with_guard(env), workdir, log, self._fork_until_s)
 
     def _inherited_env(self) -> dict[str, str]:

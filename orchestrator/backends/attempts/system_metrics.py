@@ -58,10 +58,10 @@ class Sampler:
         pause_s = FIRST_S
         while not ended.wait(pause_s):
             with suppress(OSError):  # a full disk ends the ranks, not their records
-                self.take(ranks, capacity_bytes)
+                self.take_sample(ranks, capacity_bytes)
             pause_s = min(2 * pause_s, EVERY_S)
 
-    def take(self, ranks: Sequence[int], capacity_bytes: int | None) -> None:
+    def take_sample(self, ranks: Sequence[int], capacity_bytes: int | None) -> None:
         """Append one sample; `capacity_bytes` is that of a virtual device, None on real ones."""
         numbers = {**self._of_node(), **dict(self._of_devices(ranks, capacity_bytes))}
         line = {

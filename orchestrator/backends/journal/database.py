@@ -16,7 +16,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
-from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
+from orchestrator.backends.journal.ownership import FileLock, Lease, database_connect_args
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.errors import ServiceError, SpecError, StorageError, UncertainError
 
@@ -236,7 +236,7 @@ def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
             max_overflow=0,
             pool_pre_ping=True,
             hide_parameters=True,
-            connect_args=connect_args(),
+            connect_args=database_connect_args(),
             execution_options={"postgresql_readonly": reads_only},
         )
     engine = sa.create_engine(

@@ -135,7 +135,7 @@ def _interval() -> sa.ColumnElement[object]:
     return sa.func.make_interval(0, 0, 0, 0, 0, 0, LEASE_S)
 
 
-def connect_args() -> dict[str, object]:
+def database_connect_args() -> dict[str, object]:
     """Return connection settings of a holder: limits on idle transactions and on waits for locks.
 
     Requests that a cut network leaves unanswered also end after LEASE_S; the kernel alone would retry for 15 minutes.

@@ -110,7 +110,7 @@ def _local(name: str) -> Path | None:
 
 
 def main(home: str, tracking_uri: str, run_id: str, name: str, folder: str) -> None:
-    """Copy the output, and record the result in the run's tag MODEL_TAG."""
+    """Copy the job's output folder to the run's artifacts, and write into the tag MODEL_TAG what came of it."""
     from mlflow import MlflowClient
 
     register_socket(Path(home))  # whose own server the URI may name

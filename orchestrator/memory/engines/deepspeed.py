@@ -105,9 +105,10 @@ def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
 
 
 def _build(rank: Rank, plan: Plan) -> Moment:
-    """Every rank has the module in fp32 before DeepSpeed cuts it: at stage 3 a layer, or all that is none, at a time.
+    """Return the bytes while the model is built.
 
-    Stages 1 and 2 then copy what is trained of it into a flat tensor.
+    Every rank has the module in fp32 before DeepSpeed partitions it: the whole module, and at stage 3 one layer, or
+    everything outside the layers, at a time. Stages 1 and 2 then copy the trained parameters into a flat tensor.
     """
     profile = rank.profile
     width = compute_bytes(plan)

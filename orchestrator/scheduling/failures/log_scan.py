@@ -232,7 +232,7 @@ class LogScan:
         self._read_telling(line, offset)
 
     def _read_telling(self, line: str, offset: int) -> None:
-        """Read a line that may name a cause, or belong to an exception."""
+        """Keep the cause that a line names, or add the line to the exception that is being read."""
         prefix = PREFIX.match(line)
         text = line[prefix.end() :] if prefix else line
         stack = self._stack(prefix[0].strip() if prefix else "")

@@ -169,7 +169,7 @@ def _suspend(
     return tuple(entries.values())[-ENDS_MAX:]
 
 
-def avoided_devices(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
+def devices_to_avoid(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
     """Return sets of devices to avoid, strictest first: all devices of nodes where it failed, then only the devices.
 
     The job ended there for no known reason within a day. A node counts once two of its devices do. Ends that a network

@@ -171,7 +171,7 @@ def job_options(
                 return Infeasible(
                     why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed)
                 )
-        rule = rule_of(job, device.name, calibrated, entries[0].candidate)
+        rule = choice_rule_of(job, device.name, calibrated, entries[0].candidate)
         best = best_of_each(entries, rule)
         most_bytes = max(entry.least_bytes for entry in best)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=most_bytes, rule=rule)
@@ -314,7 +314,7 @@ def _hedge(
     ]
 
 
-def rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
+def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
     """Return the rule by which the job chooses among its plans, of which `candidate` is one.
 
     Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or declared step times,

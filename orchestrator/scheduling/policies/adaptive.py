@@ -78,7 +78,7 @@ class AdaptivePolicy:
         """
         index = self._index
         yield from ((waiting, inf) for waiting in index.promised_first())
-        place = index.places()
+        place = index.place_by_user()
         credits = {
             fund: credit_device_s(index.state, fund, index.devices) for fund in (AGED, PRESSING)
         }

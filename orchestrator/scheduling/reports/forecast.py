@@ -500,10 +500,10 @@ class _Arrays:
 
 
 def _share(job: Job, sample: int) -> float:
-    """Return the job's quantile of length in this sample; over all samples each quantile occurs once.
+    """Return which quantile of its run time the job has in this sample, 0 to 1; each is used once over all samples.
 
-    A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without chance: SAMPLES is a prime, so that
-    each line through it is a permutation.
+    A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without random numbers: SAMPLES is a prime,
+    so multiples of a step modulo SAMPLES run through all quantiles.
     """
     steps = 1 + job.order % (SAMPLES - 1)
     offset = job.order // (SAMPLES - 1)

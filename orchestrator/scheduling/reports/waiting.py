@@ -21,7 +21,7 @@ from orchestrator.scheduling.base.sentences import (
 )
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.scheduling.base.start_windows import window_facts
-from orchestrator.scheduling.failures.places import avoided_devices, is_sent_elsewhere
+from orchestrator.scheduling.failures.places import devices_to_avoid, is_sent_elsewhere
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import Waiting
@@ -196,7 +196,7 @@ class Waits:
 
     def _hidden(self, waiting: Waiting) -> set[Device]:
         """Return devices that the job avoids, since it ended there, as long as others can hold it."""
-        places = avoided_devices(waiting.job, self._state.nodes, self._state.at_s)
+        places = devices_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
         if not places or not is_sent_elsewhere(waiting.job):
             return set()
         with self._index.without(places[-1]):

@@ -16,7 +16,7 @@ from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.start_windows import hours_of, window_facts
 from orchestrator.scheduling.failures.places import (
-    avoided_devices,
+    devices_to_avoid,
     is_sent_elsewhere,
     names_of,
 )
@@ -176,7 +176,7 @@ def decide(
         by_s=by_s,
         devices_max=devices_max,
     )
-    places = avoided_devices(waiting.job, state.nodes, state.at_s)
+    places = devices_to_avoid(waiting.job, state.nodes, state.at_s)
     for devices in places:
         with index.without(devices):
             outcome = decided()

@@ -556,7 +556,7 @@ class SchedulerIndex:
     def _line_of(self, waiting: Waiting) -> tuple[int, str]:
         return waiting.priority, waiting.job.user
 
-    def places(self) -> Callable[[str], Place]:
+    def place_by_user(self) -> Callable[[str], Place]:
         """Return a function that maps a user to a place in the fair-share order."""
         if not self._policy_spec.is_shared and len(self.users) < 2:
             return equal_place

@@ -34,7 +34,7 @@ def reclaim(index: SchedulerIndex, waits: Sequence[Promised], at_s: float) -> Se
         return ()
     used = held_by_teams(policy, index.running.values())
     owned = _own_devices(index)
-    turn = index.places()
+    turn = index.place_by_user()
     tried = 0
     claimed = Counter(used)  # with what is reserved for jobs before
     for waiting, promised in waits:

@@ -98,7 +98,7 @@ def _diagnose_folder(folder: Path) -> Diagnosis:
 
 
 def _judge(evidence: Evidence) -> Failure | None:
-    """Return what the service would find after a first attempt, with its verdict; None after a success.
+    """Return the failure that the service would see in a first attempt, and its verdict; None where it succeeded.
 
     An exit with 0 is no success where the log shows what ended a rank: some programs exit with 0 whatever happens.
     """

@@ -80,7 +80,7 @@ def play_queue(
 
 
 def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int | None]]:
-    """Return (state on another cluster, {id: saved step or None} of running jobs that lose their devices)."""
+    """Return the scheduler's state with another cluster, and {job id: saved step or None} of jobs that lose devices."""
     nodes = idle_nodes(cluster)
     index = index_of(state)
     devices = {

@@ -38,7 +38,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Unfit, WayOut, adapters, smaller_models, ways_out
 from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.options.job_options import rule_of
+from orchestrator.scheduling.options.job_options import choice_rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
@@ -348,7 +348,7 @@ def _choose(
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return None, None
-    rule = rule_of(_as_job(spec), "", calibrated, candidates[fitting[0]])
+    rule = choice_rule_of(_as_job(spec), "", calibrated, candidates[fitting[0]])
     by_width: dict[int, list[int]] = {}
     for index in fitting:
         if candidates[index].degradation is candidates[fitting[0]].degradation:

@@ -75,7 +75,7 @@ from orchestrator.service.server.routes.dependencies import (
     Pages,
     Service,
     job_of,
-    seen_from,
+    reachable_address,
 )
 from orchestrator.service.server.routes.links import Links
 from orchestrator.service.server.routes.waits import Waits
@@ -301,7 +301,9 @@ class _Pages:
         """Return the address of a job's run in MLflow; None while it is looked up, or where there is none."""
         if self._mlflow is None or job is None or not job.attempts:
             return None
-        return web_address(seen_from(request, self._links.of(self._mlflow, job.key, 1) or ""))
+        return web_address(
+            reachable_address(request, self._links.of(self._mlflow, job.key, 1) or "")
+        )
 
     def plan(self, request: Request) -> Response:
         explanation = self._get("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])

@@ -128,7 +128,7 @@ def _play_live(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
 
 
 def _print_endless(run: Simulated, held_ids: Sequence[str]) -> None:
-    """Print which jobs of a play have no end, but for those that somebody holds."""
+    """Print the jobs that do not end in the simulation, except those that a user holds."""
     unfinished = (outcome.job_id for outcome in run.outcomes if outcome.ended_at_s is None)
     endless = [job_id for job_id in unfinished if job_id not in held_ids]
     if endless:

@@ -55,7 +55,7 @@ def add_ruler(lines: Mapping[str, str], first: str, last: str, note: str) -> str
 
 
 def _rows(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the row of each node, and all rows in order."""
+    """Return {node: label of its row}, and the labels from top to bottom; a row is several nodes in a large cluster."""
     together = max(1, -(-len(names) // NODES_MAX))
     rows = {}
     for first in range(0, len(names), together):

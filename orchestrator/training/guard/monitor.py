@@ -170,7 +170,7 @@ class Monitor:
         return watched
 
     def _look_at_graph(self, *args: Any) -> None:
-        """Note once what mixes the samples of a micro-batch, in the graph of the first backward pass."""
+        """Record the operations of the first backward graph that mix samples of a micro-batch, as batch norm does."""
         if self._is_mixing_known:
             return
         self._is_mixing_known = True

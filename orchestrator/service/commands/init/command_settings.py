@@ -65,7 +65,7 @@ class Settings:
     notes: Notes
 
     def of(self, meaning: str, *counts: Count) -> list[Setting]:
-        """Return the settings with this meaning; with `counts`, only batch sizes that count these samples."""
+        """Return the settings of a quantity, as `learning_rate`; with `counts`, only batch sizes counted that way."""
         return [
             place
             for place in self.places

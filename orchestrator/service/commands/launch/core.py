@@ -350,7 +350,10 @@ def _follow(records: Records, number: int, question: JsonObject) -> JsonObject:
 
 
 def _track(records: Records) -> list[str]:
-    """Send the run to MLflow where the caller names one and the script does not log itself; return what failed."""
+    """Send the run to MLflow if the environment names a server and the script does not log itself.
+
+    Return a list with the error, or an empty list.
+    """
     uri = os.environ.get(TRACKER)
     if not uri or records.run["logs_itself"]:
         return []
@@ -387,7 +390,7 @@ def _requeue() -> str:
 
 
 def _what_would_help(records: Records, machine: Machine, failure: Failure | None) -> list[str]:
-    """Return what a person can do: other mathematics as flags of this script, else argv."""
+    """Return lines that say what a person can do, such as a smaller batch as arguments of the script."""
     job = records.job
     if not job.asks:
         hints = (

@@ -68,7 +68,7 @@ from orchestrator.service.server.routes.dependencies import (
     NameObjects,
     Sender,
     Service,
-    seen_from,
+    reachable_address,
 )
 from orchestrator.service.server.routes.job_routes import (
     add_file_routes,
@@ -315,7 +315,8 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
         return {
             "name": service.cluster,
             "trackers": {
-                name: seen_from(request, address) for name, address in service.trackers.items()
+                name: reachable_address(request, address)
+                for name, address in service.trackers.items()
             },
             "problems": controller.health.problems(),
             "nodes": [node_view(node, job_ids, state) for node in state.nodes],

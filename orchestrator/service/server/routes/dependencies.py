@@ -90,7 +90,7 @@ Sender = Annotated[Principal, Depends(_sender)]
 NameObjects = Annotated[Callable[[Iterable[str]], None], Depends(_namer)]
 
 
-def seen_from(request: Request, address: str) -> str:
+def reachable_address(request: Request, address: str) -> str:
     """Return an address as the sender reaches it: the home's own MLflow is a path on the service."""
     is_here = address == MLFLOW or address.startswith(f"{MLFLOW}/#/")
     return f"{str(request.base_url).rstrip('/')}{address}" if is_here else address

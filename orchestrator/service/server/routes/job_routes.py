@@ -48,7 +48,7 @@ from orchestrator.service.server.routes.dependencies import (
     Sender,
     Service,
     job_of,
-    seen_from,
+    reachable_address,
 )
 from orchestrator.service.server.routes.links import Links
 from orchestrator.service.server.routes.requests import (
@@ -219,7 +219,7 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
         link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
-        return comparison_view(strategies, link and seen_from(request, link))
+        return comparison_view(strategies, link and reachable_address(request, link))
 
 
 def _add_cancel_route(app: FastAPI, service: Service) -> None:
