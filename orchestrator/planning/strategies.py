@@ -81,7 +81,7 @@ def list_strategies(
 def _updates_in_backward(request: PlanRequest) -> bool:
     """Return whether the job allows an update in the backward pass; specs.engines says which plans can have it.
 
-    Recipes that take turns do not: FSDP2 makes gradients of those that stand still.
+    A job that trains several recipes by turns does not: FSDP2 makes gradients of the ones that wait, too.
     """
     if request.training.clip_norm is not None or request.takes_turns:
         return False
@@ -175,12 +175,12 @@ class FullLayers(NamedTuple):
 
 
 def full_layers(request: PlanRequest, strategy: Strategy) -> FullLayers:
-    """Return how many of a stage's first layers may be recomputed in full while the others are selective.
+    """Return the numbers of a stage's first layers to try in full checkpointing while the others are selective.
 
-    A frontier knows no free memory, so a plan that fits any device is never far: quarters of a stage, eighths of a deep
-    one. That costs at most 6 and 3 % of a step, since full checkpointing adds a quarter to selective. There are none
-    without equal layers: a trace covers only steps in which all are recomputed alike. There are none beside an offload,
-    where the host takes longer than they save. A script needs a knob for it.
+    The numbers are quarters of a stage, eighths of a deep one, since a frontier does not know the free memory. Between
+    two of them lie at most 6 and 3 % of a step: full checkpointing adds a quarter to selective. There are no numbers
+    without equal layers, as a trace covers only steps in which all are recomputed alike; beside an offload, where the
+    host takes longer than they save; or for a script without a knob for them.
     """
     can_be_told = not request.is_script or request.knobs.full_checkpointing_layers is not None
     layers = _equal_layers(request) if can_be_told and strategy.offload is Offload.NONE else 0

@@ -53,7 +53,7 @@ class Identity:
         }
 
     def final_variables(self, home: Path) -> dict[str, str]:
-        """Return environment variables of the user's processes that nothing overrides."""
+        """Return the variables of the user's processes that win over those of the job and the service."""
         extensions = str(home / USERS / self.name / "torch_extensions")
         return {"TORCH_EXTENSIONS_DIR": extensions, RUN_AS: f"{self.uid}:{self.gid}"}
 

@@ -160,7 +160,7 @@ def iterate_matches(root: str, parts: Sequence[str], bounds: Bounds) -> Iterator
 
 
 def list_entries(folder: str, bounds: Bounds) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries of a folder; none where it cannot be read. Raises OutOfBounds."""
+    """Yield the entries of a folder, none if it cannot be read. Raises OutOfBounds past what a scan allows."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:

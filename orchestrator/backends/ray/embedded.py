@@ -246,9 +246,9 @@ def _start_nodes(
     *,
     head: bool,
 ) -> None:
-    """Start `nodes` at the same time, and write each to the record at once.
+    """Start `nodes` at the same time, and write each to the file `record` as soon as it runs.
 
-    Nodes that do not start with the processes that are needed alone are started once more with all of Ray's.
+    A node starts with the processes of Ray that jobs need. If that fails, it is started once more with all of them.
     """
     starting = _begin(home, record, state, nodes, head=head, environment={})
     reasons = {name: _why_not_started(process, output) for name, process, output in starting}

@@ -451,7 +451,7 @@ def _lengths(
     calibrated: Calibration,
     lengths: Lengths,
 ) -> list[Length]:
-    """Return the length of training left on each candidate, by measured steps of the family where there are any."""
+    """Return the seconds of training left on each candidate, by measured steps of the job's family if there are any."""
     left = steps_left(job)
     device = group.hardware.device.name
     measured = measured_step_s(job, device) if job.attempts else {}

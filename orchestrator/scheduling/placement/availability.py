@@ -153,9 +153,9 @@ class AvailabilityProfile:
         free_s = self._free_from(number)
         return sum([free_s[device] < at_s for device in devices])
 
-    def idle_on(self, name: str) -> int:
+    def count_idle(self, node: str) -> int:
         """Return the number of idle devices of one node."""
-        return self._idle[self.numbers[name]]
+        return self._idle[self.numbers[node]]
 
     def held_until_by(self, name: str, devices: Iterable[int]) -> float:
         """Return when the attempts now on these devices have all ended."""

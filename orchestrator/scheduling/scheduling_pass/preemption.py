@@ -309,7 +309,7 @@ def _free_share(
     choices: list[tuple[float, str]] = []
     leaving: dict[str, list[Moving]] = {}
     for node, jobs in by_node.items():
-        free = pool.idle_on(node)
+        free = pool.count_idle(node)
         stopped = leaving[node] = []
         for moving in jobs:
             if free >= share:

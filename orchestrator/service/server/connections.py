@@ -83,7 +83,7 @@ class Listener(socket.socket):
         return connection, address
 
     def wait(self, number: int, end: Callable[[], None]) -> None:
-        """Note that a connection has no full request from now on; `end` ends it."""
+        """Record that a connection waits for a full request from now on; calling `end` closes the connection."""
         self.serve(number)
         self._waiting[number] = end
 
