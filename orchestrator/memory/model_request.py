@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import is_flag_on
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
@@ -50,7 +51,7 @@ class ModelRequest:
         return None if self.is_script else self.known_model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Share:
     """The part of a model that one rank computes, and the arithmetic in which it does."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 # Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80
@@ -106,7 +106,7 @@ class Replay(NamedTuple):
     selective_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MicroBatch:
     """Compute seconds of one micro-batch on one rank, without messages."""
 

@@ -18,6 +18,7 @@ from orchestrator.specs.choices import Degradation, Optimizer
 from orchestrator.specs.cluster import catalogue_device
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
@@ -72,7 +73,7 @@ class Unfit:
         return self.work.looked >= ALL_OTHER_PLANS_MAX
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WayOut:
     """A change with which a job would fit, and the plan that it would then have."""
 

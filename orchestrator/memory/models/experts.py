@@ -10,10 +10,10 @@ balanced, so that as many come as it sends. `uneven` says how many times as many
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.packaged import load_table
 from orchestrator.specs.profile import BackwardPeak, ModelProfile
 from orchestrator.specs.replace import replace
@@ -30,7 +30,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = FAMILIES["mixtures"]
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = FAMILIES["other_names"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Experts:
     """The feed-forward part of a mixture-of-experts layer: routed experts, and a shared one, if any.
 
@@ -146,7 +146,7 @@ def with_experts(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Routing:
     """A sample's tokens on a rank, and the copies of them that its experts get."""
 

@@ -8,7 +8,6 @@ by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 20
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
@@ -16,6 +15,7 @@ from orchestrator.memory.models import experts as mixtures
 from orchestrator.memory.models.adapters import PROJECTIONS, AdaptedLayer, Projection
 from orchestrator.memory.models.experts import FAMILIES, Experts
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import DecoderSpec, LoraSpec, ModelSpec
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 from orchestrator.specs.replace import replace
@@ -51,7 +51,7 @@ NORMS_OF_HEADS = (36, 96)  # of queries and keys
 NF4_BYTES = (4 + 0.127) / 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DecoderShape:
     """Sizes of a Llama-style decoder: as DecoderSpec, but with any head width."""
 

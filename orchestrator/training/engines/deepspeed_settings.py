@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from orchestrator.specs.choices import Offload, OffloadTarget, Precision, ZeroStage
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Buckets:
     """DeepSpeed's buffer sizes and limits, in elements (not bytes)."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import layer_ranges
@@ -37,7 +37,7 @@ from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.sequence_parallel import Tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Share:
     """A rank's part of a model that is split into pipeline stages."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.training.contract.collectives import all_reduced, move
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.sequence_parallel import (
@@ -47,7 +47,7 @@ GATHERED = "gathered"
 WORDS = (*CUTS, GATHERED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TensorParallel:
     """The sharding of a module's parameters over the ranks of `mesh`."""
 

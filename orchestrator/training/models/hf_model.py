@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION
@@ -68,7 +68,7 @@ COMPUTED_MAX = 2**30
 UNLISTED = ("attn_implementation", "decoder_start_token_id", "head_dim", "num_labels")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Built:
     """A module with meta-device parameters (except 4-bit ones), and the function that initialises them by name."""
 

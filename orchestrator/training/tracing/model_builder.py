@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import (
     DataSpec,
     DecoderSpec,
@@ -30,7 +30,7 @@ SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies
 LAST_STEP = 2**62  # after every thaw step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Arithmetic:
     """Dtype settings of an engine: with autocast weights stay fp32, else the weights themselves are cast."""
 
@@ -39,7 +39,7 @@ class Arithmetic:
     cuda: bool = False  # autocast as on CUDA
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Request:
     """The model and settings to trace."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
 from orchestrator.specs.replace import replace
 from orchestrator.training.tracing.repeats import Stack
@@ -94,7 +95,7 @@ class Phase:
     events: list[Event]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Steps:
     """The same training step at two micro-batch sizes."""
 
@@ -114,7 +115,7 @@ Stretch = tuple[
 ]  # a phase as linear functions of the micro-batch, its start first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Timeline:
     """Segments and their events over a step. The first and last two of equal layers represent all."""
 
