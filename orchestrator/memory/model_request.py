@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.frozen import frozen
@@ -11,6 +10,7 @@ from orchestrator.specs.job.frameworks import is_flag_on
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import TracedProfile
 
 # those of specs/job/frameworks.py that are transformers' Trainer
@@ -72,7 +72,7 @@ def read_model_request(spec: JobSpec) -> ModelRequest:
     return ModelRequest(**model_values(spec))
 
 
-def model_values(spec: JobSpec) -> dict[str, Any]:
+def model_values(spec: JobSpec) -> JsonObject:
     """Return {name: value} of the job's ModelRequest."""
     knob = spec.knobs.sequence_length
     own_length: int | None = spec.data.sequence_length

@@ -31,6 +31,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes
 
+Trace = Callable[[JobSpec], JobSpec]  # returns the job with the profile of its model
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
 SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
 CARDS_NAMED = 3  # of the catalogue, the smallest that hold the job
@@ -129,7 +130,7 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
     return tuple(way for way in others if way is not None)
 
 
-def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
+def adapters(case: Unfit, trace: Trace) -> Iterator[WayOut]:
     """Yield changes to low-rank adapters: beside frozen weights, then beside 4-bit weights, where the job would fit so.
 
     `trace` returns a job with its model's profile, and may raise SpecError: that change is left out. A script needs its
@@ -161,9 +162,7 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
         yield replace(way, label=label, settings={})
 
 
-def _adapted(
-    case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: bool
-) -> Iterator[WayOut]:
+def _adapted(case: Unfit, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
     spec = case.spec
     model = spec.known_model
     assert model is not None
@@ -191,7 +190,7 @@ def _adapted(
     yield replace(way, label=label, settings=settings, job=job, degradation=Degradation.SEMANTIC)
 
 
-def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
+def smaller_models(case: Unfit, trace: Trace) -> Iterator[WayOut]:
     """Yield the largest smaller model of the same model line that would fit, for jobs of our engines."""
     model = case.spec.model
     if model is None or not isinstance(model.hf, str):

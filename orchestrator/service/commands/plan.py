@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -36,7 +36,7 @@ from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.planning.ways_out import Unfit, WayOut, adapters, smaller_models, ways_out
+from orchestrator.planning.ways_out import Trace, Unfit, WayOut, adapters, smaller_models, ways_out
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.job_options import rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
@@ -80,7 +80,6 @@ from orchestrator.specs.written import as_yaml
 # bench-cost`,
 # 2026-11-26).
 STEP_ERROR = 0.13
-Trace = Callable[[JobSpec], JobSpec]  # returns the job with the profile of its model
 TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 

@@ -24,6 +24,7 @@ from torch.utils import cpp_extension
 
 from orchestrator.specs.choices import Offload
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 
@@ -98,10 +99,10 @@ def remove_older(folder: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> dict[str, Any]:
+def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> JsonObject:
     """Return the plan's entries of `zero_optimization`. `largest_run` is the most elements of a parameter on a rank."""
     files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pin_memory}
-    settings: dict[str, Any] = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
+    settings: JsonObject = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
     if plan.offload is Offload.PARAMETERS:
         settings["offload_param"] = {**files, "buffer_size": largest_run, "max_in_cpu": 0}
     return settings

@@ -36,6 +36,8 @@ from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.sequence_parallel import Tokens
 
+Message = tuple[dist.Work, Tensor]  # that is being sent
+
 
 @frozen
 class Share:
@@ -333,8 +335,8 @@ class _InterleavedStage(_Stage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._forward: list[tuple[dist.Work, Tensor]] = []  # messages that are being sent
-        self._backward: list[tuple[dist.Work, Tensor]] = []
+        self._forward: list[Message] = []  # messages that are being sent
+        self._backward: list[Message] = []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._forward = _sent(super().get_fwd_send_ops(fwd_chunk_id), self._forward)
@@ -349,9 +351,7 @@ class _InterleavedStage(_Stage):
         self._backward = _sent([], self._backward)
 
 
-def _sent(
-    ops: Iterable[dist.P2POp], before: Iterable[tuple[dist.Work, Tensor]]
-) -> list[tuple[dist.Work, Tensor]]:
+def _sent(ops: Iterable[dist.P2POp], before: Iterable[Message]) -> list[Message]:
     """Begin to send, once the messages before have gone."""
     for work, _ in before:
         work.wait()

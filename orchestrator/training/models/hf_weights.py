@@ -26,6 +26,10 @@ from orchestrator.training.contract.recipe import seeded_generator
 PARAMETER_ELEMENTS = 2**28
 
 
+Operation = tuple[Any, tuple[Any, ...]]  # that fills a tensor, and its further arguments
+Weights = Callable[[str], Tensor]  # reads a tensor by name
+
+
 class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records how a library initialises parameters on the meta device, to replay it later by name.
 
@@ -35,7 +39,7 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._filled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._filled: dict[int, Operation] = {}
         self._seen: list[Tensor] = []  # kept alive, so that no id is reused
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +63,7 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._filled[id(other)] = self._filled[id(parameter)]
             self._seen.append(other)
 
-    def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def by_name(self, module: nn.Module) -> dict[str, Operation]:
         """Return {parameter name: the last operation that filled it}, without copies of unavailable values."""
         filled = {
             name: self._filled.get(id(parameter)) for name, parameter in module.named_parameters()
@@ -72,7 +76,7 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
 
-def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, name: str) -> None:
+def fill(values: Tensor, operation: Operation, *, seed: int, name: str) -> None:
     """Replay a recorded operation on `values`, with random numbers that depend on (seed, name) on every device."""
     op, arguments = operation
     drawn = any(argument.name == "generator" for argument in op._schema.arguments)
@@ -88,7 +92,7 @@ def without_memory(noted: FirstValues) -> Iterator[None]:
         yield
 
 
-def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+def stored_weights(source: str, model: PreTrainedModel) -> Weights:
     """Return a function that reads a parameter or buffer of `model` by name from a folder or hub name.
 
     Safetensors are read one tensor at a time. If there are none, or their names are not the model's, the model is
@@ -183,7 +187,7 @@ def _find_stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: 
     return next((spelling for spelling in spellings if spelling in stored_names), None)
 
 
-def _loaded_whole(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+def _loaded_whole(source: str, model: PreTrainedModel) -> Weights:
     family: Any = type(model)
     try:
         loaded, report = family.from_pretrained(

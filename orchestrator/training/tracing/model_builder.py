@@ -17,6 +17,7 @@ from orchestrator.specs.job.model import (
     model_from_json,
     training_from_json,
 )
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
@@ -54,7 +55,7 @@ class Request:
     whole_logits: bool = False  # its loss holds those of all tokens
 
 
-def request_from_json(data: dict[str, Any]) -> Request:
+def request_from_json(data: JsonObject) -> Request:
     """Return the Request from the JSON form of `dataclasses.asdict`."""
     arithmetics = [
         Arithmetic(**raw | {"precision": Precision(raw["precision"])})

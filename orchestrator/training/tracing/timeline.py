@@ -115,13 +115,17 @@ Stretch = tuple[
 ]  # a phase as linear functions of the micro-batch, its start first
 
 
+SavedBytes = dict[tuple[int, ActivationCheckpointing], int]  # of a sample, by place and mode
+Lives = dict[int, list[Stretch]]  # of a place, in order
+
+
 @frozen
 class Timeline:
     """Segments and their events over a step. The first and last two of equal layers represent all."""
 
     segments: tuple[tuple[Place, int], ...]  # with the number of equal places
     stretches: tuple[Stretch, ...]
-    saved_bytes: dict[tuple[int, ActivationCheckpointing], int] = field(default_factory=dict)
+    saved_bytes: SavedBytes = field(default_factory=dict)
 
 
 def make_timeline(
@@ -259,7 +263,7 @@ class _More:
 
     def _slopes(self, stretches: Sequence[Stretch]) -> dict[tuple[object, ...], list[int]]:
         """Return how events grow from a period to the next one: one amount per pass."""
-        lives: dict[int, list[Stretch]] = {}
+        lives: Lives = {}
         for stretch in stretches:
             lives.setdefault(stretch[0].segment, []).append(stretch)
         slopes: dict[tuple[object, ...], list[int]] = {}
@@ -408,9 +412,9 @@ def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[E
     return [events[0], *largest.values()]
 
 
-def _saved_bytes(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
+def _saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
     """Saved bytes per sample of a place's forward pass: live bytes after it minus before it."""
-    saved: dict[tuple[int, ActivationCheckpointing], int] = {}
+    saved: SavedBytes = {}
     for this, following in itertools.pairwise(stretches):
         start = this[0]
         end = following[0]
@@ -427,7 +431,7 @@ def _groups(
     places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]
 ) -> Iterator[list[int]]:
     """Places in order, with equal layers grouped."""
-    by_place: dict[int, list[Stretch]] = {}
+    by_place: Lives = {}
     for stretch in stretches:
         by_place.setdefault(stretch[0].segment, []).append(stretch)
     group: list[int] = []
@@ -439,7 +443,7 @@ def _groups(
     yield from _alike(group, by_place)
 
 
-def _alike(group: list[int], by_place: dict[int, list[Stretch]]) -> Iterator[list[int]]:
+def _alike(group: list[int], by_place: Lives) -> Iterator[list[int]]:
     """The layers as one group if all but the first and the last grow linearly, else each alone."""
     lives = [by_place.get(place, []) for place in group]
     kinds = {tuple(_kind(stretch[0])[1:] for stretch in life) for life in lives}
