@@ -17,11 +17,12 @@ from orchestrator.memory.models.experts import FAMILIES, Experts
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import DecoderSpec, LoraSpec, ModelSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 from orchestrator.specs.replace import replace
 
 # Settings of a family where config.json says nothing.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = FAMILIES["decoders"]
+DEFAULTS: Mapping[str, JsonObject] = FAMILIES["decoders"]
 # Activations that keep their input and nothing else, and the widest heads that a CPU's attention
 # takes without scores.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -96,7 +97,7 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     experts = mixtures.experts_of(config) if mixed else None
     if mixed and experts is None:
         return None
-    sizes: dict[str, Any] = {name: config.get(name) for name in NEEDED}
+    sizes: JsonObject = {name: config.get(name) for name in NEEDED}
     if mixed:
         sizes["intermediate_size"] = 0  # experts stand where a feed-forward part would
     is_eager = config.get("attn_implementation") == "eager"

@@ -114,7 +114,7 @@ def tensor_parallel(
     axes: dict[str, int | None] = {}
     styles: dict[nn.Module, ParallelStyle] = {}
     partial: set[str] = set()
-    changed: dict[tuple[type[nn.Module], str, tuple[str, ...], bool], type[nn.Module]] = {}
+    changed: dict[object, type[nn.Module]] = {}
     layers = {name for layer in recipe.layers for name in _names_within(recipe.module, layer)}
     gathering = [name for name, word in chosen.items() if word == GATHERED]
     for name, module in recipe.module.named_modules():

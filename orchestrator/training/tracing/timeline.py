@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.frozen import frozen
-from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
+from orchestrator.specs.profile import ModelProfile, Product, Segment, Source, TracedMoment
 from orchestrator.specs.replace import replace
 from orchestrator.training.tracing.repeats import Stack
 
@@ -70,7 +70,7 @@ class Place:
     largest_parameter: int = 0
     factored: int = 0
     flops: float = 0.0
-    matmuls: tuple[tuple[int, int, int], ...] = ()
+    matmuls: tuple[Product, ...] = ()
     tensors: tuple[int, ...] = ()
     viewed: int = 0
     leaf: tuple[int, ...] = ()
@@ -261,12 +261,12 @@ class _More:
             grown.append(tuple(_move(moment, number, growth, self._times) for moment in stretch))
         return grown
 
-    def _slopes(self, stretches: Sequence[Stretch]) -> dict[tuple[object, ...], list[int]]:
+    def _slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
         """Return how events grow from a period to the next one: one amount per pass."""
         lives: Lives = {}
         for stretch in stretches:
             lives.setdefault(stretch[0].segment, []).append(stretch)
-        slopes: dict[tuple[object, ...], list[int]] = {}
+        slopes: dict[object, list[int]] = {}
         for number in range(self._inner, self._last):
             pair = number, number + self._width
             parts = [replace(self._recorded[place], name="") for place in pair]
