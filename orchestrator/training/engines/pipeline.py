@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import SpecError
@@ -32,6 +31,7 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import layer_ranges
+from orchestrator.training.checkpoint.fragment import local_of
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.sequence_parallel import Tokens
@@ -222,7 +222,7 @@ class Pipeline:
         """Sum the gradients of parameters shared by the first and the last stage, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = local_of(gradient)
             others = torch.empty_like(local)
             exchange = [
                 dist.P2POp(dist.isend, local, peer, self._group),

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
+from orchestrator.training.checkpoint.fragment import local_of
 from orchestrator.training.contract.collectives import all_reduced, move
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.sequence_parallel import (
@@ -94,7 +95,7 @@ class TensorParallel:
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of such parameters over the ranks, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        add_up([_local(gradient) for gradient in gradients], self.mesh.get_group())
+        add_up([local_of(gradient) for gradient in gradients], self.mesh.get_group())
 
 
 def tensor_parallel(
@@ -327,7 +328,7 @@ def _computing_locally(
             else:
                 out = _summed_forward(forward(self, *args, **kwargs), group)
             bias = self._parameters.get("bias")
-            return out if bias is None else out + _local(bias)
+            return out if bias is None else out + local_of(bias)
 
         body["forward"] = rowwise
     if word == "embedding":
@@ -352,19 +353,11 @@ def _part(key: str) -> Callable[[nn.Module], Tensor | None]:
 
     def part(module: nn.Module) -> Tensor | None:
         values = module._parameters[key]
-        if values is None or _is_fsdp_shard(values):
+        if values is None or (isinstance(values, DTensor) and values.device_mesh.ndim > 1):
             return values  # only FSDP2 reads a shard, and it needs the parameter itself
-        return _local(values)
+        return local_of(values)
 
     return part
-
-
-def _is_fsdp_shard(values: Tensor) -> bool:
-    return isinstance(values, DTensor) and values.device_mesh.ndim > 1
-
-
-def _local(values: Tensor) -> Tensor:
-    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def _summed_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -48,6 +48,7 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan, share_heads
 from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint.fragment import local_of
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.engine import State
@@ -239,7 +240,7 @@ class TorchEngine:
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             gradients = [
-                _local(parameter.grad) for parameter in parameters if parameter.grad is not None
+                local_of(parameter.grad) for parameter in parameters if parameter.grad is not None
             ]
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
@@ -252,7 +253,7 @@ class TorchEngine:
             _settle([parameter])
             self._cut.add_up((parameter,) if parameter in self._partial else ())
         assert parameter.grad is not None
-        norm = torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32)
+        norm = torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32)
         self._squared += norm.to(self._squared) ** 2 / self._copies[parameter]
 
     def _over_all_ranks(self, squared: Tensor) -> float:
@@ -360,10 +361,6 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
             and grad.placements != parameter.placements
         ):
             parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _named_parameters(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
