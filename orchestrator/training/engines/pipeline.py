@@ -258,9 +258,8 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._seed(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._release(
-            self.args_recv_info[fwd_chunk_id]
-        )  # `fwd_cache` keeps the input for the backward pass
+        # `fwd_cache` keeps the input for the backward pass
+        self._place(self.args_recv_info[fwd_chunk_id], "meta")
         return output
 
     def backward_one_chunk(
@@ -271,16 +270,16 @@ class _Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._release(self.grad_recv_info[bwd_chunk_id])
+        self._place(self.grad_recv_info[bwd_chunk_id], "meta")
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it the inputs of recomputed layers
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id], trained=self.has_backward)
+        self._place(self.args_recv_info[fwd_chunk_id], self.device, trained=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.grad_recv_info[bwd_chunk_id], trained=False)
+        self._place(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -306,23 +305,18 @@ class _Stage(PipelineStage):
 
     def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
         """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
-        self._release(infos[0])
+        self._place(infos[0], "meta")
         for chunk in range(1, num_microbatches):
             infos[chunk] = tuple(copy.copy(info) for info in infos[0])
 
-    def _allocate(self, infos: Iterable[Any], *, trained: bool) -> None:
+    def _place(
+        self, infos: Iterable[Any], device: torch.device | str, *, trained: bool = False
+    ) -> None:
+        """Make the buffers anew on a device; on "meta" they have no memory."""
         for info in infos:
-            if (
-                getattr(info, "buffer", None) is not None
-            ):  # torch 2.11: what the schedule is handed has none at all
-                info.buffer = torch.empty_like(
-                    info.buffer, device=self.device, requires_grad=trained
-                )
-
-    def _release(self, infos: Iterable[Any]) -> None:
-        for info in infos:
+            # torch 2.11: what the schedule is handed has none at all
             if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+                info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=trained)
 
 
 class _InterleavedStage(_Stage):
