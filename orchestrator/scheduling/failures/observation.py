@@ -11,7 +11,7 @@ from orchestrator.scheduling.failures.out_of_memory import (
     oom_reports,
 )
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
-from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
+from orchestrator.specs.attempt import Attempt, FailureKind, OomReport
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import UNTIMED
@@ -141,8 +141,7 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
 def _mixing_in_words(attempt: Attempt) -> str:
     """Return what another micro-batch than before changed in the training of a script; "" where nothing was seen."""
     cut = next((c for c in attempt.change if c.setting == "micro_batch_size"), None)
-    beats = attempt.evidence.heartbeats if attempt.evidence is not None else ()
-    mixing = next((beat.mixing for beat in beats if beat.mixing), ())
+    mixing = next((beat.mixing for beat in attempt.heartbeats if beat.mixing), ())
     if cut is None or not mixing:
         return ""
     return (
@@ -205,21 +204,12 @@ def _ran_through(job: Job, attempt: Attempt) -> bool:
 
     A script counts its steps anew in each attempt, so the furthest step of all attempts stands for the last.
     """
-    if (
-        attempt.failure is not None
-        or attempt.probe
-        or attempt.evidence is None
-        or is_truncated(attempt)
-    ):
+    if attempt.failure is not None or attempt.probe or is_truncated(attempt):
         return False
     last_step = max(
-        (beat.step for entry in (*job.attempts, attempt) for beat in _heartbeats(entry)), default=0
+        (beat.step for entry in (*job.attempts, attempt) for beat in entry.heartbeats), default=0
     )
-    return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.evidence.heartbeats)
-
-
-def _heartbeats(attempt: Attempt) -> tuple[Heartbeat, ...]:
-    return () if attempt.evidence is None else attempt.evidence.heartbeats
+    return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.heartbeats)
 
 
 def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:
