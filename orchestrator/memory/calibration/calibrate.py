@@ -26,6 +26,7 @@ from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, me
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.mechanics import Mechanics
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
@@ -281,10 +282,11 @@ def calibration(
         engine: [outcome for outcome in counted if outcome.plan.engine is engine][-WINDOW:]
         for engine in {outcome.plan.engine for outcome in counted}
     }
-    ratios: dict[StepKind, list[float]] = {}
-    for outcome in counted:
-        if outcome.step_ratio is not None:
-            ratios.setdefault(step_kind(outcome.plan), []).append(outcome.step_ratio)
+    ratios = group_values(
+        (step_kind(outcome.plan), outcome.step_ratio)
+        for outcome in counted
+        if outcome.step_ratio is not None
+    )
     return Calibration(
         correction=correction,
         belief=believed,

@@ -56,6 +56,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.pins import (
     GIVEN,
     SHORT,
@@ -347,10 +348,11 @@ def _choose(
     if not fitting:
         return None, None
     rule = rule_of(_as_job(spec), "", calibrated, candidates[fitting[0]])
-    by_width: dict[int, list[int]] = {}
-    for index in fitting:
-        if candidates[index].degradation is candidates[fitting[0]].degradation:
-            by_width.setdefault(candidates[index].plan.world_size, []).append(index)
+    by_width = group_values(
+        (candidates[index].plan.world_size, index)
+        for index in fitting
+        if candidates[index].degradation is candidates[fitting[0]].degradation
+    )
 
     def choice(index: int) -> Choice:
         view = views[index]

@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.group_values import group_values
 from orchestrator.training.contract.recipe import seeded_generator
 
 # An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that
@@ -161,9 +162,9 @@ def found_file(source: str, file: str) -> str | None:
 
 def _places(model: PreTrainedModel, stored_names: Mapping[str, str]) -> dict[str, str] | None:
     """The stored name of every parameter and stored buffer; None if any parameter has none."""
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
+    aliases = group_values(
+        (id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
     places: dict[str, str] = {}
     for names in aliases.values():
         stored = _find_stored(names, stored_names, model.base_model_prefix)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.profile import ModelProfile, Product, Segment, Source, TracedMoment
 from orchestrator.specs.replace import replace
 from orchestrator.training.tracing.repeats import Stack
@@ -116,7 +117,6 @@ Stretch = tuple[
 
 
 SavedBytes = dict[tuple[int, ActivationCheckpointing], int]  # of a sample, by place and mode
-Lives = dict[int, list[Stretch]]  # of a place, in order
 
 
 @frozen
@@ -263,9 +263,7 @@ class _More:
 
     def _slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
         """Return how events grow from a period to the next one: one amount per pass."""
-        lives: Lives = {}
-        for stretch in stretches:
-            lives.setdefault(stretch[0].segment, []).append(stretch)
+        lives = group_values((stretch[0].segment, stretch) for stretch in stretches)
         slopes: dict[object, list[int]] = {}
         for number in range(self._inner, self._last):
             pair = number, number + self._width
@@ -431,9 +429,7 @@ def _groups(
     places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]
 ) -> Iterator[list[int]]:
     """Places in order, with equal layers grouped."""
-    by_place: Lives = {}
-    for stretch in stretches:
-        by_place.setdefault(stretch[0].segment, []).append(stretch)
+    by_place = group_values((stretch[0].segment, stretch) for stretch in stretches)
     group: list[int] = []
     for place in used:
         if group and not places[place].is_like(places[group[-1]]):
@@ -443,7 +439,7 @@ def _groups(
     yield from _alike(group, by_place)
 
 
-def _alike(group: list[int], by_place: Lives) -> Iterator[list[int]]:
+def _alike(group: list[int], by_place: Mapping[int, list[Stretch]]) -> Iterator[list[int]]:
     """The layers as one group if all but the first and the last grow linearly, else each alone."""
     lives = [by_place.get(place, []) for place in group]
     kinds = {tuple(_kind(stretch[0])[1:] for stretch in life) for life in lives}
