@@ -348,6 +348,9 @@ class Evidence:
     collect_error: str | None = None  # nothing that it left could be read: the error
 
 
+NO_EVIDENCE = Evidence()
+
+
 @frozen
 class Pace:
     """Measured training speed of a running attempt."""
@@ -427,9 +430,14 @@ class Attempt:
         return otherwise_s if self.ended_at_s is None else self.ended_at_s
 
     @property
+    def facts(self) -> Evidence:
+        """The evidence that it left; one that says nothing while there is none."""
+        return self.evidence or NO_EVIDENCE
+
+    @property
     def heartbeats(self) -> tuple[Heartbeat, ...]:
         """The last heartbeats of its ranks, as its evidence has them; () while it has none."""
-        return () if self.evidence is None else self.evidence.heartbeats
+        return self.facts.heartbeats
 
     @property
     def name(self) -> str:
@@ -445,10 +453,10 @@ class Attempt:
     @property
     def peak_bytes(self) -> int | None:
         """The allocated peak of the worst rank; None where no rank reported one, or it failed before it trained."""
-        if self.evidence is None or self.evidence.unwatched:
+        if self.facts.unwatched:
             return None
-        beats = self.evidence.heartbeats
-        if self.failure is not None and not self.evidence.ooms:
+        beats = self.heartbeats
+        if self.failure is not None and not self.facts.ooms:
             beats = tuple(
                 beat for beat in beats if beat.steps_done > 0 or beat.phase != Phase.STARTUP
             )

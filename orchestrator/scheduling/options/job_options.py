@@ -376,8 +376,7 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     if steps is None:
         return None
     for attempt in job.attempts if before is None else job.attempts[: before.number - 1]:
-        if attempt.evidence is not None:
-            done = max(done, attempt.evidence.checkpoint_step or 0)
+        done = max(done, attempt.facts.checkpoint_step or 0)
     return max(0, steps - done)
 
 

@@ -301,14 +301,9 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
 def _leaves_idle(job: Job, since_s: float) -> bool:
     """Return whether the job's last attempt trained for IDLE_S and kept its cards busy for less than BUSY_MIN."""
     last = job.last
-    if (
-        last is None
-        or last.evidence is None
-        or last.ended_at_s is None
-        or last.started_at_s is None
-    ):
+    if last is None or last.ended_at_s is None or last.started_at_s is None:
         return False
-    busy_percent = last.evidence.busy_percent
+    busy_percent = last.facts.busy_percent
     lasted_s = last.ended_at_s - max(since_s, last.started_at_s)
     return busy_percent is not None and busy_percent < BUSY_MIN and lasted_s >= IDLE_S
 
@@ -316,7 +311,6 @@ def _leaves_idle(job: Job, since_s: float) -> bool:
 def _idle(job: Job) -> str:
     """Return how busy the job kept its cards, and what would fill them without another training."""
     assert job.last is not None, job.id
-    assert job.last.evidence is not None, job.last.name
     plan = job.last.plan
     fills = []
     if plan.gradient_accumulation_steps > 1:
@@ -326,7 +320,7 @@ def _idle(job: Job) -> str:
     else:
         fills.append("more workers of its data loader")
     rest = " or ".join(fills) or "a larger batch (another training)"
-    return f"its cards were busy {job.last.evidence.busy_percent:.0f} % of the time, measured; {rest} may fill them"
+    return f"its cards were busy {job.last.facts.busy_percent:.0f} % of the time, measured; {rest} may fill them"
 
 
 def _describe_miss(predicted_bytes: int, measured_bytes: int, has_run_out: bool) -> str:

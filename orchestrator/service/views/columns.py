@@ -149,7 +149,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             "busy_percent",
             "Card busy",
             "attempts sides",
-            value_of=lambda attempt: attempt.evidence and attempt.evidence.busy_percent,
+            value_of=lambda attempt: attempt.facts.busy_percent,
             text_of="{:.0f} % measured".format,
             is_number=True,
             is_extra=True,

@@ -21,7 +21,7 @@ from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.service.views.columns import column_values
 from orchestrator.service.views.expected import Range
-from orchestrator.specs.attempt import Attempt, Evidence, Heartbeat, Placement
+from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node, Window
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.recorded import recorded_settings
@@ -270,7 +270,7 @@ def promise_view(job: Job) -> PromiseView | None:
 
 def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     """Return the attempt as JSON, with predictions and measurements."""
-    evidence = attempt.evidence or Evidence()
+    evidence = attempt.facts
     failure = attempt.failure
     view = AttemptView(
         number=attempt.number,
