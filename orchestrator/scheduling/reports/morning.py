@@ -142,14 +142,9 @@ def morning_report(
     )
     by_status: dict[JobStatus, list[Job]] = {status: [] for status in JobStatus}
     for job in jobs:
-        if not (
-            job.status is JobStatus.REFUSED
-            and job.spec.member is not None
-            and job.spec.member.compared
-        ):
-            by_status[job.status].append(
-                job
-            )  # a strategy without a plan is what a comparison has found out
+        # a strategy without a plan is what a comparison has found out
+        if not (job.status is JobStatus.REFUSED and job.spec.is_compared):
+            by_status[job.status].append(job)
     missed = _late(state, jobs)
     ids = {job.id for job in jobs}
     recovered = [job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)]

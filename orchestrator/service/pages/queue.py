@@ -148,7 +148,7 @@ class Rows:
         first = group[0]
         member = first.spec.member
         trial = first.spec.trial
-        kind = "sweep" if trial else "comparison" if member and member.compared else "array"
+        kind = "sweep" if trial else "comparison" if first.spec.is_compared else "array"
         counts = Counter(job.status for job in group)
         return {
             "id": first.array,
