@@ -123,8 +123,8 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
         _shorter_samples,
     )
     here = [*_remedies(case), *(find(case) for find in single)]
-    if not any(here):
-        here = [_smaller_and_numeric(case)]
+    if not any(here) and (degrade := _with_numeric(case.spec)) is not None:
+        here = [_smaller_batch(case, degrade=degrade)]
     more = _more_devices(case) or _more_devices_and_smaller_batch(case)
     others = (*here, more, _larger_devices(case), _more_host_memory(case))
     return tuple(way for way in others if way is not None)
@@ -388,11 +388,6 @@ def _smaller_batch(case: Unfit, **changes: object) -> WayOut | None:
         if way is not None:
             return replace(way, degradation=Degradation.SEMANTIC)
     return None
-
-
-def _smaller_and_numeric(case: Unfit) -> WayOut | None:
-    degrade = _with_numeric(case.spec)
-    return None if degrade is None else _smaller_batch(case, degrade=degrade)
 
 
 def _shorter_samples(case: Unfit) -> WayOut | None:

@@ -477,8 +477,7 @@ def estimate_plan(
     Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the combination.
     """
     plan = parse_plan(spec, settings)
-    _check_stages(spec, plan)
-    _check_experts(spec, plan)
+    _check_degrees(spec, plan)
     groups = _groups(nodes)
     group = next(
         (candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0]
@@ -496,40 +495,34 @@ def estimate_plan(
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     profile = find_profile(read_request(measured_spec(spec, calibrated)), hardware, plan)
     memory = estimate(profile, plan, hardware.device, calibrated.overhead)
+    requested = requested_settings(read_request(spec))
+    if spec.is_script:  # whose sequence length is unknown
+        requested["sequence_length"] = plan.sequence_length
     candidate = Candidate(
         plan=plan,
         estimate=memory,
         step_s=step_s(profile, plan, hardware),
-        degradation=_degradation(spec, plan),
+        degradation=degradation(requested, plan),
         host_bytes=node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
     )
     return _view(candidate, free_bytes, calibrated)
 
 
-def _check_stages(spec: JobSpec, plan: Plan) -> None:
-    """Raises SpecError where a stage of a pipeline would have no layer."""
-    if plan.layout.pp == 1:
-        return
+def _check_degrees(spec: JobSpec, plan: Plan) -> None:
+    """Raise SpecError where a stage of a pipeline would have no layer, or experts cannot be spread so."""
     stages = plan.layout.pp * plan.pipeline_stages_per_rank
-    try:
-        layers = layers_to_cut(read_request(spec))
-        layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
-    except ValueError as error:
-        raise SpecError(
-            "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
-        ) from None
-
-
-def _check_experts(spec: JobSpec, plan: Plan) -> None:
-    """Raises SpecError where experts cannot be spread so."""
-    why = (
-        why_no_experts(read_request(spec), plan.layout.dp, plan.expert_parallel)
-        if plan.expert_parallel > 1
-        else None
-    )
-    if why is not None:
-        raise SpecError(why, source="--set", path="expert_parallel", got=plan.expert_parallel)
+    experts = plan.expert_parallel
+    if plan.layout.pp > 1:
+        try:
+            layers = layers_to_cut(read_request(spec))
+            layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
+        except ValueError as error:
+            raise SpecError(
+                "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
+            ) from None
+    if experts > 1 and (why := why_no_experts(read_request(spec), plan.layout.dp, experts)):
+        raise SpecError(why, source="--set", path="expert_parallel", got=experts)
 
 
 def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
@@ -604,11 +597,3 @@ def _accumulation(spec: JobSpec, requested: int | None, micro_batch_size: int, d
             hint="leave it out: it follows from the global batch",
         )
     return steps
-
-
-def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
-    """Return the class of the plan's change to the job's settings; a script's sequence length is unknown."""
-    requested = requested_settings(read_request(spec))
-    return degradation(
-        requested | {"sequence_length": plan.sequence_length} if spec.is_script else requested, plan
-    )

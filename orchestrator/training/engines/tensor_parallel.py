@@ -116,7 +116,7 @@ def tensor_parallel(
     styles: dict[nn.Module, ParallelStyle] = {}
     partial: set[str] = set()
     changed: dict[object, type[nn.Module]] = {}
-    layers = {name for layer in recipe.layers for name in _names_within(recipe.module, layer)}
+    layers = {part for layer in recipe.layers for part in layer.modules()}
     gathering = [name for name, word in chosen.items() if word == GATHERED]
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
@@ -142,7 +142,7 @@ def tensor_parallel(
         if is_inside:
             _check_inside(name, module, word, paths)
         axes |= {path: _axis(module, word, path, key, degree) for key, path in paths.items()}
-        if word in PARTIAL or (tokens and name in layers):
+        if word in PARTIAL or (tokens and module in layers):
             partial.update(path for path in paths.values() if axes[path] is None)
         if word == "embedding" and getattr(module, "padding_idx", None) is not None:
             module.padding_idx = _own_row(module, mesh)
@@ -164,11 +164,6 @@ def tensor_parallel(
 def is_sequence_parallel(recipe: Recipe) -> bool:
     """Return whether tensor-parallel ranks split the tokens between the layers' sharded modules."""
     return GATHERED in recipe.tensor_parallel.values()
-
-
-def _names_within(root: nn.Module, part: nn.Module) -> list[str]:
-    inside = set(part.modules())
-    return [name for name, module in root.named_modules() if module in inside]
 
 
 def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:

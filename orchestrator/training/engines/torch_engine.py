@@ -103,7 +103,10 @@ class TorchEngine:
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
         self._build()
-        self._named = _named_parameters(recipe.module, self._share)
+        names = self._share.names if self._share else {}  # of checkpoints
+        self._named = {
+            names.get(name, name): parameter for name, parameter in recipe.module.named_parameters()
+        }
         self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
         self._step = step
         is_rounded = plan.master_weights is MasterWeights.BF16
@@ -361,14 +364,6 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
             and grad.placements != parameter.placements
         ):
             parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def _named_parameters(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
-    """Return the rank's parameters by their checkpoint names."""
-    return {
-        share.names[name] if share else name: parameter
-        for name, parameter in module.named_parameters()
-    }
 
 
 def _wrap(
