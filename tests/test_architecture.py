@@ -119,6 +119,7 @@ STANDARD_LIBRARY_ONLY = {
             "errors",
             "from_json",
             "frozen",
+            "group_values",
             "json_object",
             "profile",
             "replace",

@@ -11,6 +11,7 @@ from typing import Generic
 from orchestrator.backends.journal.outbox import Outbox
 from orchestrator.backends.ports import Body, Receiver
 from orchestrator.backends.threads import start_loop
+from orchestrator.specs.group_values import group_values
 
 POLL_S = 0.5  # how long a row can wait without `notify`
 REFRESH_S = 3.0  # between calls of Receiver.refresh
@@ -90,9 +91,7 @@ class OutboxRelay(Generic[Body]):
     def _deliver(self) -> bool:
         """Send the first rows, each group in one request; True where more rows may wait."""
         rows = self._outbox.pending(self._name, ROWS)
-        groups: dict[str, list[tuple[int, Body]]] = {}
-        for row in rows:
-            groups.setdefault(self._receiver.group(row[1]), []).append(row)
+        groups = group_values((self._receiver.group(row[1]), row) for row in rows)
         for together in groups.values():
             together.sort(key=lambda row: row[0])
         sent = list[int]()

@@ -40,6 +40,8 @@ from orchestrator.specs.settings import SETTINGS
 # at seven
 # micro-batches gave 0.7 to 8.8 %, up and down (training/tracing/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
+Counted = list[tuple[Rank, dict[int, int]]]  # the most counted bytes of each rank, by activations
+CountedMoments = list[tuple[Rank, list[tuple[Moment, int]]]]  # of each rank, with counted bytes
 
 
 def estimate(
@@ -108,10 +110,8 @@ class DeviceBytes:
         self._casts = autocasts(plan)
         self._library_bytes = device.kind.traits.library_bytes
         self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
-        self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
-        self._moments: dict[
-            object, list[tuple[Rank, list[tuple[Moment, int]]]]
-        ] = {}  # and their counted bytes
+        self._counted: dict[object, Counted] = {}
+        self._moments: dict[object, CountedMoments] = {}  # and their counted bytes
 
     def turns(self, gradient_accumulation_steps: int) -> object:
         """Return a cache key of how gradient accumulation affects memory: equal keys, equal micro-batches in flight."""
@@ -209,7 +209,7 @@ class DeviceBytes:
             self._overhead_bytes_of[copies] = self._overhead.bytes_of(plan)
         return self._overhead_bytes_of[copies]
 
-    def _moments_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[Moment, int]]]]:
+    def _moments_of(self, plan: Plan) -> CountedMoments:
         full_layers = plan.full_checkpointing_layers
         key = (self._key(plan), full_layers)
         if key not in self._moments:
@@ -222,7 +222,7 @@ class DeviceBytes:
                 self._moments[key].append((rank, counted))
         return self._moments[key]
 
-    def _counted_of(self, plan: Plan) -> list[tuple[Rank, dict[int, int]]]:
+    def _counted_of(self, plan: Plan) -> Counted:
         """Return, for every rank, the most counted bytes beside its highest places of activations.
 
         Nothing else is stored: with all moments of all plans, a search spent a third of its time in garbage collection.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.frameworks import is_flag_on
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.sections import DeclaredProfile
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import TracedProfile
 
 # those of specs/job/frameworks.py that are transformers' Trainer
@@ -50,7 +51,7 @@ class ModelRequest:
         return None if self.is_script else self.known_model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Share:
     """The part of a model that one rank computes, and the arithmetic in which it does."""
 
@@ -71,7 +72,7 @@ def read_model_request(spec: JobSpec) -> ModelRequest:
     return ModelRequest(**model_values(spec))
 
 
-def model_values(spec: JobSpec) -> dict[str, Any]:
+def model_values(spec: JobSpec) -> JsonObject:
     """Return {name: value} of the job's ModelRequest."""
     knob = spec.knobs.sequence_length
     own_length: int | None = spec.data.sequence_length

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.planning.hardware import Hardware
 from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.frozen import frozen
 
 # Achieved over nominal bandwidth of large messages: 235 of 300 GB/s on A100 (NVIDIA/nccl
 # src/graph/tuning.cc).
@@ -17,7 +17,7 @@ LINK_STEP_S = 3.4e-6
 NETWORK_STEP_S = 9.6e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ring:
     """Ranks that exchange messages in a ring. `bandwidth` is the slowest link's, in bytes/s per direction."""
 

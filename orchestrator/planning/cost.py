@@ -176,9 +176,11 @@ class StepSeconds:
             starts,
             hardware,
         )
-        return busy_s + (
-            _inputs_moved_s(profile, plan, hardware) if plan.activation_offload else 0.0
-        )
+        if not plan.activation_offload:
+            return busy_s
+        # layers' inputs go to the host and back, on the stream that computes
+        moved_bytes = 2 * plan.micro_batch_size * profile.layer_inputs_bytes
+        return busy_s + moved_bytes / hardware.device.host_bandwidth
 
     def _once_s(self, plan: Plan) -> tuple[float, float]:
         """Return the seconds of data-parallel messages and of the update, which depend on the micro-batches alone."""
@@ -208,11 +210,6 @@ def _collectives(profile: ModelProfile, mechanics: Mechanics) -> int:
 def _units(profile: ModelProfile) -> int:
     """Return the parts that FSDP2 gathers one by one: layers, and what is around them."""
     return sum(segment.count for segment in profile.segments if segment.count > 1) + 1
-
-
-def _inputs_moved_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Return the seconds of moving layers' inputs to the host and back, on the stream that computes."""
-    return 2 * plan.micro_batch_size * profile.layer_inputs_bytes / hardware.device.host_bandwidth
 
 
 @lru_cache(maxsize=16384)

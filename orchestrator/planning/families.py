@@ -36,6 +36,7 @@ from orchestrator.specs.choices import (
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.engines import why_pipeline_stalls
 from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.pins import has_pins
 from orchestrator.specs.mechanics import Fsdp2
 from orchestrator.specs.plan import Plan
@@ -59,7 +60,7 @@ ENDS = ("first_stage_layers", "last_stage_layers")
 STRATEGY = tuple(field.name for field in fields(Strategy))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Variant:
     """Values of the settings that `degrade` may change, and how much they alter the training."""
 

@@ -13,12 +13,13 @@ from orchestrator.memory.calibration.calibrate import EVEN, Calibration
 from orchestrator.memory.calibration.calibrate import MARGIN as MARGIN
 from orchestrator.planning.cost import Hardware
 from orchestrator.specs.choices import Degradation
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Candidate:
     """A legal plan with its predicted costs, and how much it alters the training that the user asked for."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 # Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80
@@ -106,7 +106,7 @@ class Replay(NamedTuple):
     selective_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MicroBatch:
     """Compute seconds of one micro-batch on one rank, without messages."""
 
@@ -206,21 +206,18 @@ def _part(
         backward_s += trained * matmul_s(inner, count, columns, *rates)
     attention_s = size * max(0.0, segment.forward_flops - products) / (peak * ATTENTION_EFFICIENCY)
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
-    forward_bytes, backward_bytes = _moved_bytes(segment, is_fused)
+    # what the memory-bound operators of the part move for a sample
+    forward_bytes = FORWARD_TRAFFIC * segment.saved_bytes
+    backward_bytes = BACKWARD_TRAFFIC * segment.saved_bytes
+    if not is_fused:
+        forward_bytes = segment.forward_moved_bytes or forward_bytes
+        backward_bytes = segment.backward_moved_bytes or backward_bytes
     cast_s = 3 * segment.cast_bytes / bandwidth  # fp32 to 16 bits, and back
     forward_s += attention_s + size * forward_bytes / bandwidth + cast_s
     backward_s += attention_backward * attention_s + size * backward_bytes / bandwidth + cast_s
     if segment.chunks is not None:
         forward_s += _loss_moved_bytes(segment, segment.chunks, size, precision) / bandwidth
     return forward_s, backward_s, FORWARD_TRAFFIC
-
-
-def _moved_bytes(segment: Segment, is_fused: bool) -> tuple[float, float]:
-    """Return the bytes of a sample that a part's memory-bound operators move, forwards and backwards."""
-    supposed = FORWARD_TRAFFIC * segment.saved_bytes, BACKWARD_TRAFFIC * segment.saved_bytes
-    if is_fused:
-        return supposed
-    return segment.forward_moved_bytes or supposed[0], segment.backward_moved_bytes or supposed[1]
 
 
 def _loss_moved_bytes(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import BINARY_UNITS, SECOND_UNITS, format_bytes
 
 COLUMNS = 78
@@ -55,7 +56,7 @@ SYMBOLS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Point:
     """A plan in a picture, with `label` beside it and its name in the legend."""
 
@@ -67,7 +68,7 @@ class Point:
     within_s: tuple[float, float] | None = None  # 95 % interval of its step time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Picture:
     """Plans of one job on one kind of device, with the limit of its memory."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from orchestrator.planning.request import ScriptRequest
 from orchestrator.specs.choices import (
@@ -18,6 +18,7 @@ from orchestrator.specs.deepspeed_file import ZERO, buckets_of, leaves, merge
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
 from orchestrator.specs.job.trainer import Knob, Knobs
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import text_of
@@ -39,7 +40,7 @@ DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hys
 
 def deepspeed_config(
     plan: Plan, *, clip_norm: float | None, keys: str | None = None, virtual: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
 
     `keys` are the job's own (`deepspeed:`), as JSON: they win, but for what the plan decides, which they cannot say.
@@ -51,7 +52,7 @@ def deepspeed_config(
     buckets = buckets_of(keys, virtual=virtual)
     stage = plan.mechanics.stage
     is_stage_3 = stage is ZeroStage.PARAMETERS
-    zero: dict[str, Any] = {"stage": int(stage)}
+    zero: JsonObject = {"stage": int(stage)}
     if stage is not ZeroStage.NONE:
         zero |= {"reduce_bucket_size": buckets.reduce, "allgather_bucket_size": buckets.reduce}
         zero |= {"overlap_comm": buckets.overlaps(stage)}
@@ -83,15 +84,13 @@ def deepspeed_config(
     return merge(config, json.loads(keys or "{}"))
 
 
-def accelerate_config(
-    knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None
-) -> dict[str, Any]:
+def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None) -> JsonObject:
     """Return the content of `accelerate launch --config_file`; its command line has machines, ranks and ports.
 
     FSDP keys are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
     precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
     """
-    config: dict[str, Any] = {
+    config: JsonObject = {
         "compute_environment": "LOCAL_MACHINE",
         "main_training_function": "main",
         "rdzv_backend": "static",

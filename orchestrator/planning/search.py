@@ -26,10 +26,10 @@ from orchestrator.planning.work import OTHER_PLANS_MAX, PLANS_MAX, Work
 from orchestrator.specs.choices import (
     AXES,
     ActivationCheckpointing,
-    Degradation,
     ParallelLayout,
 )
 from orchestrator.specs.errors import IllegalPlan, SpecError
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile
@@ -103,13 +103,13 @@ def _cached_frontier(
     within_reach: bool,
 ) -> Frontier | SpecError:
     """Return the union of the frontiers at these steps of the scale of corrections, or why there is none."""
-    classes: dict[Degradation, list[Variant]] = {}
     needs = _Needs(request, hardware, overhead)
     work = Work(OTHER_PLANS_MAX if within_reach else PLANS_MAX)
     candidates = list[Candidate]()
     try:
-        for variant in list_variants(request, hardware):
-            classes.setdefault(variant.degradation, []).append(variant)
+        classes = group_values(
+            (variant.degradation, variant) for variant in list_variants(request, hardware)
+        )
         for degradation, variants in sorted(classes.items()):
             unbeaten = _unbeaten_plans(
                 request, hardware, variants, needs, steps, work, within_reach=within_reach
@@ -304,9 +304,7 @@ def _pareto(
     """Return the frontier; where the job has `speeds`, a frontier for each number of devices, one after another."""
     if not request.speeds:
         return pareto(timed, estimate, most_bytes, needed)
-    by_count: dict[int, list[Timed]] = {}
-    for entry in timed:
-        by_count.setdefault(entry.plan.world_size, []).append(entry)
+    by_count = group_values((entry.plan.world_size, entry) for entry in timed)
     return [
         best
         for _, group in sorted(by_count.items())

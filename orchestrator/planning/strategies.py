@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import SpecError, refuse_unknown
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.mechanics import Mechanics, Zero, mechanics_of
 from orchestrator.specs.replace import replace
 
@@ -39,7 +39,7 @@ OFFLOADED_MIN = 1 / 8  # of a device: less of its layers' inputs is not worth th
 INTERLEAVED = (2, 4, 8)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Strategy:
     """All settings of a plan but its precision, checkpointing, micro-batch size and accumulation."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from orchestrator.memory.calibration.calibrate import MARGIN, REPORTED_ERROR
 from orchestrator.specs.choices import Offload, OffloadTarget, ZeroStage
 from orchestrator.specs.engines import facts_of
 from orchestrator.specs.errors import refuse_unknown
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.settings import changes
@@ -147,7 +147,7 @@ class Choice(NamedTuple):
     crosses_nodes: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rule:
     """How a job chooses among plans that fit."""
 

@@ -18,6 +18,7 @@ from orchestrator.specs.choices import Degradation, Optimizer
 from orchestrator.specs.cluster import catalogue_device
 from orchestrator.specs.devices import load_devices
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import LoraSpec
 from orchestrator.specs.job.sections import Degrade, GpuRange
 from orchestrator.specs.job.spec import JobSpec
@@ -30,6 +31,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import in_short
 from orchestrator.specs.units import format_bytes
 
+Trace = Callable[[JobSpec], JobSpec]  # returns the job with the profile of its model
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
 SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
 CARDS_NAMED = 3  # of the catalogue, the smallest that hold the job
@@ -72,7 +74,7 @@ class Unfit:
         return self.work.looked >= ALL_OTHER_PLANS_MAX
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WayOut:
     """A change with which a job would fit, and the plan that it would then have."""
 
@@ -121,14 +123,14 @@ def ways_out(case: Unfit) -> tuple[WayOut, ...]:
         _shorter_samples,
     )
     here = [*_remedies(case), *(find(case) for find in single)]
-    if not any(here):
-        here = [_smaller_and_numeric(case)]
+    if not any(here) and (degrade := _with_numeric(case.spec)) is not None:
+        here = [_smaller_batch(case, degrade=degrade)]
     more = _more_devices(case) or _more_devices_and_smaller_batch(case)
     others = (*here, more, _larger_devices(case), _more_host_memory(case))
     return tuple(way for way in others if way is not None)
 
 
-def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
+def adapters(case: Unfit, trace: Trace) -> Iterator[WayOut]:
     """Yield changes to low-rank adapters: beside frozen weights, then beside 4-bit weights, where the job would fit so.
 
     `trace` returns a job with its model's profile, and may raise SpecError: that change is left out. A script needs its
@@ -160,9 +162,7 @@ def adapters(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOu
         yield replace(way, label=label, settings={})
 
 
-def _adapted(
-    case: Unfit, trace: Callable[[JobSpec], JobSpec], *, in_4_bits: bool
-) -> Iterator[WayOut]:
+def _adapted(case: Unfit, trace: Trace, *, in_4_bits: bool) -> Iterator[WayOut]:
     spec = case.spec
     model = spec.known_model
     assert model is not None
@@ -190,7 +190,7 @@ def _adapted(
     yield replace(way, label=label, settings=settings, job=job, degradation=Degradation.SEMANTIC)
 
 
-def smaller_models(case: Unfit, trace: Callable[[JobSpec], JobSpec]) -> Iterator[WayOut]:
+def smaller_models(case: Unfit, trace: Trace) -> Iterator[WayOut]:
     """Yield the largest smaller model of the same model line that would fit, for jobs of our engines."""
     model = case.spec.model
     if model is None or not isinstance(model.hf, str):
@@ -388,11 +388,6 @@ def _smaller_batch(case: Unfit, **changes: object) -> WayOut | None:
         if way is not None:
             return replace(way, degradation=Degradation.SEMANTIC)
     return None
-
-
-def _smaller_and_numeric(case: Unfit) -> WayOut | None:
-    degrade = _with_numeric(case.spec)
-    return None if degrade is None else _smaller_batch(case, degrade=degrade)
 
 
 def _shorter_samples(case: Unfit) -> WayOut | None:

@@ -230,7 +230,7 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         reason = job.cancel_reason or "cancelled while it ran"
         return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
     if failure.kind is FailureKind.MOVED:
-        step = attempt.evidence.checkpoint_step if attempt.evidence else None
+        step = attempt.facts.checkpoint_step
         saved = "" if step is None else f"saved at step {step}"
         # who holds a job is said wherever its reason is shown
         why = "" if job.held_by is not None else failure.reason
@@ -302,13 +302,8 @@ def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:
 
 def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     """Return what a restart without a checkpoint does again, in words; "" where there is one, or no step was made."""
-    evidence = attempt.evidence
-    steps = (
-        max((beat.steps_done for beat in evidence.heartbeats), default=0)
-        if evidence is not None
-        else 0
-    )
-    if evidence is None or evidence.checkpoint_step is not None or not steps:
+    steps = max((beat.steps_done for beat in attempt.heartbeats), default=0)
+    if attempt.facts.checkpoint_step is not None or not steps:
         return ""
     again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
     return f"; {describe_missing(job.spec)}: {again}{describe_unmatched(job.spec, attempt)}"

@@ -348,6 +348,9 @@ class Evidence:
     collect_error: str | None = None  # nothing that it left could be read: the error
 
 
+NO_EVIDENCE = Evidence()
+
+
 @frozen
 class Pace:
     """Measured training speed of a running attempt."""
@@ -428,6 +431,16 @@ class Attempt:
         return otherwise_s if self.ended_at_s is None else self.ended_at_s
 
     @property
+    def facts(self) -> Evidence:
+        """The evidence that it left; one that says nothing while there is none."""
+        return self.evidence or NO_EVIDENCE
+
+    @property
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
+        """The last heartbeats of its ranks, as its evidence has them; () while it has none."""
+        return self.facts.heartbeats
+
+    @property
     def name(self) -> str:
         return attempt_name(self.job_id, self.number)
 
@@ -441,10 +454,10 @@ class Attempt:
     @property
     def peak_bytes(self) -> int | None:
         """The allocated peak of the worst rank; None where no rank reported one, or it failed before it trained."""
-        if self.evidence is None or self.evidence.unwatched:
+        if self.facts.unwatched:
             return None
-        beats = self.evidence.heartbeats
-        if self.failure is not None and not self.evidence.ooms:
+        beats = self.heartbeats
+        if self.failure is not None and not self.facts.ooms:
             beats = tuple(
                 beat for beat in beats if beat.steps_done > 0 or beat.phase != Phase.STARTUP
             )
@@ -453,24 +466,17 @@ class Attempt:
     @property
     def forward_bytes(self) -> int:
         """The most that was allocated at the end of a forward pass of the first steps; 0 where no rank reported it."""
-        beats = () if self.evidence is None else self.evidence.heartbeats
-        return max((beat.forward_bytes for beat in beats), default=0)
+        return max((beat.forward_bytes for beat in self.heartbeats), default=0)
 
     @property
     def reserved_bytes(self) -> int | None:
         """The most bytes that PyTorch's CUDA allocator reserved on any rank, cache included; None without a report."""
-        peaks = [beat.reserved_bytes for beat in self.evidence.heartbeats] if self.evidence else []
-        return max(peaks, default=0) or None
+        return max((beat.reserved_bytes for beat in self.heartbeats), default=0) or None
 
     @property
     def measured_step_s(self) -> float | None:
         """Measured seconds per optimizer step of the slowest rank; None where no rank reported any."""
-        steps = (
-            [beat.step_s for beat in self.evidence.heartbeats if beat.step_s]
-            if self.evidence
-            else []
-        )
-        return max(steps, default=None)
+        return max((beat.step_s for beat in self.heartbeats if beat.step_s), default=None)
 
     @property
     def torch_version(self) -> str:
@@ -480,9 +486,9 @@ class Attempt:
     @property
     def versions(self) -> dict[str, str]:
         """Versions under which the ranks ran, and the model of their devices; without what no rank reported."""
-        beats = self.evidence.heartbeats if self.evidence else ()
         newest = {
-            name: max((getattr(beat, name) for beat in beats), default="") for name in VERSIONS
+            name: max((getattr(beat, name) for beat in self.heartbeats), default="")
+            for name in VERSIONS
         }
         return {name: text for name, text in newest.items() if text}
 

@@ -30,6 +30,9 @@ class LossChunks:
         return micro_batch_size * self.per_sample_bytes + largest
 
 
+Product = tuple[int, int, int]  # of matrices: rows, inner, columns
+
+
 class BackwardPeak(NamedTuple):
     """A candidate for the memory peak in a backward pass. Gradients in elements, activations in bytes per sample."""
 
@@ -70,9 +73,7 @@ class Segment:
     # rows and columns of all its matrices, and its vectors; None: as if one square
     factored: int | None = None
     chunks: LossChunks | None = None  # of a loss that never holds all of its logits
-    matmuls: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # products with weights: (rows per sample, inputs, outputs)
+    matmuls: tuple[Product, ...] = ()  # products with weights: (rows per sample, inputs, outputs)
     unit: bool = False  # counts as a layer although no other part is like it
     tensors: tuple[
         int, ...

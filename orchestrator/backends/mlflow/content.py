@@ -154,13 +154,13 @@ def attempt_content(
     }
     if attempt.probe:
         tags["probe"] = "true"
-    if attempt.evidence is not None and attempt.evidence.lost:
-        tags["not_resumed"] = hide(", ".join(attempt.evidence.lost))
+    if attempt.facts.lost:
+        tags["not_resumed"] = hide(", ".join(attempt.facts.lost))
     if doubts := warnings(attempt):
         tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
-    if attempt.evidence is not None and attempt.evidence.unwatched:
-        tags["unwatched"] = hide(attempt.evidence.unwatched[0])
-    if attempt.evidence is not None and (caught := caught_count(attempt.evidence)):
+    if attempt.facts.unwatched:
+        tags["unwatched"] = hide(attempt.facts.unwatched[0])
+    if caught := caught_count(attempt.facts):
         tags["caught_ooms"] = str(caught)
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]

@@ -71,7 +71,7 @@ class Groups:
             run_id = self._group(contact, job.array, begun_s, tags)
             self._sweeps.setdefault(run_id, job.array)
             return {"mlflow.parentRunId": run_id, SWEEP_TAG: key}
-        if job.array is None or job.spec.member is None or not job.spec.member.compared:
+        if job.array is None or not job.spec.is_compared:
             return {}
         key = comparison_key(job)
         tags = {"orc.run": f"comparison {key}", "orc.comparison_of": job.spec.family_name}

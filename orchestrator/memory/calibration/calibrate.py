@@ -25,6 +25,8 @@ from orchestrator.memory.calibration.correction import (
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
 from orchestrator.specs.engines import facts_of
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.mechanics import Mechanics
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
@@ -132,7 +134,7 @@ class Errors:
         return PRIOR_OUTCOMES + len(self.ratios) - self.spent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Refuted:
     """A plan that ran out of memory, and needs at least `needed_bytes` by the prediction."""
 
@@ -141,7 +143,7 @@ class Refuted:
     needed_bytes: int  # allocated
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Proven:
     """A plan under which trainings finished, with their highest measured peak."""
 
@@ -186,7 +188,7 @@ def step_factor(plan: Plan, *sources: Mapping[StepKind, float]) -> float:
     return 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Calibration:
     """Measured errors of predictions for one model family on one kind of device."""
 
@@ -280,10 +282,11 @@ def calibration(
         engine: [outcome for outcome in counted if outcome.plan.engine is engine][-WINDOW:]
         for engine in {outcome.plan.engine for outcome in counted}
     }
-    ratios: dict[StepKind, list[float]] = {}
-    for outcome in counted:
-        if outcome.step_ratio is not None:
-            ratios.setdefault(step_kind(outcome.plan), []).append(outcome.step_ratio)
+    ratios = group_values(
+        (step_kind(outcome.plan), outcome.step_ratio)
+        for outcome in counted
+        if outcome.step_ratio is not None
+    )
     return Calibration(
         correction=correction,
         belief=believed,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.profile import ModelProfile, Segment
 
 Part = tuple[int, int]  # of the model: its segment, and its position there in backward order
@@ -24,7 +24,7 @@ class Reduction(NamedTuple):
     is_first: bool = False  # of the backward pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Filling:
     """All reductions of the bucket in one backward pass, by part of the model."""
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from statistics import median_high
 
 from orchestrator.specs.choices import ParallelLayout
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Plan
 
@@ -81,12 +82,11 @@ def measured_overhead(observations: Iterable[Observation]) -> Overhead:
     `observations` are of that device and of one torch, oldest first, and of any model family, since a CUDA context does
     not depend on the model. Foreign programs that come and go during an attempt are outliers in both directions.
     """
-    by_supposed: dict[int, list[int]] = {}
-    for observation in observations:
-        if observation.overhead_bytes is not None:
-            by_supposed.setdefault(supposed_overhead_bytes(observation.plan), []).append(
-                observation.overhead_bytes
-            )
+    by_supposed = group_values(
+        (supposed_overhead_bytes(observation.plan), observation.overhead_bytes)
+        for observation in observations
+        if observation.overhead_bytes is not None
+    )
     return Overhead(
         tuple(
             (supposed, _in_steps(median_high(measured[-COUNTED:])))

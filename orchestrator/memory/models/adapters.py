@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from orchestrator.specs.frozen import frozen
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Those of one input, which adapters share; attention keeps its own output, so o_proj's is there
@@ -19,7 +20,7 @@ class Projection(NamedTuple):
     outputs: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AdaptedLayer:
     """A Llama-style layer with LoRA adapters. Bytes are per token."""
 

@@ -10,12 +10,13 @@ balanced, so that as many come as it sends. `uneven` says how many times as many
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.packaged import load_table
-from orchestrator.specs.profile import BackwardPeak, ModelProfile
+from orchestrator.specs.profile import BackwardPeak, ModelProfile, Product
 from orchestrator.specs.replace import replace
 
 # How often over what it sends a rank may receive, as plans are made: the capacity factor with which
@@ -25,12 +26,12 @@ from orchestrator.specs.replace import replace
 UNEVEN = 1.25
 FAMILIES = load_table(__package__, "families")
 # Settings of a family where config.json says nothing.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = FAMILIES["mixtures"]
+DEFAULTS: Mapping[str, JsonObject] = FAMILIES["mixtures"]
 # Names that a configuration may say instead (`attribute_map` of its class).
 OTHER_NAMES: Mapping[str, Mapping[str, str]] = FAMILIES["other_names"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Experts:
     """The feed-forward part of a mixture-of-experts layer: routed experts, and a shared one, if any.
 
@@ -46,13 +47,13 @@ class Experts:
     router_first: bool = True  # the router's parameter stands before those of the experts
 
 
-def rename_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def rename_settings(config: Mapping[str, Any]) -> JsonObject:
     """Return the configuration of a mixture-of-experts family with its keys renamed to those of DEFAULTS."""
     names = OTHER_NAMES.get(config["model_type"], {})
     return {names.get(name, name): value for name, value in config.items()}
 
 
-def experts_of(config: Mapping[str, Any]) -> Experts | None:
+def experts_of(config: JsonObject) -> Experts | None:
     """Return the experts in a complete configuration; None where the closed form does not hold.
 
     It does not hold where some layers have no experts, a loss keeps the routing, or inputs are jittered.
@@ -106,7 +107,7 @@ def with_experts(
     saved_bytes, selective_bytes = _saved_bytes(profile, routing, h, autocast=autocast)
     parts = (*((h, *(3 * (shared * h,))) if shared else ()), down, 2 * down, router)
     copies = routing.received
-    products: tuple[tuple[int, int, int], ...] = (
+    products: tuple[Product, ...] = (
         (tokens, h, count),
         (copies, h, 2 * f),
         (copies, f, h),
@@ -146,7 +147,7 @@ def with_experts(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Routing:
     """A sample's tokens on a rank, and the copies of them that its experts get."""
 

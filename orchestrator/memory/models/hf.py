@@ -8,7 +8,6 @@ by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 20
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
@@ -16,12 +15,14 @@ from orchestrator.memory.models import experts as mixtures
 from orchestrator.memory.models.adapters import PROJECTIONS, AdaptedLayer, Projection
 from orchestrator.memory.models.experts import FAMILIES, Experts
 from orchestrator.specs.choices import Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import DecoderSpec, LoraSpec, ModelSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 from orchestrator.specs.replace import replace
 
 # Settings of a family where config.json says nothing.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = FAMILIES["decoders"]
+DEFAULTS: Mapping[str, JsonObject] = FAMILIES["decoders"]
 # Activations that keep their input and nothing else, and the widest heads that a CPU's attention
 # takes without scores.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
@@ -51,7 +52,7 @@ NORMS_OF_HEADS = (36, 96)  # of queries and keys
 NF4_BYTES = (4 + 0.127) / 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DecoderShape:
     """Sizes of a Llama-style decoder: as DecoderSpec, but with any head width."""
 
@@ -96,7 +97,7 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     experts = mixtures.experts_of(config) if mixed else None
     if mixed and experts is None:
         return None
-    sizes: dict[str, Any] = {name: config.get(name) for name in NEEDED}
+    sizes: JsonObject = {name: config.get(name) for name in NEEDED}
     if mixed:
         sizes["intermediate_size"] = 0  # experts stand where a feed-forward part would
     is_eager = config.get("attn_implementation") == "eager"

@@ -82,11 +82,11 @@ def expected_loss_s(job: Job, at_s: float) -> float:
 
 def _lost_s(attempt: Attempt) -> float | None:
     """Return the seconds between the last checkpoint of an ended attempt and its last step; None where unknown."""
-    evidence = attempt.evidence
+    saved = attempt.facts.checkpoint_step
     step_s = attempt.measured_step_s
-    if evidence is None or evidence.checkpoint_step is None or step_s is None:
+    if saved is None or step_s is None:
         return None
-    steps = max(beat.step for beat in evidence.heartbeats) - evidence.checkpoint_step
+    steps = max(beat.step for beat in attempt.heartbeats) - saved
     return steps * step_s if steps >= 0 else None
 
 

@@ -77,9 +77,8 @@ def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
 
 def over_limit(job: Job, attempt: Attempt) -> Failure:
     """Return the failure of an attempt that reached the time limit. It names limit, step and the next command."""
-    evidence = attempt.evidence
-    steps = [beat.step for beat in evidence.heartbeats] if evidence else []
-    saved = evidence.checkpoint_step if evidence else None
+    steps = [beat.step for beat in attempt.heartbeats]
+    saved = attempt.facts.checkpoint_step
     reached = max([*steps, saved or 0])
     where = f" at step {reached}" if reached else ""
     save_words = f", saved at step {saved}" if saved else ", nothing was saved"

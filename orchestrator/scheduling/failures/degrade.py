@@ -72,13 +72,9 @@ def bytes_of_no_batch(attempts: Sequence[Attempt]) -> int | None:
     """
     needs: dict[tuple[object, int, int], int] = {}
     for attempt in attempts:
-        if (
-            attempt.evidence is None
-            or _ran_out_in(attempt) is Phase.OPTIMIZER
-            or not ran_out(attempt)
-        ):
+        if _ran_out_in(attempt) is Phase.OPTIMIZER or not ran_out(attempt):
             continue
-        report = max(oom_reports(attempt.evidence), key=oom_needed_bytes, default=None)
+        report = max(oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
         if report is None or report.injected or not report.requested_bytes:
             continue
         key = (_without_batches(attempt.plan), report.live_bytes, report.requested_bytes)

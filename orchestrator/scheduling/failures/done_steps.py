@@ -29,8 +29,8 @@ def most_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | Non
     if job.continues_from is not None and not done and job.spec.is_script:
         return None
     for entry in (*job.attempts[: attempt.number - 1], attempt):
-        entry_evidence = evidence if entry is attempt else entry.evidence
-        if entry_evidence is None or entry.probe:
+        entry_evidence = evidence if entry is attempt else entry.facts
+        if entry.probe:
             continue
         last = max((beat.step for beat in entry_evidence.heartbeats), default=0)
         saved = entry_evidence.checkpoint_step

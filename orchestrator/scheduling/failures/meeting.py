@@ -28,8 +28,8 @@ def lone_ranks_in_words(count: int) -> str:
 
 def other_size_in_words(attempt: Attempt) -> str:
     """Return text that a process group has another size than planned; "" where none is known to have."""
-    beats = () if attempt.evidence is None else attempt.evidence.heartbeats
-    sizes = {beat.group_size for beat in beats if beat.group_size} - {attempt.plan.world_size}
+    sizes = {beat.group_size for beat in attempt.heartbeats if beat.group_size}
+    sizes -= {attempt.plan.world_size}
     if not sizes:
         return ""
     joined = " and ".join(str(size) for size in sorted(sizes))

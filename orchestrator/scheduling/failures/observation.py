@@ -11,7 +11,7 @@ from orchestrator.scheduling.failures.out_of_memory import (
     oom_reports,
 )
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
-from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
+from orchestrator.specs.attempt import Attempt, FailureKind, OomReport
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import UNTIMED
@@ -117,17 +117,16 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
 
 def warnings(attempt: Attempt) -> tuple[str, ...]:
     """Return doubts about the record of an ended attempt, one sentence each."""
-    evidence = attempt.evidence
+    evidence = attempt.facts
     sentences = []
-    if evidence is not None and evidence.unwatched:
+    if evidence.unwatched:
         sentences.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
-    if evidence is not None:
-        sentences += [f"not read: {problem}" for problem in evidence.unread]
-    if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
+    sentences += [f"not read: {problem}" for problem in evidence.unread]
+    if is_truncated(attempt) and not ran_out(attempt):
         sentences.append(
             f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's"
         )
-    if evidence is not None and attempt.failure is None and made_no_step(evidence):
+    if attempt.failure is None and made_no_step(evidence):
         sentences.append(
             "its optimizer made no step, though backward passes were made: nothing was trained"
         )
@@ -141,8 +140,7 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
 def _mixing_in_words(attempt: Attempt) -> str:
     """Return what another micro-batch than before changed in the training of a script; "" where nothing was seen."""
     cut = next((c for c in attempt.change if c.setting == "micro_batch_size"), None)
-    beats = attempt.evidence.heartbeats if attempt.evidence is not None else ()
-    mixing = next((beat.mixing for beat in beats if beat.mixing), ())
+    mixing = next((beat.mixing for beat in attempt.heartbeats if beat.mixing), ())
     if cut is None or not mixing:
         return ""
     return (
@@ -153,9 +151,9 @@ def _mixing_in_words(attempt: Attempt) -> str:
 
 def _worst_report(attempt: Attempt) -> OomReport | None:
     """Return the report of the rank that needed most; None where none ran out of memory, or none reported."""
-    if attempt.evidence is None or not ran_out(attempt):
+    if not ran_out(attempt):
         return None
-    return max(oom_reports(attempt.evidence), key=oom_needed_bytes, default=None)
+    return max(oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
 
 
 def _steps_left(job: Job, burst: OomReport) -> int | None:
@@ -165,8 +163,8 @@ def _steps_left(job: Job, burst: OomReport) -> int | None:
 
 def _overhead_bytes(attempt: Attempt) -> int | None:
     """Return the bytes of the worst rank's device beside PyTorch's allocator; None where they were not measured."""
-    evidence = attempt.evidence
-    if evidence is None or not evidence.free_before_bytes:
+    evidence = attempt.facts
+    if not evidence.free_before_bytes:
         return None
     overheads = (
         evidence.free_before_bytes[beat.rank] - beat.allocator_room_bytes
@@ -183,9 +181,7 @@ def ran_out(attempt: Attempt) -> bool:
 
 def is_truncated(attempt: Attempt) -> bool:
     """Return whether the script survived caught out-of-memory errors, so that its measured peak is below its need."""
-    return (
-        attempt.evidence is not None and bool(attempt.evidence.caught) and not attempt.evidence.ooms
-    )
+    return bool(attempt.facts.caught) and not attempt.facts.ooms
 
 
 def _outgrew(job: Job, attempt: Attempt) -> bool:
@@ -196,8 +192,7 @@ def _outgrew(job: Job, attempt: Attempt) -> bool:
         or not is_truncated(attempt)
     ):
         return False
-    assert attempt.evidence is not None, "it has caught something"
-    return not any(report.foreign_bytes for report in attempt.evidence.caught)
+    return not any(report.foreign_bytes for report in attempt.facts.caught)
 
 
 def _ran_through(job: Job, attempt: Attempt) -> bool:
@@ -205,21 +200,12 @@ def _ran_through(job: Job, attempt: Attempt) -> bool:
 
     A script counts its steps anew in each attempt, so the furthest step of all attempts stands for the last.
     """
-    if (
-        attempt.failure is not None
-        or attempt.probe
-        or attempt.evidence is None
-        or is_truncated(attempt)
-    ):
+    if attempt.failure is not None or attempt.probe or is_truncated(attempt):
         return False
     last_step = max(
-        (beat.step for entry in (*job.attempts, attempt) for beat in _heartbeats(entry)), default=0
+        (beat.step for entry in (*job.attempts, attempt) for beat in entry.heartbeats), default=0
     )
-    return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.evidence.heartbeats)
-
-
-def _heartbeats(attempt: Attempt) -> tuple[Heartbeat, ...]:
-    return () if attempt.evidence is None else attempt.evidence.heartbeats
+    return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.heartbeats)
 
 
 def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:

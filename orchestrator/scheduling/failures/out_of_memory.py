@@ -35,11 +35,9 @@ def loaded_bytes(job: Job, device: str) -> int | None:
     """
     needed = list[int]()
     for attempt in job.attempts if job.spec.is_script else ():
-        if attempt.evidence is None or attempt.device != device:
+        if attempt.device != device or attempt.plan.micro_batch_size > 1:
             continue
-        if attempt.plan.micro_batch_size > 1:
-            continue
-        for report in attempt.evidence.ooms:
+        for report in attempt.facts.ooms:
             if report.phase == "startup":
                 needed.append(oom_needed_bytes(report))
     return max(needed, default=None)

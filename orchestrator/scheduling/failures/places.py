@@ -50,7 +50,7 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
     elif ending is not None:
         if is_alike_elsewhere(job, attempt, ending) or failure.kind is FailureKind.USER_ERROR:
             ends, suspensions = _withdraw(ends, suspensions, job)
-        elif not ending.is_own and not (attempt.evidence and attempt.evidence.virtual):
+        elif not ending.is_own and not attempt.facts.virtual:
             places, accusers = suspects(job, attempt, others_of(ends, job, at_s), state.nodes)
             if places and accuses(ending):
                 reason = f"{job.id} and others ended there: {failure.reason}"[

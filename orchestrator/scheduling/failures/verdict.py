@@ -167,10 +167,7 @@ def _unexplained_attempts(job: Job, attempt: Attempt) -> list[Attempt]:
 def _is_allowed(job: Job, attempt: Attempt) -> bool:
     """Return whether `retries.exit_codes` names the exit code of the attempt, or no code at all."""
     codes = job.spec.retries.exit_codes
-    evidence = attempt.evidence
-    return not codes or (
-        evidence is not None and any(end.exit_code in codes for end in evidence.ranks)
-    )
+    return not codes or any(end.exit_code in codes for end in attempt.facts.ranks)
 
 
 def _judge_repeated(
@@ -240,8 +237,7 @@ def _judge_before_training(
 
 def _is_watched(attempt: Attempt) -> bool:
     """Return whether the guard was in the program: without it nobody knows that no step was made."""
-    evidence = attempt.evidence
-    return evidence is not None and any(beat.torch_version for beat in evidence.heartbeats)
+    return any(beat.torch_version for beat in attempt.heartbeats)
 
 
 def _judge_in_training(
@@ -283,10 +279,10 @@ def describe_missing(spec: JobSpec) -> str:
 
 def describe_unmatched(spec: JobSpec, attempt: Attempt) -> str:
     """Return text on which checkpoint patterns matched nothing, and which files exist instead; "" without files."""
-    if attempt.evidence is None or not attempt.evidence.unmatched:
+    if not attempt.facts.unmatched:
         return ""
     patterns = ", ".join(spec.resume.checkpoints)
-    names = ", ".join(attempt.evidence.unmatched)
+    names = ", ".join(attempt.facts.unmatched)
     return f" (no file matches {patterns}; the output has {names}: set `resume.checkpoints` and `resume.step`)"
 
 
@@ -314,4 +310,4 @@ def _attempts_of_row(attempts: Sequence[Attempt], row: int) -> list[Attempt]:
 
 
 def _saved_step(attempt: Attempt) -> int:
-    return 0 if attempt.evidence is None or attempt.probe else attempt.evidence.checkpoint_step or 0
+    return 0 if attempt.probe else attempt.facts.checkpoint_step or 0

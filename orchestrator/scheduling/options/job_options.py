@@ -376,8 +376,7 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     if steps is None:
         return None
     for attempt in job.attempts if before is None else job.attempts[: before.number - 1]:
-        if attempt.evidence is not None:
-            done = max(done, attempt.evidence.checkpoint_step or 0)
+        done = max(done, attempt.facts.checkpoint_step or 0)
     return max(0, steps - done)
 
 
@@ -435,9 +434,7 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
     """Return the measured allocated peak of each plan that this job ran on this kind of device without running out."""
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
-        trained = attempt.evidence is not None and any(
-            beat.steps_done > 0 for beat in attempt.evidence.heartbeats
-        )
+        trained = any(beat.steps_done > 0 for beat in attempt.heartbeats)
         has_peak = trained and not is_truncated(attempt)
         if has_peak and attempt.device == device and attempt.plan not in job.refuted:
             peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))

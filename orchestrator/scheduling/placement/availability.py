@@ -14,6 +14,7 @@ from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.cluster import Node, Window
+from orchestrator.specs.group_values import group_values
 
 IDLE = -inf  # the time since which an unheld device is free
 
@@ -577,9 +578,7 @@ class AvailabilityProfile:
 
     def _in_fewest_racks(self, able: Sequence[_Able], wanted: int) -> list[_Able]:
         """Return so many of these nodes: from the largest racks, and for the rest the smallest rack that holds it."""
-        racks: dict[str, list[_Able]] = {}
-        for entry in able:
-            racks.setdefault(self.group.nodes[entry[0]].rack, []).append(entry)
+        racks = group_values((self.group.nodes[entry[0]].rack, entry) for entry in able)
         chosen: list[_Able] = []
         largest = sorted(racks.values(), key=len)
         while largest and len(chosen) < wanted:

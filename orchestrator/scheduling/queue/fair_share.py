@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import fsum, log
 
 from orchestrator.specs.attempt import Attempt, device_count
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State, Usage
@@ -77,9 +78,9 @@ class FairTree:
 
 def fair_tree(policy: PolicySpec, of_users: Mapping[str, float]) -> FairTree:
     """Return the fair tree for this decayed usage by user."""
-    parts: dict[str, list[float]] = {}
-    for user, device_s in of_users.items():
-        parts.setdefault(policy.team_of(user).name, []).append(device_s)
+    parts = group_values(
+        (policy.team_of(user).name, device_s) for user, device_s in of_users.items()
+    )
     return FairTree(policy, of_users, {team: fsum(seconds) for team, seconds in parts.items()})
 
 

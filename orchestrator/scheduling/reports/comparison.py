@@ -20,6 +20,7 @@ from orchestrator.scheduling.reports.provenance import name_model, shared_proven
 from orchestrator.specs.attempt import VERSIONS
 from orchestrator.specs.choices import AXES
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -87,10 +88,10 @@ def compared_ids(job: Job) -> list[str]:
 def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -> Comparison:
     """Return the comparison of these jobs; `curves` are by job id. Jobs with equal pins repeat one strategy."""
     rows = [row_of(state, job, curves.get(job.id)) for job in jobs]
-    groups: dict[object, list[Row]] = {}
-    for job, row in zip(jobs, rows, strict=True):
-        strategy = (job.spec.plan, row.learning_rate) if job.spec.plan else job.id
-        groups.setdefault(strategy, []).append(row)
+    groups = group_values(
+        ((job.spec.plan, row.learning_rate) if job.spec.plan else job.id, row)
+        for job, row in zip(jobs, rows, strict=True)
+    )
     # losses of the first strategy that has any, of each repeat and learning rate
     firsts: dict[tuple[int, float | None], Mapping[int, float]] = {}
     repeated = []

@@ -31,6 +31,7 @@ from orchestrator.scheduling.options.job_options import calibration_for, measure
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import Source
@@ -88,9 +89,7 @@ def picture_of(state: State, job: Job) -> Picture | None:
     measured = measured_peaks(job, device.name)
     if not is_known(candidates[0].estimate, calibrated.correction):
         return None
-    tried: dict[object, list[str]] = {}
-    for attempt in job.attempts:
-        tried.setdefault(attempt.plan, []).append(str(attempt.number))
+    tried = group_values((attempt.plan, str(attempt.number)) for attempt in job.attempts)
     points = []
     for candidate in candidates:
         peak_bytes = measured.get(candidate.plan)

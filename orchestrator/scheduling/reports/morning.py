@@ -142,17 +142,12 @@ def morning_report(
     )
     by_status: dict[JobStatus, list[Job]] = {status: [] for status in JobStatus}
     for job in jobs:
-        if not (
-            job.status is JobStatus.REFUSED
-            and job.spec.member is not None
-            and job.spec.member.compared
-        ):
-            by_status[job.status].append(
-                job
-            )  # a strategy without a plan is what a comparison has found out
+        # a strategy without a plan is what a comparison has found out
+        if not (job.status is JobStatus.REFUSED and job.spec.is_compared):
+            by_status[job.status].append(job)
     missed = _late(state, jobs)
     ids = {job.id for job in jobs}
-    recovered = {job.id for job in by_status[JobStatus.SUCCEEDED] if _failures(job)}
+    recovered = [job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)]
     spans = tuple(_spans(jobs, since_s, until_s))
     nodes = {node.name: node.devices for node in state.nodes}
     for span in spans:
@@ -162,9 +157,7 @@ def morning_report(
         until_s=until_s,
         summary="",
         succeeded=_lines(by_status[JobStatus.SUCCEEDED], _success),
-        recovered=_lines(
-            (job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)), _recovery
-        ),
+        recovered=_lines(recovered, _recovery),
         failed=_lines(by_status[JobStatus.FAILED], _reason),
         refused=_lines(by_status[JobStatus.REFUSED], _reason),
         cancelled=_lines(by_status[JobStatus.CANCELLED], _reason),
@@ -178,7 +171,7 @@ def morning_report(
         ),
         idle=_lines((job for job in jobs if _leaves_idle(job, since_s)), _idle),
         misses=tuple(_misses(jobs, since_s)),
-        cost=_cost(state, jobs, spans, since_s, until_s, recovered),
+        cost=_cost(state, jobs, spans, since_s, until_s, {job.id for job in recovered}),
         to_do=tuple(_to_do(state, by_status, missed, {job.retry_of for job in by_id.values()})),
         stops=_count_stops(jobs, since_s, until_s),
         nodes=dict(sorted(nodes.items())),
@@ -262,21 +255,14 @@ def _sweep(sweep: SweepReport) -> Line:
 
 def _late(state: State, jobs: Iterable[Job]) -> Lines:
     """Return the jobs that ended after their deadlines, and live ones that are expected to miss them."""
-    sentences = late(state, [job.id for job in jobs if not job.status.ended])
-    lines = []
+    sentences = dict(late(state, [job.id for job in jobs if not job.status.ended]))
     for job in jobs:
-        sentence = sentences.get(job.id)
-        if (
-            job.deadline_s is not None
-            and job.status is JobStatus.SUCCEEDED
-            and ended_at_s(job) > job.deadline_s
-        ):
-            sentence = (
-                f"ended {format_seconds(ended_at_s(job) - job.deadline_s)} after its deadline"
-            )
-        if sentence is not None:
-            lines.append(Line(id=job.id, name=job.spec.name, user=job.user, sentence=sentence))
-    return tuple(lines)
+        if job.deadline_s is None or job.status is not JobStatus.SUCCEEDED:
+            continue
+        late_s = ended_at_s(job) - job.deadline_s
+        if late_s > 0:
+            sentences[job.id] = f"ended {format_seconds(late_s)} after its deadline"
+    return _lines((job for job in jobs if job.id in sentences), lambda job: sentences[job.id])
 
 
 # ------------------------------------------------------------------------------------------------- measured and spent
@@ -300,7 +286,8 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
                 sentence=_describe_miss(predicted, measured, ran_out(attempt)),
             )
             if miss.ratio > MARGIN or (
-                miss.ratio < 1 / MARGIN and not miss.ran_out and _has_trained(attempt)
+                # its peak is that of whole steps
+                miss.ratio < 1 / MARGIN and not miss.ran_out and attempt.measured_step_s is not None
             ):
                 misses.append(miss)
     yield from sorted(misses, key=lambda miss: -max(miss.ratio, 1 / max(miss.ratio, 1e-9)))
@@ -309,14 +296,9 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
 def _leaves_idle(job: Job, since_s: float) -> bool:
     """Return whether the job's last attempt trained for IDLE_S and kept its cards busy for less than BUSY_MIN."""
     last = job.last
-    if (
-        last is None
-        or last.evidence is None
-        or last.ended_at_s is None
-        or last.started_at_s is None
-    ):
+    if last is None or last.ended_at_s is None or last.started_at_s is None:
         return False
-    busy_percent = last.evidence.busy_percent
+    busy_percent = last.facts.busy_percent
     lasted_s = last.ended_at_s - max(since_s, last.started_at_s)
     return busy_percent is not None and busy_percent < BUSY_MIN and lasted_s >= IDLE_S
 
@@ -324,7 +306,6 @@ def _leaves_idle(job: Job, since_s: float) -> bool:
 def _idle(job: Job) -> str:
     """Return how busy the job kept its cards, and what would fill them without another training."""
     assert job.last is not None, job.id
-    assert job.last.evidence is not None, job.last.name
     plan = job.last.plan
     fills = []
     if plan.gradient_accumulation_steps > 1:
@@ -334,7 +315,7 @@ def _idle(job: Job) -> str:
     else:
         fills.append("more workers of its data loader")
     rest = " or ".join(fills) or "a larger batch (another training)"
-    return f"its cards were busy {job.last.evidence.busy_percent:.0f} % of the time, measured; {rest} may fill them"
+    return f"its cards were busy {job.last.facts.busy_percent:.0f} % of the time, measured; {rest} may fill them"
 
 
 def _describe_miss(predicted_bytes: int, measured_bytes: int, has_run_out: bool) -> str:
@@ -342,11 +323,6 @@ def _describe_miss(predicted_bytes: int, measured_bytes: int, has_run_out: bool)
     least = "at least " if has_run_out else ""
     ratio = measured_bytes / max(1, predicted_bytes)
     return f"predicted {format_bytes(predicted_bytes)}, measured {least}{format_bytes(measured_bytes)} ({ratio:.2f} x)"
-
-
-def _has_trained(attempt: Attempt) -> bool:
-    """Return whether the attempt's peak is that of whole steps."""
-    return attempt.measured_step_s is not None
 
 
 def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span]:

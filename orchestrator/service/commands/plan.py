@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -36,7 +36,7 @@ from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.planning.ways_out import Unfit, WayOut, adapters, smaller_models, ways_out
+from orchestrator.planning.ways_out import Trace, Unfit, WayOut, adapters, smaller_models, ways_out
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.job_options import choice_rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
@@ -56,6 +56,7 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.pins import (
     GIVEN,
     SHORT,
@@ -80,7 +81,6 @@ from orchestrator.specs.written import as_yaml
 # bench-cost`,
 # 2026-11-26).
 STEP_ERROR = 0.13
-Trace = Callable[[JobSpec], JobSpec]  # returns the job with the profile of its model
 TORCH_ONLY = "dp_replicate", "expert_parallel"  # degrees beside the layout's
 
 
@@ -349,10 +349,11 @@ def _choose(
     if not fitting:
         return None, None
     rule = choice_rule_of(_as_job(spec), "", calibrated, candidates[fitting[0]])
-    by_width: dict[int, list[int]] = {}
-    for index in fitting:
-        if candidates[index].degradation is candidates[fitting[0]].degradation:
-            by_width.setdefault(candidates[index].plan.world_size, []).append(index)
+    by_width = group_values(
+        (candidates[index].plan.world_size, index)
+        for index in fitting
+        if candidates[index].degradation is candidates[fitting[0]].degradation
+    )
 
     def choice(index: int) -> Choice:
         view = views[index]
@@ -478,8 +479,7 @@ def estimate_plan(
     Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the combination.
     """
     plan = parse_plan(spec, settings)
-    _check_stages(spec, plan)
-    _check_experts(spec, plan)
+    _check_degrees(spec, plan)
     groups = _groups(nodes)
     group = next(
         (candidate for candidate in groups if candidate.devices >= plan.world_size), groups[0]
@@ -497,11 +497,14 @@ def estimate_plan(
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     profile = find_profile(read_request(measured_spec(spec, calibrated)), hardware, plan)
     memory = estimate(profile, plan, hardware.device, calibrated.overhead)
+    requested = requested_settings(read_request(spec))
+    if spec.is_script:  # whose sequence length is unknown
+        requested["sequence_length"] = plan.sequence_length
     candidate = Candidate(
         plan=plan,
         estimate=memory,
         step_s=step_s(profile, plan, hardware),
-        degradation=_degradation(spec, plan),
+        degradation=degradation(requested, plan),
         busy_share=busy_share(profile, plan, hardware),
         host_bytes=node_host_bytes(plan, memory, hardware),
         host_memory=hardware.host_memory,
@@ -509,29 +512,20 @@ def estimate_plan(
     return _view(candidate, free_bytes, calibrated)
 
 
-def _check_stages(spec: JobSpec, plan: Plan) -> None:
-    """Raises SpecError where a stage of a pipeline would have no layer."""
-    if plan.layout.pp == 1:
-        return
+def _check_degrees(spec: JobSpec, plan: Plan) -> None:
+    """Raise SpecError where a stage of a pipeline would have no layer, or experts cannot be spread so."""
     stages = plan.layout.pp * plan.pipeline_stages_per_rank
-    try:
-        layers = layers_to_cut(read_request(spec))
-        layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
-    except ValueError as error:
-        raise SpecError(
-            "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
-        ) from None
-
-
-def _check_experts(spec: JobSpec, plan: Plan) -> None:
-    """Raises SpecError where experts cannot be spread so."""
-    why = (
-        why_no_experts(read_request(spec), plan.layout.dp, plan.expert_parallel)
-        if plan.expert_parallel > 1
-        else None
-    )
-    if why is not None:
-        raise SpecError(why, source="--set", path="expert_parallel", got=plan.expert_parallel)
+    experts = plan.expert_parallel
+    if plan.layout.pp > 1:
+        try:
+            layers = layers_to_cut(read_request(spec))
+            layer_ranges(layers, stages, plan.first_stage_layers, plan.last_stage_layers)
+        except ValueError as error:
+            raise SpecError(
+                "every pipeline stage needs a layer", source="--set", path="pp", got=str(error)
+            ) from None
+    if experts > 1 and (why := why_no_experts(read_request(spec), plan.layout.dp, experts)):
+        raise SpecError(why, source="--set", path="expert_parallel", got=experts)
 
 
 def parse_plan(spec: JobSpec, pairs: Sequence[Override]) -> Plan:
@@ -606,11 +600,3 @@ def _accumulation(spec: JobSpec, requested: int | None, micro_batch_size: int, d
             hint="leave it out: it follows from the global batch",
         )
     return steps
-
-
-def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
-    """Return the class of the plan's change to the job's settings; a script's sequence length is unknown."""
-    requested = requested_settings(read_request(spec))
-    return degradation(
-        requested | {"sequence_length": plan.sequence_length} if spec.is_script else requested, plan
-    )

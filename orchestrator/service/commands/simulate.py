@@ -25,6 +25,7 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
@@ -301,9 +302,7 @@ def outcomes_of(
     trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]
 ) -> tuple[Outcome, ...]:
     """Return the outcome of each job, in the order of their arrivals."""
-    attempts: dict[int, list[Process]] = {}
-    for process in processes.values():
-        attempts.setdefault(process.job.order, []).append(process)
+    attempts = group_values((process.job.order, process) for process in processes.values())
     devices = cluster.device_count
     return tuple(
         _outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)

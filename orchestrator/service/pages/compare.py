@@ -31,7 +31,7 @@ def comparisons(jobs: Iterable[Job]) -> Sequence[TemplateData]:
     """Return a row per comparison among these jobs, newest first."""
     members: dict[str, dict[str, Job]] = {}
     for job in jobs:
-        if job.spec.member is not None and job.spec.member.compared and job.array is not None:
+        if job.spec.is_compared and job.array is not None:
             members.setdefault(job.array, {})[job.id] = job
     groups = [
         {

@@ -11,6 +11,7 @@ from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import JobView, in_order
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.pending import Pending
 from orchestrator.specs.state import State
@@ -103,9 +104,7 @@ def queue_data(
 
 def fold(jobs: Iterable[Job], kind: Callable[[Job], object] = lambda _: None) -> list[list[Job]]:
     """Return the jobs in groups: members of one array with equal `kind` together, in order of first job."""
-    groups: dict[object, list[Job]] = {}
-    for job in jobs:
-        groups.setdefault((job.array, kind(job)) if job.array else job.id, []).append(job)
+    groups = group_values(((job.array, kind(job)) if job.array else job.id, job) for job in jobs)
     return [*groups.values()]
 
 
@@ -149,7 +148,7 @@ class Rows:
         first = group[0]
         member = first.spec.member
         trial = first.spec.trial
-        kind = "sweep" if trial else "comparison" if member and member.compared else "array"
+        kind = "sweep" if trial else "comparison" if first.spec.is_compared else "array"
         counts = Counter(job.status for job in group)
         return {
             "id": first.array,

@@ -289,9 +289,7 @@ class _Pages:
             memory=memory_rows(job, self._capacities()),
             expected=self._forecasts.newest().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
-            comparison=last.array
-            if last and last.spec.member and last.spec.member.compared
-            else None,
+            comparison=last.array if last and last.spec.is_compared else None,
             sweep=last.array if last and last.spec.trial else None,
             artifacts=artifacts(self._home, job["id"]),
             mlflow=self._mlflow_page(request, last),

@@ -120,7 +120,7 @@ def lines(
     ]
     beside = _ticks(up.low, up.high)
     drawn = _SHAPES.lines(curves, paths, across, up, step_ticks, beside, unit, limit)
-    return _svg(title, _SHAPES.ends(curves, unit), WIDTH, HEIGHT, [drawn])
+    return _svg(title, _SHAPES.ends(curves, unit), WIDTH, HEIGHT, drawn)
 
 
 def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") -> Markup:
@@ -144,7 +144,7 @@ def frontier(picture: Picture, title: str = "", label_prefix: str = "attempt ") 
         f"{counts}; {limit}. The table below has each plan.",
         WIDTH,
         HEIGHT,
-        [_SHAPES.frontier(picture, points, limit, across, up, seconds, sizes, label_prefix)],
+        _SHAPES.frontier(picture, points, limit, across, up, seconds, sizes, label_prefix),
     )
 
 
@@ -167,7 +167,7 @@ def waterfall(
     most = max([end for _, _, end, _ in rows] + ([capacity_bytes] if capacity_bytes else []))
     across = _Scale(0, most * 1.14, CAUSE_WIDTH, WIDTH - RIGHT)
     drawn = _SHAPES.waterfall(rows, across, height - BOTTOM + 4, capacity_bytes)
-    return _svg("Bytes by cause", _SHAPES.sizes(rows), WIDTH, height, [drawn])
+    return _svg("Bytes by cause", _SHAPES.sizes(rows), WIDTH, height, drawn)
 
 
 def gantt(
@@ -191,7 +191,7 @@ def gantt(
         f"{len(bars)} spans in {len(lanes)} lanes; the table below has each.",
         width,
         height,
-        [drawn],
+        drawn,
     )
 
 
@@ -254,7 +254,7 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     return [*means[:-1], points[-1]]
 
 
-def _svg(title: str, description: str, width: int, height: int, drawn: Sequence[Markup]) -> Markup:
+def _svg(title: str, description: str, width: int, height: int, drawn: Markup) -> Markup:
     name = re.sub(
         r"[^a-z0-9]+", "-", title.lower()
     )  # the same on every request, and one on its page

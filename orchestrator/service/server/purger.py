@@ -295,8 +295,7 @@ def _needed_by_jobs(jobs: Iterable[Job], ended: Set[str]) -> dict[str, str]:
     needed = dict[str, str]()
     for job in jobs:
         if not job.status.ended:
-            member = job.spec.member
-            compared = compared_ids(job) if member is not None and member.compared else ()
+            compared = compared_ids(job) if job.spec.is_compared else ()
             named = (_possible_ids(job.spec) | {*compared}) & ended
             needed |= dict.fromkeys(named, f"{job.id}, which has not ended, names its job")
     return needed

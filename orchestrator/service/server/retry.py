@@ -99,9 +99,7 @@ def continuation(job: Job, spec: JobSpec, keys: Sequence[str]) -> Begin:
     """Return the start of a retry with changed `keys`: from a checkpoint, or from scratch, and why."""
     changed = sorted({key.split(".")[0] for key in keys} - UNTRAINED)
     saved_steps = [
-        attempt.evidence.checkpoint_step or 0
-        for attempt in job.attempts
-        if attempt.evidence and not attempt.probe
+        attempt.facts.checkpoint_step or 0 for attempt in job.attempts if not attempt.probe
     ]
     source, step = (
         (job.id, max(saved_steps)) if any(saved_steps) else (job.continues_from, job.continues_step)

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from orchestrator.service.commands.fit import FitRow
 from orchestrator.service.terminal.plain_tables import plain_table
+from orchestrator.specs.group_values import group_values
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.units import format_bytes, format_seconds
 
@@ -56,10 +57,7 @@ def fit_panel(spec: JobSpec, rows: Sequence[FitRow], *, is_assumed: bool) -> Ren
 
 def _reasons(rows: Sequence[FitRow]) -> list[Text]:
     """Return a line for each reason why a card has no plan, with its cards."""
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row["why"] is not None:
-            reasons.setdefault(row["why"], []).append(row["device"])
+    reasons = group_values((row["why"], row["device"]) for row in rows if row["why"] is not None)
     return [
         Text(f"-  {why}: {', '.join(dict.fromkeys(devices))}") for why, devices in reasons.items()
     ]

@@ -28,6 +28,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
+    from orchestrator.planning.ways_out import Trace
     from orchestrator.service.intake.profiling import TraceScope
     from orchestrator.specs.job.spec import JobSpec
 
@@ -182,9 +183,7 @@ def calibrate(
     )
 
 
-def _tracer(
-    home: Path, source: str, scope: Callable[[JobSpec], TraceScope]
-) -> Callable[[JobSpec], JobSpec]:
+def _tracer(home: Path, source: str, scope: Callable[[JobSpec], TraceScope]) -> Trace:
     """Return a function that returns a job with the profile of its model, traced where no formula knows it."""
 
     def trace(spec: JobSpec) -> JobSpec:

@@ -57,14 +57,12 @@ def _plan(job: Job) -> str | None:
 
 
 def _loss(job: Job) -> float | None:
-    evidence = job.last.evidence if job.last else None
-    beats = evidence.heartbeats if evidence else ()
+    beats = job.last.heartbeats if job.last else ()
     return next((beat.loss for beat in beats if beat.loss is not None), None)
 
 
 def _uuids(attempt: Attempt) -> list[str]:
-    beats = attempt.evidence.heartbeats if attempt.evidence else ()
-    return [beat.device_uuid for beat in beats if beat.device_uuid]
+    return [beat.device_uuid for beat in attempt.heartbeats if beat.device_uuid]
 
 
 COLUMNS: dict[type | str, tuple[Column, ...]] = {
@@ -161,7 +159,7 @@ COLUMNS: dict[type | str, tuple[Column, ...]] = {
             "busy_percent",
             "Card busy",
             "attempts sides",
-            value_of=lambda attempt: attempt.evidence and attempt.evidence.busy_percent,
+            value_of=lambda attempt: attempt.facts.busy_percent,
             text_of="{:.0f} % measured".format,
             is_number=True,
             is_extra=True,

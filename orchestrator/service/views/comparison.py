@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from orchestrator.scheduling.reports.comparison import Comparison, Setup
+from orchestrator.scheduling.reports.comparison import Comparison
 from orchestrator.scheduling.reports.comparison_rows import Outcome
 from orchestrator.service.views.columns import Row
 from orchestrator.service.views.records import PictureView, picture_view
@@ -74,9 +74,10 @@ class ComparisonView(TypedDict):
 
 def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonView:
     """Return the comparison as JSON."""
+    version = importlib.metadata.version("orchestrator")
     return ComparisonView(
         name=comparison.name,
-        setup=setup_view(comparison.setup),
+        setup=asdict(comparison.setup) | {"orc_version": version},
         complete=comparison.is_complete,
         rows=[
             {**asdict(row), "micro_batch": row.micro_batch, "accumulation": row.accumulation}
@@ -87,11 +88,6 @@ def comparison_view(comparison: Comparison, mlflow: str | None) -> ComparisonVie
         picture=None if comparison.picture is None else picture_view(comparison.picture),
         mlflow=mlflow,
     )
-
-
-def setup_view(setup: Setup) -> JsonObject:
-    """Return what all strategies have in common as JSON, with the version of orc."""
-    return {**asdict(setup), "orc_version": importlib.metadata.version("orchestrator")}
 
 
 def tables_of(rows: Sequence[Row]) -> list[dict[str, list[str]]]:

@@ -270,7 +270,7 @@ def promise_view(job: Job) -> PromiseView | None:
 
 def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
     """Return the attempt as JSON, with predictions and measurements."""
-    evidence = attempt.evidence
+    evidence = attempt.facts
     failure = attempt.failure
     view = AttemptView(
         number=attempt.number,
@@ -291,10 +291,8 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         predicted_step_s=None if attempt.estimate.source in WITHOUT_SECONDS else attempt.step_s,
         peak_bytes=attempt.peak_bytes,
         step_s=attempt.measured_step_s,
-        steps_done=max((beat.steps_done for beat in evidence.heartbeats), default=None)
-        if evidence
-        else None,
-        checkpoint_step=evidence.checkpoint_step if evidence else None,
+        steps_done=max((beat.steps_done for beat in attempt.heartbeats), default=None),
+        checkpoint_step=evidence.checkpoint_step,
         launched_at_s=attempt.launched_at_s,
         ended_at_s=attempt.ended_at_s,
         failure=FailureView(
@@ -305,8 +303,8 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         )
         if failure
         else None,
-        exit_codes=[end.exit_code for end in evidence.ranks] if evidence else [],
-        host_oom_kills=evidence.host_oom_kills if evidence else 0,
+        exit_codes=[end.exit_code for end in evidence.ranks],
+        host_oom_kills=evidence.host_oom_kills,
         warnings=list(warnings(attempt)),
     )
     return cast(AttemptView, view | column_values(attempt))

@@ -164,6 +164,11 @@ class JobSpec(SpecModel):
         return self.model or self.trains
 
     @property
+    def is_compared(self) -> bool:
+        """Whether the job is a strategy of a comparison."""
+        return self.member is not None and self.member.compared
+
+    @property
     def guaranteed_gpus(self) -> int:
         """Number of devices whose training speed the job is promised; 0 without a promise."""
         return 0 if self.guarantee is None else self.guarantee.gpus or self.gpus.max

@@ -158,6 +158,9 @@ def _add_prefix(recipe: str, name: str) -> str:
     return f"{kind}{recipe}.{name.removeprefix(kind)}" if kind else f"{name}.{recipe}"
 
 
+AnyPath = str | os.PathLike[str]
+
+
 class _ChecksummedFiles(FileSystem):
     """torch.distributed.checkpoint's file system, which also computes a CRC-32 of every file written."""
 
@@ -165,7 +168,7 @@ class _ChecksummedFiles(FileSystem):
         self.written: dict[str, checkpoint_folder.Written] = {}
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: AnyPath, mode: str) -> Iterator[io.IOBase]:
         with super().create_stream(path, mode) as raw:
             stream = _Checksummed(raw)
             yield stream
@@ -173,7 +176,7 @@ class _ChecksummedFiles(FileSystem):
                 stream.size_bytes, stream.crc
             )
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+    def rename(self, path: AnyPath, new_path: AnyPath) -> None:
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 

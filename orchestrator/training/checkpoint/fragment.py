@@ -135,6 +135,11 @@ class Fragment(Chunks):
         super().__init__(parts, shape)
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the rank's part of a distributed tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def chunks_of(value: Tensor | Chunks) -> Chunks:
     """Return the rank's part of a state's value, sharing its memory; for a DTensor its local shard."""
     if isinstance(value, Chunks):

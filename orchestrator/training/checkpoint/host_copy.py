@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from orchestrator.training.checkpoint.fragment import Chunks, Shape, chunks_of
+from orchestrator.training.checkpoint.fragment import Chunks, Shape, chunks_of, local_of
 from orchestrator.training.guard.virtual_device import host_memory
 
 ALIGNMENT_BYTES = 64  # a cache line: copies need not split one
@@ -142,6 +141,4 @@ def _bytes(value: Chunks, offset: Shape) -> int:
 
 def _part(value: Any, offset: Shape) -> Tensor:
     """The part of a value at an offset; cheaper than `chunks_of`, because it runs between two steps."""
-    if isinstance(value, Chunks):
-        return value.parts[offset]
-    return value.to_local() if isinstance(value, DTensor) else value
+    return value.parts[offset] if isinstance(value, Chunks) else local_of(value)

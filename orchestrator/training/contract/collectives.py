@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Change = Callable[[Tensor], Tensor]  # of values or of gradients
+
 # torch 2.13 renamed both, and warns of the former names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 all_to_all: Any = dist.all_to_all_single
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def move(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def move(x: Tensor, there: Change, back: Change) -> Tensor:
     """Return `there(x)`; its gradient comes `back`."""
     return _Move.apply(x, there, back)  # type: ignore[no-untyped-call]
 
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: Change, back: Change) -> Tensor:
         ctx.back = back
         return there(x)
 

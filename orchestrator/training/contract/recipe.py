@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.replace import replace
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.dispatch import Dispatch
@@ -166,7 +167,7 @@ def seeded_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
-def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
+def from_factory(factory: str, config: JsonObject) -> Recipe:
     """Return the Recipe from `path/to/file.py:function` called with `config`; further recipes are in its `then`.
 
     Raises SpecError if it cannot be called or returns anything else.

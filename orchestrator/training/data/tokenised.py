@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,32 +41,30 @@ WAIT_S = 24 * 3600.0  # for the first rank to tokenise; the job's start-up limit
 POLL_S = 0.2
 
 
+@dataclass(frozen=True, eq=False)
 class PairDataset:
-    """Encoder-decoder samples: inputs and targets, each truncated and padded to `sequence_length`."""
+    """Encoder-decoder samples: inputs and targets, each truncated and padded to `length` tokens."""
 
-    def __init__(
-        self, tokens: np.ndarray, bounds: np.ndarray, sequence_length: int, padding: int
-    ) -> None:
-        self._tokens = tokens
-        self._bounds = bounds
-        self._length = sequence_length
-        self._padding = padding
+    tokens: np.ndarray
+    bounds: np.ndarray
+    length: int
+    padding: int
 
     def __len__(self) -> int:
-        return len(self._bounds) // 2
+        return len(self.bounds) // 2
 
     def token_count(self, index: int) -> int:
         """Return the number of tokens in a sample's target."""
-        return min(self._length, int(self._bounds[2 * index + 1] - self._bounds[2 * index]))
+        return min(self.length, int(self.bounds[2 * index + 1] - self.bounds[2 * index]))
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return (input tokens, target labels), int64 [len(indices), sequence_length], padded by pad token and -100."""
-        tokens = torch.full((len(indices), self._length), self._padding, dtype=torch.int64)
+        tokens = torch.full((len(indices), self.length), self.padding, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORED_LABEL)
         for row, index in enumerate(indices):
             for into, piece in ((tokens, 2 * index), (labels, 2 * index + 1)):
-                first = int(self._bounds[piece - 1]) if piece else 0
-                values = self._tokens[first : self._bounds[piece]][: self._length].astype(np.int64)
+                first = int(self.bounds[piece - 1]) if piece else 0
+                values = self.tokens[first : self.bounds[piece]][: self.length].astype(np.int64)
                 into[row, : len(values)] = torch.from_numpy(values)
         return tokens, labels
 

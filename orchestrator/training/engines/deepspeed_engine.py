@@ -28,6 +28,7 @@ from torch import Tensor
 
 from orchestrator.specs.choices import Offload, OffloadTarget, Precision, ZeroStage
 from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint.fragment import Fragment
@@ -187,7 +188,7 @@ class DeepSpeedEngine:
         scale_gradients(self._trained.values(), clip_factor(norm, self._training.clip_norm))
         return norm
 
-    def _initialise(self, config: dict[str, Any]) -> Any:
+    def _initialise(self, config: JsonObject) -> Any:
         """DeepSpeed's engine. In low precision, inputs are cast as FSDP2 casts them; buffers keep their precision."""
         buffers = [
             (
@@ -219,7 +220,7 @@ class DeepSpeedEngine:
         """Return the rank's pieces of the masters of all trained parameters, from stage 1 on."""
         return pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
 
-    def _materialise(self, config: dict[str, Any], resume_from: checkpoint.Saved | None) -> None:
+    def _materialise(self, config: JsonObject, resume_from: checkpoint.Saved | None) -> None:
         """Make the parameters; at stage 3 layer by layer, each partitioned before the next is made."""
         recipe = self._recipe
         low = LOW_PRECISION.get(self._plan.precision)
@@ -327,7 +328,7 @@ class DeepSpeedEngine:
                     Fragment(piece.of(values[moment]), piece.start, shape),
                 )
 
-    def _nvme(self, run: TrainingRun) -> dict[str, Any] | None:
+    def _nvme(self, run: TrainingRun) -> JsonObject | None:
         """The configuration's part for offload to files, or None."""
         if not self._is_swapped:
             return None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from orchestrator.specs.choices import ZeroStage
+from orchestrator.specs.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Piece:
     """A rank's part of a parameter's master weight: `count` elements from `start`, at `offset` of a flat tensor."""
 

@@ -7,7 +7,6 @@ orchestrator.training.engines.deepspeed_nvme` compiles the extension into TORCH_
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import math
 import os
@@ -24,6 +23,7 @@ from torch.utils import cpp_extension
 
 from orchestrator.specs.choices import Offload
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 
@@ -98,10 +98,10 @@ def remove_older(folder: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> dict[str, Any]:
+def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> JsonObject:
     """Return the plan's entries of `zero_optimization`. `largest_run` is the most elements of a parameter on a rank."""
     files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pin_memory}
-    settings: dict[str, Any] = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
+    settings: JsonObject = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
     if plan.offload is Offload.PARAMETERS:
         settings["offload_param"] = {**files, "buffer_size": largest_run, "max_in_cpu": 0}
     return settings
@@ -109,48 +109,43 @@ def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> 
 
 def allocate(zero: Any, names: Sequence[str]) -> None:
     """Write zero moments `names` for the master weights in files."""
-    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        if zero._swappable_optimizer_subgroup(index):
-            with _swapped_in(zero, index, write=True):
-                zero.optimizer.state[flat] |= {
-                    name: torch.zeros_like(flat, requires_grad=False) for name in names
-                }
+    for flat in _swapped_in(zero, write=True):
+        zero.optimizer.state[flat] |= {
+            name: torch.zeros_like(flat, requires_grad=False) for name in names
+        }
 
 
 def copy_swapped(zero: Any, names: Sequence[str]) -> Swapped:
     """Return host copies of the master weights and moments in files, read one sub-group after the other."""
     copies: Swapped = {}
-    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        if zero._swappable_optimizer_subgroup(index):
-            with _swapped_in(zero, index, write=False):
-                copies[id(flat)] = {
-                    name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()
-                }
+    for flat in _swapped_in(zero, write=False):
+        copies[id(flat)] = {
+            name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()
+        }
     return copies
 
 
 def put_back(zero: Any, names: Sequence[str], values: Swapped) -> None:
     """Write copies from `copy_swapped` back to the files."""
-    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        if zero._swappable_optimizer_subgroup(index):
-            with _swapped_in(zero, index, write=True):
-                for name, tensor in _tensors(zero, flat, names).items():
-                    tensor.copy_(values[id(flat)][name])
+    for flat in _swapped_in(zero, write=True):
+        for name, tensor in _tensors(zero, flat, names).items():
+            tensor.copy_(values[id(flat)][name])
 
 
 def _tensors(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
     return {MASTER: flat.detach()} | {name: zero.optimizer.state[flat][name] for name in names}
 
 
-@contextlib.contextmanager
-def _swapped_in(zero: Any, index: int, *, write: bool) -> Iterator[None]:
-    """A context with a sub-group's master and moments in memory; private calls of DeepSpeed's stage 3."""
-    zero._optimizer_states_and_gradient_swap_in(index)
-    yield
-    if write:
-        zero._optimizer_states_and_gradient_swap_out(index)
-    else:
-        zero._release_swap_buffers(index)
+def _swapped_in(zero: Any, *, write: bool) -> Iterator[Tensor]:
+    """Yield each master in files, in memory with its moments meanwhile; private calls of DeepSpeed's stage 3."""
+    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        if zero._swappable_optimizer_subgroup(index):
+            zero._optimizer_states_and_gradient_swap_in(index)
+            yield flat
+            if write:
+                zero._optimizer_states_and_gradient_swap_out(index)
+            else:
+                zero._release_swap_buffers(index)
 
 
 def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:

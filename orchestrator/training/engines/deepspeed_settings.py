@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from orchestrator.specs.choices import Offload, OffloadTarget, Precision, ZeroStage
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Buckets:
     """DeepSpeed's buffer sizes and limits, in elements (not bytes)."""
 
@@ -48,11 +47,11 @@ def settings(
     plan: Plan,
     training: TrainingSpec,
     device: torch.device,
-    nvme: dict[str, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+    nvme: dict[str, JsonObject] | None = None,
+) -> JsonObject:
     """Return the plan as a DeepSpeed configuration; `nvme` is the result of `deepspeed_nvme.offload`."""
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
-    zero: dict[str, Any] = {
+    zero: JsonObject = {
         "stage": int(plan.zero_stage),
         "reduce_bucket_size": buckets.reduce,
         "allgather_bucket_size": buckets.allgather,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.training.checkpoint.fragment import Chunks, Narrow, chunks_of
+from orchestrator.training.checkpoint.fragment import Chunks, Narrow, chunks_of, local_of
 
 # elements
 BLOCK = 256
@@ -50,7 +50,7 @@ def new_state(tensor: Tensor) -> dict[str, Any]:
 def _zeros(tensor: Tensor, is_signed: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if local.numel() < QUANTISED_MIN or local.numel() % BLOCK:
         moment = torch.zeros_like(local, dtype=torch.float32, requires_grad=False)
     else:
@@ -73,7 +73,7 @@ def saved(moment: Tensor) -> Tensor | Chunks:
     """Return a moment in the form for checkpoints, sharing its memory."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    local = moment.to_local() if isinstance(moment, DTensor) else moment
+    local = local_of(moment)
     chunks = chunks_of(moment)
     return Narrow(chunks.parts, chunks.size()) if isinstance(local, OptimState8bit) else moment
 

@@ -22,6 +22,9 @@ from orchestrator.training.engines.schedule import learning_rate
 STEPS = "optim.steps"
 
 
+Named = dict[str, nn.Parameter]  # parameters by whole-model name
+
+
 class _Alone(NamedTuple):
     """The optimizer that updates one parameter, with its own states."""
 
@@ -50,7 +53,7 @@ class Updates:
         """
         self._training = training
         self._thaws = thaw_steps(training.freeze)
-        groups: dict[int, dict[str, nn.Parameter]] = {}
+        groups: dict[int, Named] = {}
         for name, parameter in named:
             thaw = thaw_step(name, training.freeze)
             if parameter.requires_grad:
@@ -69,7 +72,7 @@ class Updates:
             self._update_alone()
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> Named:
         """The trained parameters by whole-model name."""
         return {
             name: parameter for group in self.groups.values() for name, parameter in group.items()
@@ -204,9 +207,7 @@ def state_device(plan: Plan, device: torch.device) -> torch.device:
     return device if plan.offload is Offload.NONE else torch.device("cpu")
 
 
-def _optimizer(
-    groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpec, device: torch.device
-) -> Any:
+def _optimizer(groups: dict[int, Named], training: TrainingSpec, device: torch.device) -> Any:
     """Fused on CUDA; on CPU one parameter at a time, since foreach holds temporaries for all."""
     chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [
         {"params": []}

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +24,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.stages import layer_ranges
+from orchestrator.training.checkpoint.fragment import local_of
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
 from orchestrator.training.engines.sequence_parallel import Tokens
 
+Message = tuple[dist.Work, Tensor]  # that is being sent
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@frozen
 class Share:
     """A rank's part of a model that is split into pipeline stages."""
 
@@ -220,7 +222,7 @@ class Pipeline:
         """Sum the gradients of parameters shared by the first and the last stage, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = local_of(gradient)
             others = torch.empty_like(local)
             exchange = [
                 dist.P2POp(dist.isend, local, peer, self._group),
@@ -256,9 +258,8 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._seed(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._release(
-            self.args_recv_info[fwd_chunk_id]
-        )  # `fwd_cache` keeps the input for the backward pass
+        # `fwd_cache` keeps the input for the backward pass
+        self._place(self.args_recv_info[fwd_chunk_id], "meta")
         return output
 
     def backward_one_chunk(
@@ -269,16 +270,16 @@ class _Stage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._release(self.grad_recv_info[bwd_chunk_id])
+        self._place(self.grad_recv_info[bwd_chunk_id], "meta")
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it the inputs of recomputed layers
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id], trained=self.has_backward)
+        self._place(self.args_recv_info[fwd_chunk_id], self.device, trained=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.grad_recv_info[bwd_chunk_id], trained=False)
+        self._place(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -304,23 +305,18 @@ class _Stage(PipelineStage):
 
     def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
         """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
-        self._release(infos[0])
+        self._place(infos[0], "meta")
         for chunk in range(1, num_microbatches):
             infos[chunk] = tuple(copy.copy(info) for info in infos[0])
 
-    def _allocate(self, infos: Iterable[Any], *, trained: bool) -> None:
+    def _place(
+        self, infos: Iterable[Any], device: torch.device | str, *, trained: bool = False
+    ) -> None:
+        """Make the buffers anew on a device; on "meta" they have no memory."""
         for info in infos:
-            if (
-                getattr(info, "buffer", None) is not None
-            ):  # torch 2.11: what the schedule is handed has none at all
-                info.buffer = torch.empty_like(
-                    info.buffer, device=self.device, requires_grad=trained
-                )
-
-    def _release(self, infos: Iterable[Any]) -> None:
-        for info in infos:
+            # torch 2.11: what the schedule is handed has none at all
             if getattr(info, "buffer", None) is not None:
-                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+                info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=trained)
 
 
 class _InterleavedStage(_Stage):
@@ -333,8 +329,8 @@ class _InterleavedStage(_Stage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._forward: list[tuple[dist.Work, Tensor]] = []  # messages that are being sent
-        self._backward: list[tuple[dist.Work, Tensor]] = []
+        self._forward: list[Message] = []  # messages that are being sent
+        self._backward: list[Message] = []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._forward = _sent(super().get_fwd_send_ops(fwd_chunk_id), self._forward)
@@ -349,9 +345,7 @@ class _InterleavedStage(_Stage):
         self._backward = _sent([], self._backward)
 
 
-def _sent(
-    ops: Iterable[dist.P2POp], before: Iterable[tuple[dist.Work, Tensor]]
-) -> list[tuple[dist.Work, Tensor]]:
+def _sent(ops: Iterable[dist.P2POp], before: Iterable[Message]) -> list[Message]:
     """Begin to send, once the messages before have gone."""
     for work, _ in before:
         work.wait()

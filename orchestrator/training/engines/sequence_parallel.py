@@ -129,6 +129,9 @@ def _product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
     )
 
 
+Gradients = tuple[Tensor | None, ...]  # of each argument; None: it needs none
+
+
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -147,7 +150,7 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_BTF: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_BTF: Tensor) -> Gradients:
         x_1ND, weight_FD = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_weight:
@@ -183,7 +186,7 @@ class _RowFactors(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_BTD: Tensor) -> Gradients:
         x_BTF, weight_DF = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         grad_x = grad_BTD @ weight_DF.to(grad_BTD.dtype) if needs_x else None
@@ -203,7 +206,7 @@ class _RowSum(torch.autograd.Function):
         return summed_product(x_BTF.flatten(0, 1), weight_DF, tokens.group.group_name).unsqueeze(0)
 
     @staticmethod
-    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_1ND: Tensor) -> Gradients:
         return ctx.tokens._whole(grad_1ND), None, None, None
 
 

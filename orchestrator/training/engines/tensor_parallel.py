@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frozen import frozen
+from orchestrator.training.checkpoint.fragment import local_of
 from orchestrator.training.contract.collectives import all_reduced, move
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.engines.sequence_parallel import (
@@ -47,7 +48,7 @@ GATHERED = "gathered"
 WORDS = (*CUTS, GATHERED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TensorParallel:
     """The sharding of a module's parameters over the ranks of `mesh`."""
 
@@ -94,7 +95,7 @@ class TensorParallel:
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of such parameters over the ranks, in place."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        add_up([_local(gradient) for gradient in gradients], self.mesh.get_group())
+        add_up([local_of(gradient) for gradient in gradients], self.mesh.get_group())
 
 
 def tensor_parallel(
@@ -114,8 +115,8 @@ def tensor_parallel(
     axes: dict[str, int | None] = {}
     styles: dict[nn.Module, ParallelStyle] = {}
     partial: set[str] = set()
-    changed: dict[tuple[type[nn.Module], str, tuple[str, ...], bool], type[nn.Module]] = {}
-    layers = {name for layer in recipe.layers for name in _names_within(recipe.module, layer)}
+    changed: dict[object, type[nn.Module]] = {}
+    layers = {part for layer in recipe.layers for part in layer.modules()}
     gathering = [name for name, word in chosen.items() if word == GATHERED]
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
@@ -141,7 +142,7 @@ def tensor_parallel(
         if is_inside:
             _check_inside(name, module, word, paths)
         axes |= {path: _axis(module, word, path, key, degree) for key, path in paths.items()}
-        if word in PARTIAL or (tokens and name in layers):
+        if word in PARTIAL or (tokens and module in layers):
             partial.update(path for path in paths.values() if axes[path] is None)
         if word == "embedding" and getattr(module, "padding_idx", None) is not None:
             module.padding_idx = _own_row(module, mesh)
@@ -163,11 +164,6 @@ def tensor_parallel(
 def is_sequence_parallel(recipe: Recipe) -> bool:
     """Return whether tensor-parallel ranks split the tokens between the layers' sharded modules."""
     return GATHERED in recipe.tensor_parallel.values()
-
-
-def _names_within(root: nn.Module, part: nn.Module) -> list[str]:
-    inside = set(part.modules())
-    return [name for name, module in root.named_modules() if module in inside]
 
 
 def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
@@ -327,7 +323,7 @@ def _computing_locally(
             else:
                 out = _summed_forward(forward(self, *args, **kwargs), group)
             bias = self._parameters.get("bias")
-            return out if bias is None else out + _local(bias)
+            return out if bias is None else out + local_of(bias)
 
         body["forward"] = rowwise
     if word == "embedding":
@@ -352,19 +348,11 @@ def _part(key: str) -> Callable[[nn.Module], Tensor | None]:
 
     def part(module: nn.Module) -> Tensor | None:
         values = module._parameters[key]
-        if values is None or _is_fsdp_shard(values):
+        if values is None or (isinstance(values, DTensor) and values.device_mesh.ndim > 1):
             return values  # only FSDP2 reads a shard, and it needs the parameter itself
-        return _local(values)
+        return local_of(values)
 
     return part
-
-
-def _is_fsdp_shard(values: Tensor) -> bool:
-    return isinstance(values, DTensor) and values.device_mesh.ndim > 1
-
-
-def _local(values: Tensor) -> Tensor:
-    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def _summed_forward(x: Tensor, group: dist.ProcessGroup) -> Tensor:

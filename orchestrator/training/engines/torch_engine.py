@@ -48,6 +48,7 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.mechanics import Fsdp2, Replicated, ScriptFsdp, Zero
 from orchestrator.specs.plan import Plan, share_heads
 from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint.fragment import local_of
 from orchestrator.training.contract import loss_scale
 from orchestrator.training.contract.context import Context
 from orchestrator.training.contract.engine import State
@@ -102,7 +103,10 @@ class TorchEngine:
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
         self._build()
-        self._named = _named_parameters(recipe.module, self._share)
+        names = self._share.names if self._share else {}  # of checkpoints
+        self._named = {
+            names.get(name, name): parameter for name, parameter in recipe.module.named_parameters()
+        }
         self._partial = dict.fromkeys(self._cut.partial_of(self._named) if self._cut else ())
         self._step = step
         is_rounded = plan.master_weights is MasterWeights.BF16
@@ -239,7 +243,7 @@ class TorchEngine:
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             gradients = [
-                _local(parameter.grad) for parameter in parameters if parameter.grad is not None
+                local_of(parameter.grad) for parameter in parameters if parameter.grad is not None
             ]
             if gradients:
                 norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
@@ -252,7 +256,7 @@ class TorchEngine:
             _settle([parameter])
             self._cut.add_up((parameter,) if parameter in self._partial else ())
         assert parameter.grad is not None
-        norm = torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32)
+        norm = torch.linalg.vector_norm(local_of(parameter.grad), dtype=torch.float32)
         self._squared += norm.to(self._squared) ** 2 / self._copies[parameter]
 
     def _over_all_ranks(self, squared: Tensor) -> float:
@@ -360,18 +364,6 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
             and grad.placements != parameter.placements
         ):
             parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _named_parameters(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
-    """Return the rank's parameters by their checkpoint names."""
-    return {
-        share.names[name] if share else name: parameter
-        for name, parameter in module.named_parameters()
-    }
 
 
 def _wrap(

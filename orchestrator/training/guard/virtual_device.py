@@ -33,6 +33,15 @@ LET_GO_S = 0.0002  # per new peak: some hundred in the first step of a training,
 LET_GO_TRIES = 25  # at most; before an out-of-memory error each sleep is ten times as long
 # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, runLoop; as in proc(5), stat
 GLOO_THREAD = "(pt_gloo_runloop"
+BY_ROWS = "crow_indices", "col_indices", "values"
+BY_COLUMNS = "ccol_indices", "row_indices", "values"
+PARTS = {  # methods that return the tensors of a sparse one, by its layout
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: BY_ROWS,
+    torch.sparse_bsr: BY_ROWS,
+    torch.sparse_csc: BY_COLUMNS,
+    torch.sparse_bsc: BY_COLUMNS,
+}
 
 
 class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -204,23 +213,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._count_parts(tensor)
 
     def _count_parts(self, tensor: torch.Tensor) -> int:
-        if tensor.layout is torch.sparse_coo:
-            return self._count_tensor(tensor._indices()) + self._count_tensor(tensor._values())
-        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return sum(
-                map(
-                    self._count_tensor,
-                    (tensor.crow_indices(), tensor.col_indices(), tensor.values()),
-                )
-            )
-        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return sum(
-                map(
-                    self._count_tensor,
-                    (tensor.ccol_indices(), tensor.row_indices(), tensor.values()),
-                )
-            )
-        return 0
+        names = PARTS.get(tensor.layout, ())
+        return sum(self._count_tensor(getattr(tensor, name)()) for name in names)
 
     def _count_resized(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu":

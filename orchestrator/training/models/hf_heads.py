@@ -148,7 +148,7 @@ class OwnBatch:
         ) from failure
 
     def named(self, samples: int) -> Named:
-        """Return the batch found by `fit`, for `samples` samples."""
+        """Return the batch objects by `fit`, for `samples` samples."""
         assert self.at is not None, "fit"
         return next(itertools.islice(self._batches(samples), self.at, None))
 
@@ -359,33 +359,29 @@ def _labels(takes: set[str], config: Any, samples: int, inputs: Named) -> Iterat
     if tokens is not None:
         result.append({"labels": (tokens % 2).clamp(max=kinds - 1) if tokens.dim() == 2 else ones})
     result.append({"labels": ones})
+    short = {"labels": torch.ones(samples, SHORT, dtype=torch.int64)}
     if tokens is None:
-        result.append({"labels": torch.ones(samples, SHORT, dtype=torch.int64)})
+        result.append(short)
     if image is not None:
         pixels = torch.ones(samples, *image.shape[-2:], dtype=torch.int64)
         boxes = torch.full((samples, 1, 4), 0.5)
-        result.append({"labels": pixels})
-        result.append({"labels.class_labels": ones.unsqueeze(1), "labels.boxes": boxes})
-        result.append(
-            {
-                "labels.class_labels": ones.unsqueeze(1),
-                "labels.boxes": boxes,
-                "labels.masks": pixels[:, None],
-            }
-        )
-        result += [{"labels": pixels.float()}, {"labels": image}]
+        objects = {"labels.class_labels": ones.unsqueeze(1), "labels.boxes": boxes}
+        result += [
+            {"labels": pixels},
+            objects,
+            objects | {"labels.masks": pixels[:, None]},
+            {"labels": pixels.float()},
+            {"labels": image},
+        ]
     result.append({"labels": torch.ones(samples, kinds)})
     if tokens is not None:
-        result.append({"labels": torch.ones(samples, SHORT, dtype=torch.int64)})
+        result.append(short)
     mels = _size(config, 80, "num_mel_bins", "feature_size")
-    result.append({"labels": torch.zeros(samples, FRAMES, mels)})
-    result.append(
-        {
-            "labels": torch.ones(
-                samples, FRAMES, _size(config, 4, "num_codebooks"), dtype=torch.int64
-            )
-        }
-    )
+    books = _size(config, 4, "num_codebooks")
+    result += [
+        {"labels": torch.zeros(samples, FRAMES, mels)},
+        {"labels": torch.ones(samples, FRAMES, books, dtype=torch.int64)},
+    ]
     more = [name for name in takes if name != "labels" and name.endswith(("_label", "_labels"))]
     yield from result
     if more:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from transformers import (
 )
 
 from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.contract.precision import LOW_PRECISION
@@ -54,6 +55,7 @@ from orchestrator.training.models.hf_parallel import (
 )
 from orchestrator.training.models.hf_weights import (
     FirstValues,
+    Weights,
     fill,
     stored_weights,
     untie,
@@ -68,7 +70,7 @@ COMPUTED_MAX = 2**30
 UNLISTED = ("attn_implementation", "decoder_start_token_id", "head_dim", "num_labels")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Built:
     """A module with meta-device parameters (except 4-bit ones), and the function that initialises them by name."""
 
@@ -139,7 +141,7 @@ def build(
     if spec.lora is not None:
         _check_layout(plan)
     noted = FirstValues()
-    stored: Callable[[str], Tensor] | None = None
+    stored: Weights | None = None
     head = _own_head(config, own_samples=own_samples or bool(run.data.tensors))
     of_config = head._from_config if head else _auto_class(config).from_config
     if spec.lora is not None and spec.lora.quantise_base:
@@ -194,7 +196,7 @@ def build(
     )
 
 
-def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
+def read_config(hf: str | JsonObject) -> PreTrainedConfig:
     """Return the configuration from a folder, the hub, or the job itself. Raises SpecError if there is none."""
     if isinstance(hf, dict):
         return _make_config(hf)
@@ -231,7 +233,7 @@ def published_config(values: Mapping[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _make_config(raw: dict[str, Any]) -> PreTrainedConfig:
+def _make_config(raw: JsonObject) -> PreTrainedConfig:
     values = dict(raw)
     model_type = values.pop("model_type", None)
     try:
@@ -361,7 +363,7 @@ def _check_layout(plan: Plan) -> None:
         )
 
 
-def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> None:
+def _fill_buffers(module: nn.Module, stored: Weights | None) -> None:
     """Fill the buffers that the source stores; the others were initialised at construction."""
     for name, buffer in module.named_buffers():
         try:

@@ -19,11 +19,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.group_values import group_values
 from orchestrator.training.contract.recipe import seeded_generator
 
 # An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that
 # large.
 PARAMETER_ELEMENTS = 2**28
+
+
+Operation = tuple[Any, tuple[Any, ...]]  # that fills a tensor, and its further arguments
+Weights = Callable[[str], Tensor]  # reads a tensor by name
 
 
 class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,7 +40,7 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._filled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._filled: dict[int, Operation] = {}
         self._seen: list[Tensor] = []  # kept alive, so that no id is reused
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +64,7 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._filled[id(other)] = self._filled[id(parameter)]
             self._seen.append(other)
 
-    def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def by_name(self, module: nn.Module) -> dict[str, Operation]:
         """Return {parameter name: the last operation that filled it}, without copies of unavailable values."""
         filled = {
             name: self._filled.get(id(parameter)) for name, parameter in module.named_parameters()
@@ -72,7 +77,7 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
 
-def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, name: str) -> None:
+def fill(values: Tensor, operation: Operation, *, seed: int, name: str) -> None:
     """Replay a recorded operation on `values`, with random numbers that depend on (seed, name) on every device."""
     op, arguments = operation
     drawn = any(argument.name == "generator" for argument in op._schema.arguments)
@@ -88,7 +93,7 @@ def without_memory(noted: FirstValues) -> Iterator[None]:
         yield
 
 
-def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+def stored_weights(source: str, model: PreTrainedModel) -> Weights:
     """Return a function that reads a parameter or buffer of `model` by name from a folder or hub name.
 
     Safetensors are read one tensor at a time. If there are none, or their names are not the model's, the model is
@@ -157,9 +162,9 @@ def found_file(source: str, file: str) -> str | None:
 
 def _places(model: PreTrainedModel, stored_names: Mapping[str, str]) -> dict[str, str] | None:
     """The stored name of every parameter and stored buffer; None if any parameter has none."""
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
+    aliases = group_values(
+        (id(parameter), name) for name, parameter in model.named_parameters(remove_duplicate=False)
+    )
     places: dict[str, str] = {}
     for names in aliases.values():
         stored = _find_stored(names, stored_names, model.base_model_prefix)
@@ -183,7 +188,7 @@ def _find_stored(names: Sequence[str], stored_names: Mapping[str, str], prefix: 
     return next((spelling for spelling in spellings if spelling in stored_names), None)
 
 
-def _loaded_whole(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+def _loaded_whole(source: str, model: PreTrainedModel) -> Weights:
     family: Any = type(model)
     try:
         loaded, report = family.from_pretrained(

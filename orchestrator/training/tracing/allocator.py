@@ -24,6 +24,9 @@ STEPS_UP = 200  # capacities tried, from once to twice the live bytes
 STEPS_UP_MAX = 100
 
 
+Pool = list[tuple[int, int, "Block"]]  # blocks by size, then address
+
+
 class Exhausted(Exception):
     """No block fits the request, even after all free segments were returned to the device."""
 
@@ -33,7 +36,7 @@ class Block:
 
     __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
-    def __init__(self, address: int, size: int, pool: list[tuple[int, int, Block]]) -> None:
+    def __init__(self, address: int, size: int, pool: Pool) -> None:
         self.address = address
         self.size = size
         self.pool = pool
@@ -49,8 +52,8 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self._capacity_bytes = capacity_bytes
         self._next_address = 0
-        self._small: list[tuple[int, int, Block]] = []  # free blocks: size, address
-        self._large: list[tuple[int, int, Block]] = []
+        self._small: Pool = []  # free blocks: size, address
+        self._large: Pool = []
 
     def take(self, size: int) -> Block:
         """Return a block of at least `size` bytes. Raises Exhausted."""
@@ -91,7 +94,7 @@ class CachingAllocator:
                 after.after.before = block
         self._keep(block)
 
-    def _new_segment(self, size: int, pool: list[tuple[int, int, Block]]) -> Block:
+    def _new_segment(self, size: int, pool: Pool) -> Block:
         if size <= SMALL_BYTES:
             whole = SMALL_SEGMENT_BYTES
         elif size < LEAST_OWN_SEGMENT_BYTES:

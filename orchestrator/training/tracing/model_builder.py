@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from orchestrator.specs.choices import ActivationCheckpointing, Engine, ParallelLayout, Precision
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import (
     DataSpec,
     DecoderSpec,
@@ -17,6 +17,7 @@ from orchestrator.specs.job.model import (
     model_from_json,
     training_from_json,
 )
+from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.replace import replace
 from orchestrator.specs.run import TrainingRun
@@ -30,7 +31,7 @@ SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies
 LAST_STEP = 2**62  # after every thaw step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Arithmetic:
     """Dtype settings of an engine: with autocast weights stay fp32, else the weights themselves are cast."""
 
@@ -39,7 +40,7 @@ class Arithmetic:
     cuda: bool = False  # autocast as on CUDA
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Request:
     """The model and settings to trace."""
 
@@ -54,7 +55,7 @@ class Request:
     whole_logits: bool = False  # its loss holds those of all tokens
 
 
-def request_from_json(data: dict[str, Any]) -> Request:
+def request_from_json(data: JsonObject) -> Request:
     """Return the Request from the JSON form of `dataclasses.asdict`."""
     arithmetics = [
         Arithmetic(**raw | {"precision": Precision(raw["precision"])})

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
+from orchestrator.specs.profile import Product
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.tracing.allocator import Ledger
 from orchestrator.training.tracing.timeline import Event, Phase, Place
@@ -503,7 +504,7 @@ def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:
     yield from module.parameters(recurse=False)
 
 
-def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int], ...]:
+def _products(packet: Any, args: Any, out: Tensor) -> tuple[Product, ...]:
     """An operation as matrix products (rows, inner, columns); empty for products of activations only.
 
     A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759, section 3). A transposed

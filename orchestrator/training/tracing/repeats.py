@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.model import DecoderSpec
 from orchestrator.specs.replace import replace
 
 Kinds = list[Hashable]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Stack:
     """The repeating pattern of a model's first `length` layers: after `lead` layers, one repeats every `period`."""
 

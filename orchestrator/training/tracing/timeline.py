@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
-from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
+from orchestrator.specs.frozen import frozen
+from orchestrator.specs.group_values import group_values
+from orchestrator.specs.profile import ModelProfile, Product, Segment, Source, TracedMoment
 from orchestrator.specs.replace import replace
 from orchestrator.training.tracing.repeats import Stack
 
@@ -69,7 +71,7 @@ class Place:
     largest_parameter: int = 0
     factored: int = 0
     flops: float = 0.0
-    matmuls: tuple[tuple[int, int, int], ...] = ()
+    matmuls: tuple[Product, ...] = ()
     tensors: tuple[int, ...] = ()
     viewed: int = 0
     leaf: tuple[int, ...] = ()
@@ -94,7 +96,7 @@ class Phase:
     events: list[Event]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Steps:
     """The same training step at two micro-batch sizes."""
 
@@ -114,13 +116,16 @@ Stretch = tuple[
 ]  # a phase as linear functions of the micro-batch, its start first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+SavedBytes = dict[tuple[int, ActivationCheckpointing], int]  # of a sample, by place and mode
+
+
+@frozen
 class Timeline:
     """Segments and their events over a step. The first and last two of equal layers represent all."""
 
     segments: tuple[tuple[Place, int], ...]  # with the number of equal places
     stretches: tuple[Stretch, ...]
-    saved_bytes: dict[tuple[int, ActivationCheckpointing], int] = field(default_factory=dict)
+    saved_bytes: SavedBytes = field(default_factory=dict)
 
 
 def make_timeline(
@@ -256,12 +261,10 @@ class _More:
             grown.append(tuple(_move(moment, number, growth, self._times) for moment in stretch))
         return grown
 
-    def _slopes(self, stretches: Sequence[Stretch]) -> dict[tuple[object, ...], list[int]]:
+    def _slopes(self, stretches: Sequence[Stretch]) -> dict[object, list[int]]:
         """Return how events grow from a period to the next one: one amount per pass."""
-        lives: dict[int, list[Stretch]] = {}
-        for stretch in stretches:
-            lives.setdefault(stretch[0].segment, []).append(stretch)
-        slopes: dict[tuple[object, ...], list[int]] = {}
+        lives = group_values((stretch[0].segment, stretch) for stretch in stretches)
+        slopes: dict[object, list[int]] = {}
         for number in range(self._inner, self._last):
             pair = number, number + self._width
             parts = [replace(self._recorded[place], name="") for place in pair]
@@ -407,9 +410,9 @@ def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[E
     return [events[0], *largest.values()]
 
 
-def _saved_bytes(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
+def _saved_bytes(stretches: Sequence[Stretch]) -> SavedBytes:
     """Saved bytes per sample of a place's forward pass: live bytes after it minus before it."""
-    saved: dict[tuple[int, ActivationCheckpointing], int] = {}
+    saved: SavedBytes = {}
     for this, following in itertools.pairwise(stretches):
         start = this[0]
         end = following[0]
@@ -426,9 +429,7 @@ def _groups(
     places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]
 ) -> Iterator[list[int]]:
     """Places in order, with equal layers grouped."""
-    by_place: dict[int, list[Stretch]] = {}
-    for stretch in stretches:
-        by_place.setdefault(stretch[0].segment, []).append(stretch)
+    by_place = group_values((stretch[0].segment, stretch) for stretch in stretches)
     group: list[int] = []
     for place in used:
         if group and not places[place].is_like(places[group[-1]]):
@@ -438,7 +439,7 @@ def _groups(
     yield from _alike(group, by_place)
 
 
-def _alike(group: list[int], by_place: dict[int, list[Stretch]]) -> Iterator[list[int]]:
+def _alike(group: list[int], by_place: Mapping[int, list[Stretch]]) -> Iterator[list[int]]:
     """The layers as one group if all but the first and the last grow linearly, else each alone."""
     lives = [by_place.get(place, []) for place in group]
     kinds = {tuple(_kind(stretch[0])[1:] for stretch in life) for life in lives}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -67,9 +67,10 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
             leaf for leaf in made if not leaf.is_floating_point() and leaf.numel() <= ELEMENTS_MAX
         ]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        writes = op._schema.is_mutable and args and isinstance(args[0], Tensor)
         if (
             integral and (len(integral) == len(made) or any(self._has(leaf) for leaf in inputs))
-        ) or self._writes(op, args):
+        ) or (writes and self._has(args[0])):
             real = self._run(op, args, kwargs)
             for leaf, values in zip(tree_leaves(out), tree_leaves(real), strict=True):
                 if (
@@ -84,14 +85,6 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     op, tree_map(_describe, args), tree_map(_describe, kwargs), _index_of(out, leaf)
                 )
         return out
-
-    def _writes(self, op: Any, args: Any) -> bool:
-        return (
-            op._schema.is_mutable
-            and bool(args)
-            and isinstance(args[0], Tensor)
-            and self._has(args[0])
-        )
 
     def _has(self, tensor: Tensor) -> bool:
         return tensor in self._values or not isinstance(tensor, FakeTensor)
@@ -120,7 +113,7 @@ class Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted = self._values.get(tensor)
         if isinstance(noted, _Later):
             out = self._run(noted.op, noted.args, noted.kwargs)
-            self._values[tensor] = noted = tree_leaves(out)[noted.at]
+            self._values[tensor] = noted = tree_leaves(out)[noted.place]
         return noted if isinstance(noted, Tensor) else tensor.constant
 
     def _invent(self, value: Any) -> Tensor:
@@ -158,14 +151,13 @@ class _Shape:
         return self.shape.numel()
 
 
-class _Later:
-    """An operator to be run when its values are read."""
+class _Later(NamedTuple):
+    """An operator to be run when its values are read, and which of its tensors they are."""
 
-    def __init__(self, op: Any, args: Any, kwargs: Any, index: int) -> None:
-        self.op = op
-        self.args = args
-        self.kwargs = kwargs
-        self.at = index
+    op: Any
+    args: Any
+    kwargs: Any
+    place: int
 
 
 def _describe(value: Any) -> Any:

@@ -410,7 +410,6 @@ def _sweep_report(service: Service, sweep_id: str) -> SweepReport:
 
 def _compared_jobs(service: Service, job: Job) -> list[Job]:
     """Return the jobs of the comparison to which the job belongs. Raises ServiceError where it belongs to none."""
-    member = job.spec.member
-    if member is None or not member.compared:
+    if not job.spec.is_compared:
         raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
     return [job_of(service.controller, job_id) for job_id in compared_ids(job)]
