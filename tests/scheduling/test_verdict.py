@@ -111,6 +111,14 @@ ROWS = {
         7,
         judged(with_verdict(ended_attempt(OWN)), ended_attempt(OWN, 2)),
     ),
+    "7: each time alike, at another step": (
+        7,
+        judged(
+            FIRST,
+            with_verdict(ended_attempt(replace(STRANGE, step=21), 2), FIRST),
+            ended_attempt(replace(STRANGE, step=37), 3),
+        ),
+    ),
     "8: a checkpoint kept the steps": (8, judged(ended_attempt(STRANGE, saved=30))),
     "9: nothing kept them": (9, judged(ended_attempt(STRANGE))),
     "10: the program's own, at the start": (10, judged(ended_attempt(replace(OWN, step=None)))),
