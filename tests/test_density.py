@@ -12,7 +12,7 @@ LIMITS = {
     "conditional expressions in 1,000 statements": 44.9,
     "comprehensions in 1,000 statements": 55.8,
     "nested comprehensions": 232,
-    "functions with more than ten decisions": 149,
+    "functions with more than ten decisions": 150,
 }
 SLACK = 0.02  # of a limit: so far below, the limit is lowered
 

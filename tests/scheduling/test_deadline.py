@@ -9,9 +9,10 @@ from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.step import step
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.events import Event
+from orchestrator.specs.events import DrainRequested, Event
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_dependence import controller
@@ -103,6 +104,21 @@ def test_nothing_is_called_impossible_because_of_a_length_that_nobody_said() -> 
         submitted(2, due(6000.0, {1: 3600.0}), 2.0),
     )
     assert late(state, ["job-2"]) == {}
+
+
+@pytest.mark.parametrize("away", ["drained", "lost"])
+def test_beside_a_node_that_is_away_a_job_is_late_only_when_its_deadline_is_near(away: str) -> None:
+    due_s = 36_000.0
+    event: Event = DrainRequested(node="local", at_s=2.0)
+    if away == "lost":
+        event = replace(seen(node(devices=1)), nodes=(), at_s=2.0)
+    events = [seen(node(devices=1)), submitted(1, script({1: 100.0}))]
+    events += [submitted(2, due(due_s, {1: 3600.0}), 1.0), event]
+    state = folded(*events)
+    assert late(state, ["job-2"]) == {}
+    assert [*late(replace(state, at_s=due_s), ["job-2"])] == ["job-2"]
+    if away == "drained":
+        assert [*late(replace(state, at_s=due_s - 3700.0), ["job-2"])] == ["job-2"]
 
 
 def test_who_is_done_before_the_night_is_not_called_late() -> None:

@@ -265,15 +265,13 @@ def _judge_in_training(
         unmatched = describe_unmatched(job.spec, attempt)
         reason = f"{describe_missing(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
         return Verdict(row=9, wait_s=None), reason
-    alike = sum(
-        earlier.failure is not None
-        and earlier.failure.ending is not None
-        and earlier.failure.ending.signature == ending.signature
-        for earlier in before
-    )
+    endings = [earlier.failure.ending for earlier in before if earlier.failure]
+    alike = [
+        previous for previous in endings if previous and previous.signature == ending.signature
+    ]
     # The last attempt that the budget allows ended as the others did, at another step.
-    if not ending.may_pass and alike >= max(1, job.spec.retries.unknown):
-        return Verdict(row=7, wait_s=None), f"the program's own error: {alike + 1} times alike"
+    if len(alike) >= max(1, job.spec.retries.unknown) and not ending.may_pass:
+        return Verdict(row=7, wait_s=None), f"the program's own error: {len(alike) + 1} times alike"
     return Verdict(
         row=9, wait_s=wait_s, budget="unknown"
     ), f"{describe_missing(job.spec)} since its start: again"

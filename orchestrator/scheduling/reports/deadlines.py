@@ -19,6 +19,7 @@ from orchestrator.specs.state import State
 
 # jobs that would be late, the earliest deadlines first, for which a preemption is looked for
 HELPED_MAX = 100
+MARGIN = 2.0  # of a length, before the deadline of a job that nothing says the start of
 
 
 def late(state: State, ids: Iterable[str]) -> dict[str, str]:
@@ -26,14 +27,17 @@ def late(state: State, ids: Iterable[str]) -> dict[str, str]:
 
     `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing
     more is submitted, and nothing fails, in the forecast. A job is not late if a running one can make way for it, nor
-    if nothing tells when it ends.
+    if nothing tells when it ends. Where nothing tells when it starts, as beside a drained or a lost node, it is late
+    when less than MARGIN of its length is left: hours before that a node may be back.
     """
     wanted = [
         job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None
     ]
     forecasts = quick_forecast(state) if wanted else {}
     missed = [job for job in wanted if not _is_met(job, forecasts.get(job.id))]
-    helped = _find_helped(index_of(state), forecasts) if missed else set[str]()
+    index = index_of(state)
+    missed = [job for job in missed if job.id in forecasts or _is_near(index, job)]
+    helped = _find_helped(index, forecasts) if missed else set[str]()
     return {job.id: _in_words(state, job) for job in missed if job.id not in helped}
 
 
@@ -79,6 +83,13 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
         for move in moves:
             del index.stoppable[move.job.id]
     return helped
+
+
+def _is_near(index: SchedulerIndex, job: Job) -> bool:
+    """Return whether less than MARGIN of the job's length is left before its deadline; without a length, nothing."""
+    assert job.deadline_s is not None, job.id
+    length_s = index.options.size_of(job).duration_s
+    return job.deadline_s - MARGIN * length_s <= index.state.at_s
 
 
 def _is_met(job: Job, expected: Expected | None) -> bool:
