@@ -7,16 +7,21 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.failures.endings import ending_of
 from orchestrator.scheduling.failures.places import devices_to_avoid, with_places
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.specs.attempt import (
     Attempt,
+    Cause,
     Ending,
+    ErrorReport,
     Evidence,
     Extent,
     Failure,
     FailureKind,
+    Finding,
     NodeDevices,
+    RankEnd,
 )
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job_record import Job
@@ -310,3 +315,27 @@ def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(
     failure = judge(job(script_spec()), last, last.failure, (), NODES)
     assert failure.verdict is not None
     assert (failure.verdict.wait_s is not None) == waits
+
+
+@pytest.mark.parametrize(
+    ("frames", "are_alike"),
+    [('  File "/work/train.py", line 9, in step\n    batch["labels"]\n', True), ("", False)],
+)
+def test_the_programs_own_line_is_the_place_and_a_phase_only_without_one(
+    frames: str, are_alike: bool
+) -> None:
+    text = f"Traceback (most recent call last):\n{frames}KeyError: 'labels'\n"
+    cause = Cause.NOT_OOM
+    finding = Finding(cause=cause, line="KeyError: 'labels'", excerpt=text)
+    endings = [
+        ending_of(
+            attempt(),
+            Evidence(),
+            RankEnd(rank=0, exit_code=1),
+            finding,
+            ErrorReport(rank=0, step=2, phase=phase, type="KeyError", traceback=text),
+            ("python", "train.py"),
+        )
+        for phase in ("backward", "optimizer")
+    ]
+    assert (endings[0].signature == endings[1].signature) is are_alike

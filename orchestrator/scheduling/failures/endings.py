@@ -93,9 +93,13 @@ def ending_of(
         if report is None
         else report.step
     )
-    phase = GUARD_PHASES.get(report.phase) if report is not None else None
-    where = phase or phase_of_frames(frames)
+    # The program's own line is the place. A phase is where no such line is known: between two phases the
+    # guard names either.
     place = _own_place(frames)
+    if not place:
+        phase = GUARD_PHASES.get(report.phase) if report is not None else None
+        where = phase or phase_of_frames(frames)
+        place = f", {where}" if where else ""
     is_own = end.exit_code in _OWN_CODES
     passes = False
     if kind:
@@ -107,7 +111,7 @@ def ending_of(
         # a virtual device is no GPU, wherever the program is tried
         is_own = is_own or (evidence.virtual and is_device_error(f"{kind}: {message}"))
     return Ending(
-        signature=f"{kind or _exit_text(end.exit_code)}{place}{f', {where}' if where else ''}",
+        signature=f"{kind or _exit_text(end.exit_code)}{place}",
         step=step or None,
         elapsed_s=max(0.0, attempt.end_or(attempt.launched_at_s) - attempt.launched_at_s),
         is_own=is_own,
