@@ -290,17 +290,17 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "places", lambda _: equal_place)
+    patch.setattr(SchedulerIndex, "place_by_user", lambda _: equal_place)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
-    true_places = SchedulerIndex.places
+    true_places = SchedulerIndex.place_by_user
 
     def turned(self: SchedulerIndex) -> Any:
         place = true_places(self)
         return lambda user: tuple(-used for used in place(user))
 
-    patch.setattr(SchedulerIndex, "places", turned)
+    patch.setattr(SchedulerIndex, "place_by_user", turned)
 
 
 def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
