@@ -13,8 +13,11 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
+from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.options.job_options import choice_rule_of
 from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.commands.plan import as_job
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.cluster import idle_nodes
@@ -162,8 +165,20 @@ def _hardware(name: str, count: int) -> Hardware:
 
 
 def _best(spec: JobSpec, hardware: Hardware) -> Candidate | None:
+    """Return the plan that an idle cluster would run, as `orc plan` says it; None where none fits."""
     plans = frontier(read_request(spec), hardware, within_reach=True)
-    return next(fitting(plans, hardware.device.memory, UNMEASURED), None)
+    memory_bytes = hardware.device.memory
+    candidates = list(fitting(plans, memory_bytes, UNMEASURED))
+    if not candidates:
+        return None
+    mildest = candidates[0].degradation
+    alike = [candidate for candidate in candidates if candidate.degradation is mildest]
+    rule = choice_rule_of(as_job(spec), "", UNMEASURED, alike[0])
+    choices = []
+    for candidate in alike:
+        fill = needed_bytes(candidate, UNMEASURED) / memory_bytes
+        choices.append(Choice(candidate.plan, candidate.step_s, fill))
+    return alike[rule.choose(choices)]
 
 
 def _with_adapters(spec: JobSpec, model: ModelSpec, *, in_4_bits: bool) -> JobSpec:

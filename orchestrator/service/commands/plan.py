@@ -282,7 +282,7 @@ def _plan_on_kind(
         if trace is not None:
             ways = (*ways, *adapters(case, trace), *smaller_models(case, trace))
         nothing = why_nothing_fits(case, ways=ways)
-    job = _as_job(spec)
+    job = as_job(spec)
     first = candidates[0].plan
     probe = probe_of(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
@@ -333,7 +333,7 @@ def job_file_of(plans: JobPlans, number: int) -> str:
     return head + as_yaml(way["job"])
 
 
-def _as_job(spec: JobSpec) -> Job:
+def as_job(spec: JobSpec) -> Job:
     return Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
 
 
@@ -348,7 +348,7 @@ def _choose(
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
         return None, None
-    rule = choice_rule_of(_as_job(spec), "", calibrated, candidates[fitting[0]])
+    rule = choice_rule_of(as_job(spec), "", calibrated, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
         for index in fitting

@@ -1,0 +1,47 @@
+"""`orc fit` and `orc plan` give one answer for a card."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.service.commands.cards import cluster_of_cards
+from orchestrator.service.commands.fit import fit_rows, ways_of_model
+from orchestrator.service.commands.plan import plan_job
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.job.sections import GpuRange
+from orchestrator.specs.parse import job_from_data
+
+CARDS = ("rtx3090-24gb", "l40s-48gb", "a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb")
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.parametrize("layers", [8, 32])
+def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int) -> None:
+    job = {
+        "name": "job",
+        "global_batch_size": 64,
+        "precision": "bf16",
+        "model": {"hf": LLAMA | {"num_hidden_layers": layers}},
+        "data": {"text": ["corpus.txt"], "sequence_length": 4096},
+    }
+    for way, spec in ways_of_model(job_from_data(job, "test"))[:2]:
+        for row in fit_rows([(way, spec)]):
+            if row["device"] not in CARDS or row["devices"] is None:
+                continue
+            exactly = spec.model_copy(
+                update={"gpus": GpuRange(min=row["devices"], max=row["devices"])}
+            )
+            cards = f"{row['devices']}x{row['device']}"
+            answer = plan_job(exactly, idle_nodes(cluster_of_cards(cards)))
+            assert answer["chosen"] is not None
+            chosen = answer["frontier"][answer["chosen"]]
+            plan, step_s, needed_bytes = row["plan"], row["step_s"], row["needed_bytes"]
+            expected = (chosen["plan"], chosen["step_s"], chosen["needed_bytes"])
+            assert (plan, step_s, needed_bytes) == expected, (way, cards)
