@@ -28,10 +28,11 @@ from orchestrator.specs.choices import (
 )
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.job.sections import Member
+from orchestrator.specs.job.trainer import Knobs
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.state import State
-from tests.scheduling.factories import DEVICE, MIB, attempt, decoder_spec, job, node
+from tests.scheduling.factories import DEVICE, MIB, attempt, decoder_spec, job, node, script_spec
 
 PRICED = DEVICE.model_copy(update={"price_per_hour": 3.6})
 STATE, _ = step(State(), NodesSeen(nodes=(replace(node(), device=PRICED),), at_s=0.0))
@@ -346,7 +347,10 @@ def test_the_intervals_are_those_of_scipy_and_never_negative() -> None:
     assert geometric_interval((0.1,)) is ratio_interval((0.1, 0.2), (0.1,)) is None
 
 
-def test_rows_of_two_learning_rates_are_told_apart_and_losses_are_compared_within_each() -> None:
+@pytest.mark.parametrize("is_script", [False, True])
+def test_rows_of_two_learning_rates_are_told_apart_and_losses_are_compared_within_each(
+    *, is_script: bool
+) -> None:
     jobs = []
     for number, (plan, rate) in enumerate(
         [(ON_ONE, 1e-3), (ON_ONE, 1e-4), (ON_TWO, 1e-3), (ON_TWO, 1e-4)], 1
@@ -355,6 +359,9 @@ def test_rows_of_two_learning_rates_are_told_apart_and_losses_are_compared_withi
         training = replace(measured.spec.training, learning_rate=rate)
         pins = (("dp", plan.layout.dp),)
         spec = measured.spec.model_copy(update={"training": training, "plan": pins})
+        if is_script:
+            knobs = Knobs.model_validate({"learning_rate": {"flag": "--lr", "default": rate}})
+            spec = script_spec().model_copy(update={"knobs": knobs, "plan": pins})
         jobs.append(replace(measured, spec=spec))
     losses = {"lm-1": 2.0, "lm-2": 3.0, "lm-3": 2.001, "lm-4": 3.002}
     curves = {job_id: Curve(losses={5: loss}) for job_id, loss in losses.items()}

@@ -89,7 +89,7 @@ class Row:
     device_s: float = 0.0  # device-seconds of its attempts
     money: float | None = None  # for `device_s`, where the cluster file has prices
     settings: Mapping[str, str] = field(default_factory=dict)  # of its plan
-    learning_rate: float | None = None  # None of a script
+    learning_rate: float | None = None  # None of a script that is told none
     repeats: int = 1  # that were timed
     seeds: tuple[int, ...] = ()  # of its repeats; () of a script
     steps_s: tuple[float, ...] = ()  # step time of each repeat that finished
@@ -184,16 +184,11 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
         settings=settings(last.plan),
-        learning_rate=learning_rate_of(job),
+        learning_rate=job.spec.learning_rate,
         seeds=_seeds(job),
         steps_s=(step_s,) if step_s else (),
         losses=() if last_loss is None else (last_loss,),
     )
-
-
-def learning_rate_of(job: Job) -> float | None:
-    """Return the learning rate of a model's training; None of a script, which has its own."""
-    return None if job.spec.is_script else job.spec.training.learning_rate
 
 
 def _predicted_row(state: State, job: Job) -> Row:
@@ -206,7 +201,7 @@ def _predicted_row(state: State, job: Job) -> Row:
         plan=pinned,
         outcome=outcome,
         reason=reason_of(job),
-        learning_rate=learning_rate_of(job),
+        learning_rate=job.spec.learning_rate,
         seeds=_seeds(job),
     )
     if closest is None and outcome is Outcome.DOES_NOT_FIT:

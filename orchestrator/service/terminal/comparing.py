@@ -245,13 +245,16 @@ def _with_link(client: Client, job_id: str) -> ComparisonView:
 
 
 def draw_picture(view: ComparisonView, file: Path) -> None:
-    """Write the picture of a comparison to a file, if it has one."""
+    """Write the picture of a comparison to a file, or say why it has none."""
     import matplotlib
 
     from orchestrator.backends.mlflow.frontier_png import figure
     from orchestrator.service.views.records import picture_from_view
 
-    if view["picture"] is not None:
+    if view["picture"] is None:
+        why = "no plan of the comparison has a predicted step time and memory"
+        print(f"{file} is not written: {why}", file=sys.stderr)
+    else:
         with matplotlib.rc_context(
             {"pdf.fonttype": 42}
         ):  # TrueType: many publishers refuse matplotlib's Type 3
