@@ -9,6 +9,7 @@ from orchestrator.service.commands.fit import fit_rows, ways_of_model
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job.sections import GpuRange
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data
 
 CARDS = ("rtx3090-24gb", "l40s-48gb", "a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb")
@@ -22,16 +23,21 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize("layers", [8, 32])
-def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int) -> None:
+def job_of(layers: int) -> JobSpec:
     job = {
         "name": "job",
         "global_batch_size": 64,
         "precision": "bf16",
+        "gpus": {"min": 1, "max": 8},
         "model": {"hf": LLAMA | {"num_hidden_layers": layers}},
         "data": {"text": ["corpus.txt"], "sequence_length": 4096},
     }
-    for way, spec in ways_of_model(job_from_data(job, "test"))[:2]:
+    return job_from_data(job, "test")
+
+
+@pytest.mark.parametrize("layers", [8, 32])
+def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int) -> None:
+    for way, spec in ways_of_model(job_of(layers))[:2]:
         for row in fit_rows([(way, spec)]):
             if row["device"] not in CARDS or row["devices"] is None:
                 continue
@@ -45,3 +51,17 @@ def test_a_card_gets_the_plan_of_orc_plan_with_its_bytes_and_seconds(layers: int
             plan, step_s, needed_bytes = row["plan"], row["step_s"], row["needed_bytes"]
             expected = (chosen["plan"], chosen["step_s"], chosen["needed_bytes"])
             assert (plan, step_s, needed_bytes) == expected, (way, cards)
+
+
+@pytest.mark.parametrize("layers", [8, 32])
+def test_the_table_by_devices_has_the_plan_that_so_many_devices_would_run(layers: int) -> None:
+    nodes = idle_nodes(cluster_of_cards("8xh100-80gb"))
+    answer = plan_job(job_of(layers), nodes)
+    assert answer["chosen"] in answer["by_devices"]
+    for index in answer["by_devices"]:
+        view = answer["frontier"][index]
+        count = int(view["settings"]["gpus"])
+        exactly = job_of(layers).model_copy(update={"gpus": GpuRange(min=count, max=count)})
+        alone = plan_job(exactly, nodes)
+        assert alone["chosen"] is not None
+        assert alone["frontier"][alone["chosen"]]["plan"] == view["plan"]

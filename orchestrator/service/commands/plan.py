@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from orchestrator.memory.calibration.calibrate import (
     CONFIDENCE,
@@ -130,6 +130,7 @@ class JobPlans(TypedDict):
     steps: int | None  # of the whole training; None: the job file does not say
     profile: str  # source of the model's costs
     chosen: int | None  # index into the frontier; if nothing fits, of the plan that may fit
+    by_devices: list[int]  # of the plan that each number of devices would run, fewest first
     # the measuring attempt that runs first if the script's memory is unknown
     probe: CandidateView | None
     frontier: list[CandidateView]
@@ -268,7 +269,7 @@ def _plan_on_kind(
     request = read_request(spec)
     candidates = frontier(request, hardware, calibrated).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
-    chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
+    by_devices, chosen, passed_over = _choose(spec, hardware, candidates, views, calibrated)
     nothing = None
     ways = tuple[WayOut, ...]()
     if chosen is None:
@@ -294,6 +295,7 @@ def _plan_on_kind(
         steps=spec.optimizer_steps,
         profile=_origin(spec, find_profile(request, hardware, first), first),
         chosen=chosen,
+        by_devices=by_devices,
         probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
         nothing_fits=nothing,
@@ -337,17 +339,25 @@ def as_job(spec: JobSpec) -> Job:
     return Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
 
 
+class _ChosenPlans(NamedTuple):
+    """Indices of the plans that an idle cluster would run."""
+
+    by_devices: list[int]  # on each number of devices, fewest first
+    chosen: int | None  # of all of them
+    passed_over: str | None  # why that is not the fastest on as many devices
+
+
 def _choose(
     spec: JobSpec,
     hardware: Hardware,
     candidates: Sequence[Candidate],
     views: Sequence[CandidateView],
     calibrated: Calibration,
-) -> tuple[int | None, str | None]:
-    """Return the index of the plan that an idle cluster would run, and why it is not the fastest one."""
+) -> _ChosenPlans:
+    """Return the plans that an idle cluster would run."""
     fitting = [index for index, view in enumerate(views) if view["rejected"] is None]
     if not fitting:
-        return None, None
+        return _ChosenPlans([], None, None)
     rule = choice_rule_of(as_job(spec), "", calibrated, candidates[fitting[0]])
     by_width = group_values(
         (candidates[index].plan.world_size, index)
@@ -369,7 +379,7 @@ def _choose(
     fastest = min(
         by_width[candidates[chosen].plan.world_size], key=lambda index: views[index]["step_s"]
     )
-    return chosen, why_passed_over(choice(chosen), choice(fastest))
+    return _ChosenPlans(best, chosen, why_passed_over(choice(chosen), choice(fastest)))
 
 
 def _rivals_note(

@@ -80,19 +80,15 @@ def plan_panel(plans: JobPlans) -> RenderableType:
 
 
 def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
-    """Return the whole training by number of devices: the chosen plan, else the fastest that fits on so many."""
-    widths = {}
-    for index, candidate in enumerate(plans["frontier"]):
-        devices = int(candidate["settings"]["gpus"])
-        if index == chosen or (candidate["rejected"] is None and devices not in widths):
-            widths[devices] = index
+    """Return the whole training by number of devices, with the plan that each would run."""
     table = plain_table()
     table.add_column("")
     for column in ("GPUS", "STEP", f"{steps:,} STEPS", "DEVICE-HOURS", "NEEDS"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("PLAN (predicted)")
-    for devices, index in sorted(widths.items()):
+    for index in plans["by_devices"] or [chosen]:
         candidate = plans["frontier"][index]
+        devices = int(candidate["settings"]["gpus"])
         total_s = steps * candidate["step_s"]
         table.add_row(
             "→" if index == chosen else "",
