@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
+from rich.console import Console
 
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.fit import fit_rows, ways_of_model
 from orchestrator.service.commands.plan import plan_job
+from orchestrator.service.terminal.plan_tables import plan_panel
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job.sections import GpuRange
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.replace import replace
 
 CARDS = ("rtx3090-24gb", "l40s-48gb", "a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb")
 LLAMA = {
@@ -65,3 +71,26 @@ def test_the_table_by_devices_has_the_plan_that_so_many_devices_would_run(layers
         alone = plan_job(exactly, nodes)
         assert alone["chosen"] is not None
         assert alone["frontier"][alone["chosen"]]["plan"] == view["plan"]
+
+
+@pytest.mark.parametrize("price", [None, 2.5])
+def test_a_whole_training_costs_its_device_hours_where_a_device_has_a_price(
+    price: float | None,
+) -> None:
+    cluster = cluster_of_cards("8xh100-80gb")
+    nodes = [
+        replace(node, device=node.device.model_copy(update={"price_per_hour": price}))
+        for node in idle_nodes(cluster)
+    ]
+    answer = plan_job(job_of(8), nodes)
+    assert answer["price_per_hour"] == price
+    output = io.StringIO()
+    Console(file=output, width=200).print(plan_panel(answer))
+    lines = output.getvalue().splitlines()
+    (head,) = (line for line in lines if "DEVICE-HOURS" in line)
+    assert ("COST" in head) == (price is not None)
+    if price is not None:
+        row = re.search(r"(\S+) +\S+ GiB +(\S+)  \d+ gpu", lines[lines.index(head) + 1])
+        assert row is not None
+        hours, cost = map(float, row.groups())
+        assert cost == pytest.approx(price * hours, rel=0.02)

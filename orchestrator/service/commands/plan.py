@@ -128,6 +128,7 @@ class JobPlans(TypedDict):
     hardware: str  # nodes, network and host memory that the plan counts on, in one line
     global_batch_size: int
     steps: int | None  # of the whole training; None: the job file does not say
+    price_per_hour: float | None  # of a device, as the cluster file says
     profile: str  # source of the model's costs
     chosen: int | None  # index into the frontier; if nothing fits, of the plan that may fit
     by_devices: list[int]  # of the plan that each number of devices would run, fewest first
@@ -293,6 +294,7 @@ def _plan_on_kind(
         hardware=_hardware_in_words(hardware),
         global_batch_size=spec.global_batch_size,
         steps=spec.optimizer_steps,
+        price_per_hour=hardware.device.price_per_hour,
         profile=_origin(spec, find_profile(request, hardware, first), first),
         chosen=chosen,
         by_devices=by_devices,

@@ -83,7 +83,11 @@ def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
     """Return the whole training by number of devices, with the plan that each would run."""
     table = plain_table()
     table.add_column("")
-    for column in ("GPUS", "STEP", f"{steps:,} STEPS", "DEVICE-HOURS", "NEEDS"):
+    price = plans["price_per_hour"]
+    columns = ["GPUS", "STEP", f"{steps:,} STEPS", "DEVICE-HOURS", "NEEDS"]
+    if price is not None:
+        columns.append("COST")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("PLAN (predicted)")
     for index in plans["by_devices"] or [chosen]:
@@ -97,6 +101,7 @@ def _totals(plans: JobPlans, chosen: int, steps: int) -> Table:
             format_seconds(total_s),
             f"{devices * total_s / 3600:.3g}",
             format_bytes(candidate["needed_bytes"]),
+            *([] if price is None else [f"{price * devices * total_s / 3600:.3g}"]),
             candidate["plan"],
         )
     return table
