@@ -52,9 +52,13 @@ class Waited:
 def figures() -> list[Figure]:
     say(f"{SEEDS} nights of {FLOOD} jobs at once, under three queues")
     nights = [night(seed) for seed in range(SEEDS)]
-    fair = [one for trace in nights for one in waits(trace, ours(trace, ALIKE))]
-    alone = [one for trace in nights for one in waits(trace, ours(trace, UNSHARED))]
-    fifo = [one for trace in nights for one in waits(trace, ours(trace, FIFO))]
+    fair = list[Waited]()
+    alone = list[Waited]()
+    fifo = list[Waited]()
+    for trace in nights:
+        fair += waits(trace, ours(trace, ALIKE))
+        alone += waits(trace, ours(trace, UNSHARED))
+        fifo += waits(trace, ours(trace, FIFO))
     say(f"{SEEDS} nights of two teams with shares 2 : 1")
     large = [share_of(seed) for seed in range(SEEDS)]
     return [

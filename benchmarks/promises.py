@@ -93,8 +93,8 @@ def _multi_tenant(
         ]
         shown.add("mt on 8x8", f"ours{told}", [measured(run) for run in runs])
         found += _of_runs(f"{where}{told}", runs, is_told=not sigma)
-    alike = [_all(one, _without_promise) for one in inputs]
-    runs = [simulate(one, cluster) for one in alike]
+    alike = [_all(trace, _without_promise) for trace in inputs]
+    runs = [simulate(trace, cluster) for trace in alike]
     shown.add("mt on 8x8", "ours without promises", [measured(run) for run in runs])
     return found
 
@@ -161,8 +161,8 @@ def _best_plan(
                 if change is None and queue != OURS:
                     continue
                 say(f"{name}, {len(inputs)} shaken inputs {how}: {queue}")
-                played = inputs if change is None else [_all(one, change) for one in inputs]
-                runs = [measured(simulate(one, hardware)) for one in played]
+                played = inputs if change is None else [_all(trace, change) for trace in inputs]
+                runs = [measured(simulate(trace, hardware)) for trace in played]
                 shown.add(f"{name.partition(',')[0]} on 8x8, {how}", queue, runs)
                 completions = [one["mean completion"] for one in runs]
                 title = ranged(f"{name}, jobs {how}, {queue}: mean completion", completions)

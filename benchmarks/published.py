@@ -99,7 +99,9 @@ def print_rows(files: Sequence[str]) -> int:
     answers = []
     refused = []
     try:
-        rows = [row for file in files for row in read_file(Path(file))]
+        rows = list[Row]()
+        for file in files:
+            rows += read_file(Path(file))
     except FileError as error:
         print(error)
         return 2

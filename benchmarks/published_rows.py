@@ -52,7 +52,10 @@ class FileError(ValueError):
 
 def read_rows(folder: Path = FOLDER) -> list[Row]:
     """The rows of every file in the folder. Raises FileError as `read_file` does."""
-    return [row for path in sorted(folder.glob("*.yaml")) for row in read_file(path)]
+    rows = list[Row]()
+    for path in sorted(folder.glob("*.yaml")):
+        rows += read_file(path)
+    return rows
 
 
 def read_file(path: Path) -> Iterator[Row]:

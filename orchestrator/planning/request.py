@@ -99,7 +99,7 @@ class PlanRequest(ModelRequest):
 
     @property
     def dense_shape(self) -> DecoderSpec | DecoderShape | None:
-        """The same sizes; None for a mixture of experts, too."""
+        """The sizes of `shape`; None for a mixture of experts, too."""
         is_mixture = isinstance(self.shape, DecoderShape) and self.shape.experts is not None
         return None if is_mixture else self.shape
 

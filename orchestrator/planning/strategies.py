@@ -148,7 +148,9 @@ def list_checkpointing_modes(
     knob = request.knobs.activation_checkpointing
     all_of_it = ActivationCheckpointing.FULL
     if request.is_script:
-        names = {name for part in knob.all for name, _ in part.values} if knob else set()
+        names = set[str]()
+        for part in knob.all if knob else ():
+            names.update(name for name, _ in part.values)
         modes = tuple(ActivationCheckpointing) if knob else (ActivationCheckpointing.NONE,)
         return tuple(
             mode for mode in modes if mode is not ActivationCheckpointing.SELECTIVE or mode in names

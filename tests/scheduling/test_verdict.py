@@ -319,7 +319,7 @@ def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(
 
 @pytest.mark.parametrize(
     ("frames", "are_alike"),
-    [('  File "/work/train.py", line 9, in step\n    batch["labels"]\n', True), ("", False)],
+    [('  File "/home/ada/train.py", line 9, in step\n    batch["labels"]\n', True), ("", False)],
 )
 def test_the_programs_own_line_is_the_place_and_a_phase_only_without_one(
     frames: str, are_alike: bool

@@ -100,7 +100,8 @@ class SharedBackend(SimulatedBackend):
                 continue
             course.trained_s = course.trained_until(self._now_s)
             course.changed_at_s = self._now_s
-            course.rate = self._rate if any(crowd[card] > 1 for card in cards) else 1.0
+            is_beside_another = any(crowd[card] > 1 for card in cards)
+            course.rate = self._rate if is_beside_another else 1.0
             left_s = max(0.0, _needed_s(other) - course.trained_s)
             self._after(left_s / course.rate, partial(self._meet, other))
 

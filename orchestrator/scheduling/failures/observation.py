@@ -202,9 +202,9 @@ def _ran_through(job: Job, attempt: Attempt) -> bool:
     """
     if attempt.failure is not None or attempt.probe or is_truncated(attempt):
         return False
-    last_step = max(
-        (beat.step for entry in (*job.attempts, attempt) for beat in entry.heartbeats), default=0
-    )
+    last_step = 0
+    for entry in (*job.attempts, attempt):
+        last_step = max(last_step, *(beat.step for beat in entry.heartbeats), 0)
     return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.heartbeats)
 
 
