@@ -21,6 +21,7 @@ import pytest
 from orchestrator.backends.attempts.durable import read_epoch
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.journal.ownership import LEASE_S
+from orchestrator.service import demo
 from orchestrator.service.intake.intake import read_job
 from orchestrator.specs.events import Finished, Submitted
 from orchestrator.specs.run import JobFolder
@@ -170,7 +171,7 @@ def test_a_gang_of_two_hosts_stays_in_one_rack_and_its_ranks_talk_by_the_hosts_a
 
 def test_out_of_memory_on_the_device_of_a_host_is_recovered_from(hosts_of_our_own: Cluster) -> None:
     cluster = hosts_of_our_own
-    script = Path(__file__).parents[2] / "jobs" / "demo" / "train_bytes.py"
+    script = Path(demo.__file__).parent / "files" / "train_bytes.py"
     text = FOREIGN.format(python=sys.executable, script=script, folder=cluster.folder)
     job = cluster.await_end(submit(cluster, text, "foreign"))
     assert job["status"] == "succeeded", job
