@@ -13,7 +13,12 @@ from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.done_steps import describe_done
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
-from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge
+from orchestrator.scheduling.failures.verdict import (
+    UNSAVED_ROW,
+    describe_missing,
+    describe_unmatched,
+    judge,
+)
 from orchestrator.scheduling.options.lengths import learn_length
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
@@ -47,6 +52,7 @@ from orchestrator.specs.observation import Observation
 from orchestrator.specs.pending import Pending
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
+from orchestrator.specs.units import format_seconds
 
 CANCEL_GRACE_S = 10.0  # between SIGTERM and SIGKILL: time for a small checkpoint
 BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget
@@ -216,7 +222,11 @@ def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
     )
     doubts = "".join(f"; {warning}" for warning in warnings(attempt))
     done = describe_done(job, attempt, evidence)
-    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{done}{lost}{doubts}")
+    still = ""
+    if evidence.hung_for_s is not None:
+        waited = format_seconds(evidence.hung_for_s)
+        still = f"; its processes still ran {waited} after the last step, and were ended"
+    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{done}{still}{lost}{doubts}")
 
 
 def _with_unread(job: Job, evidence: Evidence) -> Job:
@@ -306,7 +316,13 @@ def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     if attempt.facts.checkpoint_step is not None or not steps:
         return ""
     again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
-    return f"; {describe_missing(job.spec)}: {again}{describe_unmatched(job.spec, attempt)}"
+    if job.spec.is_script and job.spec.resume.step is None:
+        again = f"at most {again}"
+    verdict = attempt.failure.verdict if attempt.failure is not None else None
+    # the verdict has said already that nothing was saved
+    is_named = verdict is not None and verdict.row == UNSAVED_ROW
+    missing = "" if is_named else f"; {describe_missing(job.spec)}"
+    return f"{missing}: {again}{describe_unmatched(job.spec, attempt)}"
 
 
 # access

@@ -1,4 +1,4 @@
-"""One night on four hosts: one is lost for good, another one joins, and a comparison runs through it.
+"""Night on four hosts: a host is lost for good, another one joins, and a comparison runs through it.
 
 The comparison has four strategies and three seeds. In the morning it stands in MLflow, in the
 table and in the files as if nothing had happened.
@@ -142,10 +142,10 @@ def _compare(night: Night) -> Iterator[subprocess.Popen[str]]:
     # a command that enters a host begins in its root
     names = ("compared.yaml", "strategies.yaml", "table.csv", "table.md", "picture.png")
     job, strategies, csv_table, markdown, picture = (str(night.folder / name) for name in names)
-    words = ["compare", job, "--strategies", strategies, "--repeats", str(REPEATS)]
-    words += ["--steps", str(COMPARED_STEPS), "--timeout", str(NIGHT_S), "--json"]
-    words += ["--table", csv_table, "--table", markdown, "--picture", picture]
-    command = night.head.command(sys.executable, "-m", "orchestrator.cli", *words)
+    arguments = ["compare", job, "--strategies", strategies, "--repeats", str(REPEATS)]
+    arguments += ["--steps", str(COMPARED_STEPS), "--timeout", str(NIGHT_S), "--json"]
+    arguments += ["--table", csv_table, "--table", markdown, "--picture", picture]
+    command = night.head.command(sys.executable, "-m", "orchestrator.cli", *arguments)
     process = subprocess.Popen(
         ["env", *(f"{name}={text}" for name, text in night.head.env.items()), *command],
         stdout=subprocess.PIPE,

@@ -402,6 +402,58 @@ def test_a_job_accepts_what_its_script_catches_unless_it_stands_still_after_it()
     assert stood.kind is FailureKind.DEVICE_OOM
 
 
+STOOD = Evidence(ranks=ends(-9), heartbeats=(replace(BEAT, step=20),), hung_for_s=600.0)
+LEAVES = {"steps": 20, "success": {"artifacts": ["model.pt"]}}
+
+
+def test_a_program_that_stays_after_its_last_step_has_finished_where_it_left_what_it_names() -> (
+    None
+):
+    assert classify(job(script_spec(**LEAVES)), attempt(), STOOD) is None
+    others = [
+        (LEAVES, replace(STOOD, missing_artifacts=("model.pt",))),
+        (LEAVES, replace(STOOD, heartbeats=(replace(BEAT, step=19),))),
+        (LEAVES, replace(STOOD, heartbeats=())),
+        (LEAVES, replace(STOOD, nodes_lost=("local",))),
+        (LEAVES, replace(STOOD, errors=(BUG,))),
+        (LEAVES, replace(STOOD, ooms=(OOM,))),
+        ({"success": LEAVES["success"]}, STOOD),
+        ({"steps": 20}, STOOD),
+    ]
+    for changes, evidence in others:
+        assert classify(job(script_spec(**changes)), attempt(), evidence) is not None, evidence
+    failure = classify(job(script_spec(steps=20)), attempt(), STOOD)
+    assert failure is not None
+    assert "success.artifacts" in failure.reason
+
+
+@pytest.mark.parametrize(("saved", "is_finished"), [(12, True), (11, False), (None, False)])
+def test_the_steps_before_a_checkpoint_count_where_its_name_tells_them(
+    saved: int | None, is_finished: bool
+) -> None:
+    evidence = replace(STOOD, heartbeats=(replace(BEAT, step=8),))
+    first = replace(attempt(), evidence=Evidence(ranks=ends(-9), checkpoint_step=saved))
+    resumed = replace(job(script_spec(**LEAVES)), attempts=(first, attempt(2)))
+    assert (classify(resumed, attempt(2), evidence) is None) == is_finished
+
+
+@pytest.mark.parametrize(
+    ("code", "root_code", "is_short"),
+    [(1, None, True), (0, None, True), (-9, None, False), (1, -9, False), (None, None, False)],
+)
+def test_nobody_knows_the_last_steps_of_an_attempt_that_a_signal_ended(
+    code: int | None, root_code: int | None, is_short: bool
+) -> None:
+    """Ten of 20 steps were made, of which the last heartbeat told five; the next attempt made ten."""
+    spec = script_spec(steps=20, success={"steps": "all"})
+    beat = replace(BEAT, torch_version="2.13")
+    end = RankEnd(rank=0, exit_code=code, root_rank=0, root_exit_code=root_code)
+    first = replace(attempt(), evidence=Evidence(ranks=(end,), heartbeats=(beat,)))
+    resumed = replace(job(spec), attempts=(first, attempt(2)))
+    ended = Evidence(ranks=ends(0), heartbeats=(replace(beat, step=10),))
+    assert (classify(resumed, attempt(2), ended) is not None) == is_short
+
+
 def test_what_context_and_communicators_hold_is_no_part_of_what_a_tensor_would_have_needed() -> (
     None
 ):

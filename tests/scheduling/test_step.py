@@ -269,7 +269,7 @@ def test_a_restart_says_what_is_done_again_where_nothing_was_saved() -> None:
     evidence = replace(SUCCESS, ranks=(), nodes_lost=("local",))
     state, _ = run(NODES, submitted(script_spec()), finished(evidence))
     assert (
-        "; no checkpoint of a known step (`resume.step` is not set): 9 steps"
+        "; no checkpoint of a known step (`resume.step` is not set): at most 9 steps"
         in only_job(state).reason
     )
 

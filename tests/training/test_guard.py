@@ -307,6 +307,15 @@ def test_a_plain_training_is_counted_and_timed(tmp_path: Path) -> None:
     assert (beat["allocator_room_bytes"], beat["reserved_bytes"]) == (None, 0), "there is no CUDA"
 
 
+@pytest.mark.parametrize(
+    "ending", ["os._exit(0)", "raise KeyboardInterrupt", "sys.exit(3)", "raise ValueError"]
+)
+def test_the_last_heartbeat_has_every_step_however_the_program_ends(
+    tmp_path: Path, ending: str
+) -> None:
+    assert run(tmp_path, script(tmp_path, f"{TRAIN}{ending}\n")).read("heartbeat")["step"] == 4
+
+
 IN_BACKWARD = (
     WITHOUT_COMPILER
     + """

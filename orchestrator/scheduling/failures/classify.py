@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from orchestrator.scheduling.base.time_limits import over_limit
 from orchestrator.scheduling.failures.device_memory import is_nearly_full, oom_failure
-from orchestrator.scheduling.failures.done_steps import describe_done, is_before_last_step
+from orchestrator.scheduling.failures.done_steps import (
+    describe_done,
+    is_before_last_step,
+    made_all_steps,
+)
 from orchestrator.scheduling.failures.exit_codes import (
     FROM_OUTSIDE,
     exit_signal,
@@ -108,6 +112,7 @@ def _classify(
     ):
         return _probe_failure(attempt)
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
+    succeeded = succeeded or _stood_still_at_its_end(job, attempt, evidence)
     interruption = _find_interruption(job, attempt, evidence) if succeeded else None
     is_short = job.spec.success.steps == "all" and is_before_last_step(job, attempt, evidence)
     # a probe writes into a folder of its own
@@ -134,7 +139,7 @@ def _classify(
     if interruption is not None:
         return interruption
     if evidence.hung_for_s is not None:
-        return _hang_failure(attempt, evidence, command, capacity_bytes)
+        return _hang_failure(job, attempt, evidence, capacity_bytes)
     if not evidence.ranks:
         return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
     return check_oom_kills(evidence, failure_of_ranks(attempt, evidence, command, capacity_bytes))
@@ -174,6 +179,20 @@ def _outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure 
         lost = ", ".join(evidence.nodes_lost)
         return Failure(kind=FailureKind.NODE_LOST, reason=f"lost contact with {lost} while it ran")
     return None
+
+
+def _stood_still_at_its_end(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
+    """Return whether a hang came after the last step, with all that the job declares to leave.
+
+    A thread, a loader's worker or a communicator may keep a finished program for ever. Without declared artifacts
+    nobody knows whether the last save was made: then it is a hang.
+    """
+    return (
+        evidence.hung_for_s is not None
+        and bool(job.spec.success.artifacts)
+        and not (evidence.ooms or evidence.errors)
+        and made_all_steps(job, attempt, evidence)
+    )
 
 
 def _find_interruption(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
@@ -250,12 +269,14 @@ def _finding_of(evidence: Evidence, report: OomReport, command: Argv) -> Finding
 
 
 def _hang_failure(
-    attempt: Attempt, evidence: Evidence, command: Argv, capacity_bytes: int | None
+    job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None
 ) -> Failure:
     """Return a hang, or the cause that a rank had named before it went on: others then wait for it for ever."""
     still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"
+    if made_all_steps(job, attempt, evidence):
+        still += " after the last one; a job that names `success.artifacts`, and has left them, is finished then"
     for end in suspects_of(evidence):
-        finding = next(iter(findings_of(end, command)), None)
+        finding = next(iter(findings_of(end, job.spec.command or ())), None)
         if finding is not None and finding.cause not in (*COMPLAINTS, *SUSPECTS):
             failure = failure_of_finding(attempt, evidence, end, finding, capacity_bytes)
             if failure is not None:

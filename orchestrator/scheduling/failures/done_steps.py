@@ -17,30 +17,62 @@ def is_before_last_step(
     return most < steps
 
 
+def made_all_steps(job: Job, attempt: Attempt, evidence: Evidence) -> bool:
+    """Return whether every rank made the last of the job's declared steps; False where nobody knows."""
+    steps = job.spec.optimizer_steps
+    beats = evidence.heartbeats
+    before = _steps_before(job, attempt)
+    if steps is None or before is None or len(beats) < attempt.plan.world_size:
+        return False
+    return before + min(beat.step for beat in beats) >= steps
+
+
+def _steps_before(job: Job, attempt: Attempt) -> int | None:
+    """Return the steps that the attempt's own count leaves out; None where its checkpoint's step is unknown."""
+    earlier = [entry for entry in job.attempts[: attempt.number - 1] if not entry.probe]
+    # our engines count from the beginning of the training
+    if not job.spec.is_script or not (earlier or job.continues_from):
+        return 0
+    return earlier[-1].facts.checkpoint_step if earlier else job.continues_step or None
+
+
 def most_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
-    """Return the most steps of the whole training that can be done by now; None where no guard counted.
+    """Return the most steps of the whole training that can be done by now; None where nobody knows.
 
     A script counts its steps anew in each attempt. Where the step of its checkpoint is unknown, each attempt may have
-    gone on from the end of the one before.
+    gone on from the end of the one before. An attempt that a signal ended made steps that no heartbeat counted.
     """
     if not any(beat.torch_version for beat in evidence.heartbeats):
         return None
-    done = job.continues_step
+    done: int | None = job.continues_step
     if job.continues_from is not None and not done and job.spec.is_script:
         return None
-    for entry in (*job.attempts[: attempt.number - 1], attempt):
-        entry_evidence = evidence if entry is attempt else entry.facts
+    for entry in job.attempts[: attempt.number - 1]:
         if entry.probe:
             continue
-        last = max((beat.step for beat in entry_evidence.heartbeats), default=0)
-        saved = entry_evidence.checkpoint_step
-        # our engines count from the beginning of the training
-        done = done + last if job.spec.is_script else max(done, last)
-        if saved is not None and entry is not attempt:
-            done = saved
-        elif saved is not None:
-            done = max(done, saved)
-    return done
+        if entry.facts.checkpoint_step is not None:
+            done = entry.facts.checkpoint_step
+        elif not job.spec.is_script or _ended_by_itself(entry.facts):
+            done = _add_steps(job, done, entry.facts)
+        else:
+            done = None
+    return done if attempt.probe else _add_steps(job, done, evidence)
+
+
+def _add_steps(job: Job, done: int | None, evidence: Evidence) -> int | None:
+    """Return the most steps after an attempt that began with `done` of them; None where these are unknown."""
+    if done is None:
+        return None
+    last = max((beat.step for beat in evidence.heartbeats), default=0)
+    # our engines count from the beginning of the training
+    counted = done + last if job.spec.is_script else max(done, last)
+    return max(counted, evidence.checkpoint_step or 0)
+
+
+def _ended_by_itself(evidence: Evidence) -> bool:
+    """Return whether each rank ended with an exit code, before which the guard wrote its last heartbeat."""
+    codes = [code for end in evidence.ranks for code in (end.exit_code, end.root_exit_code or 0)]
+    return bool(codes) and all(code is not None and code >= 0 for code in codes)
 
 
 def describe_done(job: Job, attempt: Attempt, evidence: Evidence) -> str:

@@ -45,6 +45,7 @@ REPEATED_SHARE = 0.25
 REPEATED_S = 7200.0
 
 
+UNSAVED_ROW = 9  # an end in training before anything was saved
 ON_ERROR = Verdict(row=4, wait_s=PROGRAM_WAIT_S)
 PROGRAM_ROWS = (5, 7, 10)  # they end the job, and blame its program
 NEAR_LIMIT_ROW = 12  # the next attempt takes a plan with less memory, where there is one
@@ -264,7 +265,7 @@ def _judge_in_training(
     if ending.elapsed_s > REPEATED_S and share > REPEATED_SHARE:
         unmatched = describe_unmatched(job.spec, attempt)
         reason = f"{describe_missing(job.spec)}: {share:.0%} of the job would be trained again{unmatched}"
-        return Verdict(row=9, wait_s=None), reason
+        return Verdict(row=UNSAVED_ROW, wait_s=None), reason
     endings = [earlier.failure.ending for earlier in before if earlier.failure]
     alike = [
         previous for previous in endings if previous and previous.signature == ending.signature
@@ -273,8 +274,8 @@ def _judge_in_training(
     if len(alike) >= max(1, job.spec.retries.unknown) and not ending.may_pass:
         return Verdict(row=7, wait_s=None), f"the program's own error: {len(alike) + 1} times alike"
     return Verdict(
-        row=9, wait_s=wait_s, budget="unknown"
-    ), f"{describe_missing(job.spec)} since its start: again"
+        row=UNSAVED_ROW, wait_s=wait_s, budget="unknown"
+    ), f"{describe_missing(job.spec)} since its start"
 
 
 def describe_missing(spec: JobSpec) -> str:

@@ -1,25 +1,19 @@
-"""`orc diagnose`: finds in logs why a training ended, and exports a job's failure as a redacted test case."""
+"""`orc diagnose`: finds in logs why a training ended."""
 
 from __future__ import annotations
 
-import getpass
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import yaml
 
 from orchestrator.backends.attempts.evidence import collect_folder, end_of, feed_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
-from orchestrator.scheduling.failures.log_scan import CALM_LINES, LINE_CHARACTERS_MAX, LogScan
-from orchestrator.scheduling.failures.signatures import is_telling
+from orchestrator.scheduling.failures.log_scan import LINE_CHARACTERS_MAX, LogScan
 from orchestrator.scheduling.failures.unexplained import in_one_line
 from orchestrator.scheduling.failures.verdict import judge
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
-from orchestrator.service.client.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
@@ -27,7 +21,6 @@ from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sections import Retries
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.json_object import JsonObject
 from orchestrator.specs.packaged import load_table
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
@@ -35,16 +28,7 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.run import AttemptFolder
 
 BINARY_BYTES = 8192  # at the begin of a file, in which text has no NUL
-# of a log, at the begin of its last trouble and at its end, that a case has at most
-CASE_LINES = 40
 EXIT_CODE = 1  # where none is given
-PLAIN_NAMES = frozenset(("", "local", "localhost", "root", "user"))  # that tell nobody
-
-# What a case must not tell, and what stands there instead.
-_REDACTED = tuple(
-    (re.compile(row["pattern"]), row["instead"])
-    for row in load_table(__package__, "diagnose")["redacted"]
-)
 
 
 @frozen
@@ -137,99 +121,6 @@ def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -
         orc_would=_next_action(failure),
         you_can=_advise(failure, ends, paths),
     )
-
-
-def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
-    """Return a job's last failed attempt as a redacted test case in YAML. Raises SpecError where none has failed."""
-    job, _ = client.job(job_id)
-    attempt = next((entry for entry in reversed(job["attempts"]) if entry["failure"]), None)
-    if attempt is None:
-        raise SpecError("no attempt of this job has failed", path="JOB", got=job_id)
-    codes = attempt["exit_codes"] or [None]
-    names = [job["user"], *(part.partition("[")[0] for part in attempt["placement"].split(", "))]
-    texts = [
-        redact("\n".join(shorten(_lines_of_job(client, job_id, attempt["number"], rank))), names)
-        for rank in range(len(codes))
-    ]
-    case: JsonObject = {
-        "id": redact(f"{job['name']}, attempt {attempt['number']}", names),
-        "expect": kind.value,
-    }
-    case |= (
-        {"text": texts, "codes": codes} if len(codes) > 1 else {"text": texts[0], "exit": codes[0]}
-    )
-    case |= {"oom_kills": attempt["host_oom_kills"]} if attempt["host_oom_kills"] else {}
-    return yaml.dump([case], Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
-
-
-def shorten(lines: Iterable[str]) -> list[str]:
-    """Return the relevant lines of a log's last error with the lines that they quote; the last line without any."""
-    head = list[str]()
-    tail = deque[str](maxlen=CASE_LINES)
-    calm = 0
-    last = ""
-    quotes = False
-    for line in lines:
-        last = line if line.strip() else last
-        quotes = is_telling(line) or (quotes and line.startswith("    "))
-        if not quotes:
-            calm += 1
-            continue
-        if calm > CALM_LINES:
-            head.clear()
-            tail.clear()
-        calm = 0
-        (head if len(head) < CASE_LINES else tail).append(line[:LINE_CHARACTERS_MAX])
-    return [last] if calm > CALM_LINES or not head else [*head, *tail]
-
-
-def redact(text: str, names: Iterable[str] = ()) -> str:
-    """Return the text with secrets, addresses, hosts, users' folders and names removed, by patterns."""
-    lines = []
-    for line in text.split("\n"):
-        for pattern, replacement in _REDACTED:
-            line = pattern.sub(replacement, line)
-        lines.append(line)
-    names_pattern = "|".join(re.escape(name) for name in {*names, _own_name()} - PLAIN_NAMES)
-    joined = "\n".join(lines)
-    return (
-        re.sub(rf"(?<![\w.-])(?:{names_pattern})(?![\w-])", "NAME", joined)
-        if names_pattern
-        else joined
-    )
-
-
-def _own_name() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return ""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-
-
-def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterator[str]:
-    rest = b""
-    offset = 0
-    while True:
-        data, following = client.log(job_id, number, rank, offset)
-        if following <= offset:
-            break
-        offset = following
-        *whole, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
-        yield from (line.decode("utf-8", errors="replace") for line in whole)
-        rest = rest[:CHUNK_BYTES]
-    yield rest.decode("utf-8", errors="replace")
 
 
 def _resolve_log(path: Path) -> Path:

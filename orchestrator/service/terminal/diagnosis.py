@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal.options import AsJson, Home, client_of
+from orchestrator.service.terminal.options import AsJson
 from orchestrator.service.terminal.output import tell
-from orchestrator.specs.attempt import FailureKind
-from orchestrator.specs.errors import SpecError
-from orchestrator.specs.run import DEFAULT_HOME
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +22,7 @@ def diagnose(
         list[str],
         typer.Argument(
             metavar="LOG...",
-            help="Log of each rank, rank 0 first, or the folder of an attempt; with --should-be, a job's id.",
+            help="Log of each rank, rank 0 first, or the folder of an attempt.",
         ),
     ],
     exit_codes: Annotated[
@@ -44,32 +40,13 @@ def diagnose(
             "--oom-kills", min=0, help="How far the kernel's `oom_kill` counter rose meanwhile."
         ),
     ] = 0,
-    should_be: Annotated[
-        FailureKind | None,
-        typer.Option(
-            "--should-be",
-            metavar="KIND",
-            help="Print the job's last failure as a case of this kind, redacted.",
-        ),
-    ] = None,
-    home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Say why a training ended that ran elsewhere: its first cause, and what to do. Needs no service."""
     from orchestrator.service.commands import diagnose as work
 
-    if should_be is None:
-        diagnosis = work.diagnose([Path(log) for log in logs], exit_codes or (), oom_kills)
-        tell(asdict(diagnosis), as_json, _table(diagnosis))
-        return
-    if len(logs) != 1 or os.path.isfile(logs[0]):
-        raise SpecError(
-            "a case is made of one job",
-            path="JOB",
-            got=" ".join(logs),
-            allowed="an id of `orc queue`",
-        )
-    print(work.case_of_job(client_of(home), logs[0], should_be), end="")
+    diagnosis = work.diagnose([Path(log) for log in logs], exit_codes or (), oom_kills)
+    tell(asdict(diagnosis), as_json, _table(diagnosis))
 
 
 def _table(diagnosis: Diagnosis) -> Table:

@@ -15,7 +15,7 @@ import traceback
 import types
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from orchestrator.specs.attempt import ErrorReport, OomReport
 from orchestrator.specs.run import OOM_EXIT_CODE
@@ -137,6 +137,18 @@ class FailureReporter:
                 self.monitor.beat()
 
         process.run = watched
+
+    def watch_leaving(self) -> None:
+        """Write a last heartbeat before `os._exit`, which runs no hook and ends many trainings."""
+        leave = os._exit
+
+        @functools.wraps(leave)
+        def leave_at_once(status: int) -> NoReturn:
+            if os.getpid() == self.pid and self.monitor.is_rank:
+                self.monitor.beat()
+            leave(status)
+
+        os._exit = leave_at_once
 
     def watch_exit(self) -> None:
         """Report the end of this process if it is a rank that the script spawned, outside guard.py."""

@@ -85,6 +85,7 @@ def main(argv: list[str]) -> None:
         _leave(end.code)
         raise
     except KeyboardInterrupt:
+        monitor.beat()
         raise
     except BaseException as error:  # whatever ends a user's program is evidence
         if os.getpid() != reporter.pid:  # a child that the script forked
@@ -152,6 +153,7 @@ def _attach(reporter: FailureReporter, torch: Any) -> None:
     build_locks.attach()
     reporter.monitor.attach(torch)
     reporter.watch_children()
+    reporter.watch_leaving()
     device = reporter.monitor.device
     if device is None:
         reporter.watch_errors(torch)
