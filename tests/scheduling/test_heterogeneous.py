@@ -17,7 +17,7 @@ from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier, list_plans
-from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, groups_of
 from orchestrator.scheduling.base.pending import pending
 from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.step import step
@@ -254,7 +254,7 @@ class Tried(NamedTuple):
     holds: bool  # what is free holds it without its margin
 
 
-def tried(spec: JobSpec, group: Group) -> list[Tried]:
+def tried(spec: JobSpec, group: NodeGroup) -> list[Tried]:
     """Return every legal plan of the job on one kind of device."""
     device = group.hardware.device
     free_bytes = sorted((free for node in group.nodes for free in node.free_bytes), reverse=True)

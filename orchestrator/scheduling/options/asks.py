@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orchestrator.planning.ways_out import with_batch_knobs
-from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import JobOptions, calibration_for, job_options
 from orchestrator.specs.choices import Degradation
@@ -31,7 +31,7 @@ class Question(NamedTuple):
     allowed: JobSpec | None = None
 
 
-def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:
+def question_of(state: State, job: Job, groups: Sequence[NodeGroup]) -> Question | None:
     """Return the job's next step where no plan is left: an allowed change, or a question; None where nothing helps.
 
     A job asks once it ran out of memory. It asks for the mildest class of degradation by which a plan may fit. Where
@@ -60,7 +60,7 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
     return None
 
 
-def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> str:
+def _describe_missing_knobs(state: State, job: Job, groups: Sequence[NodeGroup]) -> str:
     """Return with which knobs of its batch a script would keep its training; "" where it lacks none, or none helps."""
     missing, spec = with_batch_knobs(job.spec)
     if not missing or not _has_plan(state, replace(job, spec=spec), groups):
@@ -71,7 +71,7 @@ def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> 
     )
 
 
-def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:
+def _has_plan(state: State, job: Job, groups: Sequence[NodeGroup]) -> bool:
     """Return whether any group may hold the job."""
     for group in groups:
         options = job_options(

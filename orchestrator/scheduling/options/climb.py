@@ -7,7 +7,7 @@ from operator import itemgetter
 from orchestrator.memory.calibration.calibrate import Calibration, step_factor, step_kind
 from orchestrator.planning.frontier import fit_probability
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, can_move, is_elastic
-from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import shape_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import (
@@ -49,7 +49,7 @@ def may_climb(job: Job) -> bool:
 
 
 def faster_option(
-    job: Job, group: Group, calibrated: Calibration, launch_cost_s: float
+    job: Job, group: NodeGroup, calibrated: Calibration, launch_cost_s: float
 ) -> SizeOption | None:
     """Return the fastest plan on as many devices that fits with CLIMB_PROBABILITY and repays its launch; else None.
 

@@ -24,7 +24,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice, Rule, room_of
 from orchestrator.planning.ways_out import Unfit
 from orchestrator.scheduling.base.migration import needs_open_s
-from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import Shape, shape_of
 from orchestrator.scheduling.failures.degrade import (
     answered_by_phase,
@@ -113,7 +113,7 @@ NOTHING_LEARNED = Lengths()
 
 def job_options(
     job: Job,
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
     lengths: Lengths = NOTHING_LEARNED,
@@ -281,7 +281,7 @@ def _why_not_guaranteed(spec: JobSpec, device: str, *, is_timed: bool) -> str:
 
 def _hedge(
     job: Job,
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
     fitting: Sequence[tuple[Candidate, Shape, int]],
     launch_cost_s: float,
@@ -383,7 +383,7 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
 def attempt_length(
     job: Job,
     attempt: Attempt,
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
     lengths: Lengths,
@@ -444,7 +444,7 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
 def _lengths(
     job: Job,
     candidates: Sequence[Candidate],
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
     lengths: Lengths,
 ) -> list[Length]:
@@ -477,7 +477,7 @@ def has_no_seconds(job: Job, source: Source, *factors: Mapping[StepKind, float])
 
 
 def _unknown_length(
-    job: Job, group: Group, step_s: float, left: int | None, lengths: Lengths
+    job: Job, group: NodeGroup, step_s: float, left: int | None, lengths: Lengths
 ) -> Length:
     """Return the length of a job that nobody told, on a plan of this step time; the slowest takes the longest."""
     try:
@@ -506,7 +506,7 @@ def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict
     return max((needed_bytes(candidate, calibrated), *refuted))
 
 
-def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
+def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> Iterator[Candidate]:
     """Return the plans still to try. Each plan that ran out excludes those with no lower peak on equal devices.
 
     Plans are compared by the current correction of activations. A job that keeps its plan has no other.
@@ -551,7 +551,7 @@ def _on_device(job: Job, device: str) -> list[Attempt]:
 
 
 def _smallest_refuted(
-    job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]
+    job: Job, group: NodeGroup, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]
 ) -> float:
     """Return the least predicted bytes that failed in this way on this kind of device; infinity where none did."""
     failed = (
@@ -565,7 +565,7 @@ def _smallest_refuted(
     return min((bytes_of(estimate) for estimate in failed), default=inf)
 
 
-def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
+def _host_bytes(group: NodeGroup, estimate: MemoryEstimate) -> int:
     """Return the host memory of one rank in bytes; a virtual device's memory is the host's."""
     virtual = group.hardware.device.kind.traits.is_virtual
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

@@ -10,7 +10,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import Shape
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.cluster import Node, Window
@@ -75,7 +75,7 @@ class AvailabilityProfile:
     from sorted lists, which each change keeps up to date.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self.names = [node.name for node in group.nodes]
         self.numbers = {name: number for number, name in enumerate(self.names)}

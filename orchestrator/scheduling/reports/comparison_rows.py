@@ -14,7 +14,7 @@ from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import Group, device_of, groups_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, device_of, groups_of
 from orchestrator.scheduling.base.sentences import reason_of
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import calibration_for
@@ -229,7 +229,7 @@ def _predicted_row(state: State, job: Job) -> Row:
     )
 
 
-def _closest(state: State, job: Job) -> tuple[Group, Candidate, int] | None:
+def _closest(state: State, job: Job) -> tuple[NodeGroup, Candidate, int] | None:
     """Return the first plan that fits a kind of device, else the one that needs least, with its needed bytes."""
     for group in (*groups_of(state.nodes), *groups_of(state.declared)):
         calibrated = calibration_for(state, job, group.hardware.device.name)

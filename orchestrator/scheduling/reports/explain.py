@@ -24,7 +24,7 @@ from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import kind
-from orchestrator.scheduling.base.node_groups import Group, device_of, group_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, device_of, find_node_group
 from orchestrator.scheduling.failures.degrade import candidates_for_oom
 from orchestrator.scheduling.failures.observation import ran_out, warnings
 from orchestrator.scheduling.options.job_options import calibration_for, measured_peaks
@@ -81,7 +81,7 @@ def picture_of(state: State, job: Job) -> Picture | None:
 
     Plans that the job ran are at their measurement, all others at their corrected prediction with margin.
     """
-    group = group_of(state, job.last.device if job.last else None)
+    group = find_node_group(state, job.last.device if job.last else None)
     if group is None or not (candidates := _frontier(state, job, group)):
         return None
     device = group.hardware.device
@@ -273,7 +273,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     changed = ", ".join(str(change) for change in following.change)
     text = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    candidates = _frontier(state, job, group_of(state, following.device))
+    candidates = _frontier(state, job, find_node_group(state, following.device))
     here = [
         attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device
     ]
@@ -334,7 +334,7 @@ def _why_not(
     return "too big with what was learned"
 
 
-def _frontier(state: State, job: Job, group: Group | None) -> tuple[Candidate, ...]:
+def _frontier(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidate, ...]:
     if group is None:
         return ()
     try:

@@ -27,7 +27,7 @@ from orchestrator.scheduling.base.migration import (
     is_elastic,
     may_grow,
 )
-from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, groups_of
 from orchestrator.scheduling.base.start_windows import closing_s, leaves_at_close, opening_s
 from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
 from orchestrator.scheduling.base.tuning import tuned_for
@@ -642,5 +642,5 @@ def _dependencies_of(job: Job | None) -> Sequence[Dependency]:
     return job.waits_for if job is not None and job.status is JobStatus.QUEUED else ()
 
 
-def _names(group: Group) -> list[str]:
+def _names(group: NodeGroup) -> list[str]:
     return [node.name for node in group.nodes]

@@ -17,7 +17,7 @@ from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.time_limits import left_s
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import (
@@ -202,7 +202,7 @@ def needs_lengths(spec: JobSpec) -> bool:
     return spec.is_script and (spec.steps is None or not spec.speeds)
 
 
-def _length_s(job: Job, group: Group, candidate: Candidate, left: int | None) -> float:
+def _length_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | None) -> float:
     """Return the seconds by what was told or the job measured itself: a place in the queue stays."""
     if left is None:
         return min(UNKNOWN_LENGTH_S, left_s(job))
@@ -214,7 +214,7 @@ def _length_s(job: Job, group: Group, candidate: Candidate, left: int | None) ->
     return left * candidate.step_s * step_factor(candidate.plan, factors)
 
 
-def _candidates(job: Job, group: Group) -> Sequence[Candidate]:
+def _candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:
     try:
         return frontier(read_request(job.spec), group.hardware).candidates
     except SpecError:

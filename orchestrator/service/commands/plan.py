@@ -37,7 +37,7 @@ from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Trace, Unfit, WayOut, adapters, smaller_models, ways_out
-from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, groups_of
 from orchestrator.scheduling.options.job_options import choice_rule_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.commands.export import export_plan
@@ -259,7 +259,7 @@ def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
 
 def _plan_on_kind(
     spec: JobSpec,
-    group: Group,
+    group: NodeGroup,
     observations: Sequence[Observation],
     trace: Trace | None,
 ) -> _KindPlans:
@@ -453,7 +453,7 @@ def _view(
     )
 
 
-def _groups(nodes: Sequence[Node]) -> list[Group]:
+def _groups(nodes: Sequence[Node]) -> list[NodeGroup]:
     """Return `groups_of(nodes)`. Raises SpecError without nodes."""
     if not nodes:
         raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
