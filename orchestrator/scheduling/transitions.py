@@ -8,14 +8,14 @@ from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
 from orchestrator.scheduling.base.holds import apply_update
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
-from orchestrator.scheduling.base.time_limits import is_over, over_limit
+from orchestrator.scheduling.base.time_limits import is_over_time_limit, time_limit_failure
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.done_steps import describe_done
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.failures.places import with_places
 from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge
-from orchestrator.scheduling.options.lengths import learn_length
-from orchestrator.scheduling.options.probe import is_of_batch
+from orchestrator.scheduling.options.lengths import learn_duration
+from orchestrator.scheduling.options.probe import failed_by_batch_of_one
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
 from orchestrator.specs.actions import Record, Stop, Transition
@@ -195,12 +195,12 @@ def _apply_finished(state: State, event: Finished) -> Transition:
         if failure is None
         else _fail(job, attempt, failure, event.at_s)
     )
-    if job.status is JobStatus.QUEUED and is_over(job, event.at_s):
-        over = over_limit(job, attempt)
+    if job.status is JobStatus.QUEUED and is_over_time_limit(job, event.at_s):
+        over = time_limit_failure(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
     if failure is not None:
         job = _with_unread(job, event.evidence)
-    runs = learn_length(state.runs, job, attempt, failure)
+    runs = learn_duration(state.runs, job, attempt, failure)
     if runs is not state.runs:
         state = replace(state, runs=runs)
     observed = observe(job, attempt, capacity_bytes)
@@ -241,7 +241,9 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     if restart is not None and restart.refutes_plan:
         job = replace(job, refuted=job.refuted | {attempt.plan})
     if attempt.probe and (
-        restart is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)
+        restart is not None
+        or failure.kind is FailureKind.PROBED
+        or failed_by_batch_of_one(attempt, failure)
     ):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if verdict is not None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.time_limits import spent_s
+from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.specs.actions import Launch, Stop
@@ -51,7 +51,7 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
         )
         is_over = (
             job.spec.time_limit is not None
-            and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+            and total_run_time_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
         )
         climbs = job.last.climbs_to is not None  # tests/scheduling/test_climb.py
         if not (
@@ -227,7 +227,7 @@ def _drained_nodes_get_nothing(t: Transition) -> Iterator[str]:
 
 def _suspended_places_get_nothing(t: Transition) -> Iterator[str]:
     for launch in of(Launch, t.actions):
-        for entry in suspensions(t.after):
+        for entry in list_active_suspensions(t.after):
             if any((entry.node, entry.device) == place or (entry.node == place[0] and entry.device is None)
                    for place in devices(launch.attempt)):  # fmt: skip
                 yield f"{launch.attempt.name} is launched on {entry.place}, which is suspended"

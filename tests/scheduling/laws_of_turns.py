@@ -13,8 +13,8 @@ from orchestrator.scheduling.base.credit import AGED, PRESSING, credit_device_s
 from orchestrator.scheduling.base.migration import held_placement_of
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch
@@ -149,8 +149,8 @@ def _is_overdue(t: Transition, launch: Launch) -> bool:
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
     """Priority; then who used less per share, first of the teams, where there are any, and then of their users."""
-    tree = fair_tree(state.policy, used_s(state, state.jobs.values()))
-    return lambda job: (-priority_of(state, job), *tree.place(job.user), job.order)
+    tree = make_fair_tree(state.policy, decayed_device_s_by_user(state, state.jobs.values()))
+    return lambda job: (-priority_of(state, job), *tree.place_of_user(job.user), job.order)
 
 
 def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
@@ -230,7 +230,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 
 
-def _is_covered(t: Transition, index: SchedulerIndex, waiting: Waiting) -> bool:
+def _is_covered(t: Transition, index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether the credit covers all jobs past their limits but those of the same user that came later."""
     at_s, job = t.after.at_s, waiting.job
     before = replace(t.before, at_s=at_s)
@@ -254,7 +254,7 @@ def _nothing_is_spent_while_in_debt(t: Transition) -> Iterator[str]:
             yield f"{fund.name} spends {before - after} device-seconds in debt"
 
 
-def _could_be_held(index: SchedulerIndex, waiting: Waiting) -> bool:
+def _could_be_held(index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether the time at which enough devices come free is known; for a drained node it is not."""
     return any(
         pool.could_hold(entry.shape, entry.least_bytes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.base.pending import pending
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Event, Submitted
@@ -35,10 +35,10 @@ def test_the_next_of_an_array_starts_when_one_has_left_its_devices() -> None:
     state, launches = played(*events)
     assert set(launches) == {"job-1", "job-2"}
     assert (
-        reason_of(state.jobs["job-3"])
+        describe_status(state.jobs["job-3"])
         == "waits for others of the array job-1: at most 2 run at once"
     )
-    assert pending(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
+    assert pending_code(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
     assert "job-3" in played(*events, *gone(2, 50.0))[1]
 
 
@@ -61,7 +61,9 @@ def test_the_jobs_of_a_comparison_start_in_their_turns_however_long_they_are() -
     for number in range(1, 6):
         state, launches = played(*events)
         assert list(launches) == [f"job-{order}" for order in range(1, number + 1)]
-        assert reason_of(state.jobs["job-6"]).startswith("waits for others of the array job-1: ")
+        assert describe_status(state.jobs["job-6"]).startswith(
+            "waits for others of the array job-1: "
+        )
         events += gone(number, 100.0 * number)
 
 

@@ -30,7 +30,7 @@ def counted() -> Iterator[Callable[[], int]]:
     """Count the waiting jobs that passes look at, from now on."""
     count = 0
 
-    def count_looks(index: SchedulerIndex, waiting: quotas.Waiting) -> bool:
+    def count_looks(index: SchedulerIndex, waiting: quotas.WaitingJob) -> bool:
         nonlocal count
         count += 1
         return cannot_start(index, waiting)

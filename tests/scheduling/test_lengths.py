@@ -174,7 +174,7 @@ def test_an_index_made_anew_has_learned_the_same_lengths() -> None:
 def test_a_length_that_is_never_learned_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transitions, "learn_length", lambda runs, *_: runs)
+    monkeypatch.setattr(transitions, "learn_duration", lambda runs, *_: runs)
     with pytest.raises(AssertionError):
         test_a_script_takes_as_long_for_a_step_as_its_last_run()
 

@@ -23,7 +23,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
-from orchestrator.scheduling.queue.fair_share import equal_place
+from orchestrator.scheduling.queue.fair_share import equal_fair_share_place
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
@@ -112,7 +112,7 @@ def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "observe", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
-    patch.setattr(job_options, "_hedge", lambda *arguments: arguments[3])
+    patch.setattr(job_options, "_keep_likely_to_fit", lambda *arguments: arguments[3])
 
 
 def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        line.Waiting,
+        line.WaitingJob,
         "sort_key",
         property(lambda waiting: (-waiting.rank, -waiting.job.order, waiting.job.id)),
     )
@@ -225,7 +225,7 @@ def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
 
 
 def everything_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(job_options, "free_bytes_for", lambda *_: 0)
+    patch.setattr(job_options, "needed_free_bytes", lambda *_: 0)
 
 
 def refused_after_running(patch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_never_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(windows.Hours, "start_s", lambda _self, from_s, _seconds: from_s)
+    patch.setattr(windows.StartHours, "start_s", lambda _self, from_s, _seconds: from_s)
 
 
 def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "place_by_user", lambda _: equal_place)
+    patch.setattr(SchedulerIndex, "place_by_user", lambda _: equal_fair_share_place)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
@@ -347,7 +347,7 @@ def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "leave_times", lambda *_: {})
+    patch.setattr(index, "leave_time_by_job", lambda *_: {})
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:

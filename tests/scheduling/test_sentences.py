@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from orchestrator.scheduling.base import sentences
-from orchestrator.scheduling.base.sentences import SENTENCES, reason_of, waiting_sentence
-from orchestrator.scheduling.options.probe import ONE_SAMPLE, is_of_batch
+from orchestrator.scheduling.base.sentences import SENTENCES, describe_status, waiting_sentence
+from orchestrator.scheduling.options.probe import ONE_SAMPLE, failed_by_batch_of_one
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.morning import morning_report
 from orchestrator.scheduling.reports.waiting import Waits
@@ -172,9 +172,11 @@ def test_a_probe_that_one_sample_cannot_train_is_known_by_what_the_program_said(
     _, launches = played(seen(node()), submitted(1, script({1: 10.0})))
     attempt = replace(launches["job-1"], evidence=evidence)
     attempt = replace(attempt, plan=replace(attempt.plan, micro_batch_size=1))
-    assert is_of_batch(attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD))
+    assert failed_by_batch_of_one(attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD))
     empty = replace(attempt, evidence=Evidence())
-    assert not is_of_batch(empty, Failure(kind=FailureKind.USER_ERROR, reason=ONE_SAMPLE))
+    assert not failed_by_batch_of_one(
+        empty, Failure(kind=FailureKind.USER_ERROR, reason=ONE_SAMPLE)
+    )
 
 
 def test_a_sentence_has_the_facts_that_its_key_names() -> None:
@@ -203,8 +205,8 @@ def test_a_sentence_that_an_older_version_kept_is_shown_as_it_is() -> None:
         facts=(),
         reason="waits for two devices",
     )
-    assert reason_of(older) == "waits for two devices"
-    assert reason_of(replace(older, reason="")) == "waits for devices"
+    assert describe_status(older) == "waits for two devices"
+    assert describe_status(replace(older, reason="")) == "waits for devices"
 
 
 def test_what_a_job_waits_for_outranks_its_last_event() -> None:
@@ -214,6 +216,6 @@ def test_what_a_job_waits_for_outranks_its_last_event() -> None:
         submitted(2, script({1: 10.0}).model_copy(update={"depends_on": (AFTER,)})),
     )
     released = replace(state.jobs["job-2"], reason="was released")
-    assert reason_of(released) == "waits for job-1 to succeed"
+    assert describe_status(released) == "waits for job-1 to succeed"
     more = replace(released, waits_for=(AFTER,) * 5)
-    assert reason_of(more).endswith("job-1 to succeed and 2 more")
+    assert describe_status(more).endswith("job-1 to succeed and 2 more")

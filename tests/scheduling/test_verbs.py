@@ -10,8 +10,8 @@ import pytest
 
 from orchestrator.scheduling import scheduler, transitions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.pending import pending
-from orchestrator.scheduling.base.sentences import shown_reason
+from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.base.time_limits import with_team_limit
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduler import Scheduler
@@ -115,8 +115,11 @@ def test_a_held_job_lets_others_pass_and_starts_once_it_is_released() -> None:
     held_first = [*events, held(state, "ada", 3.0), ONE]
     state, launches = played(*held_first)
     assert [*launches] == ["job-2"]
-    assert shown_reason(state.jobs["job-1"]) == "held by ada; `orc release job-1` lets it start"
-    assert pending(state.jobs["job-1"], state.at_s) is Pending.HELD
+    assert (
+        describe_status_with_holder(state.jobs["job-1"])
+        == "held by ada; `orc release job-1` lets it start"
+    )
+    assert pending_code(state.jobs["job-1"], state.at_s) is Pending.HELD
     assert "job-1" not in forecast(state)
     _, launches = played(*held_first, held(state, None, 4.0), *gone(2, 200.0))
     assert [*launches] == ["job-2", "job-1"]
@@ -133,7 +136,7 @@ def test_a_suspended_job_saves_leaves_its_devices_and_goes_on_at_no_cost() -> No
     state, launches = played(*suspended)
     job = state.jobs["job-1"]
     expected = "suspended by ada; saved at step 6; `orc resume job-1` lets it go on"
-    assert shown_reason(job) == expected
+    assert describe_status_with_holder(job) == expected
     assert (job.attempts[0].failure.kind, job.status) == (FailureKind.MOVED, JobStatus.QUEUED)
     assert [*launches] == ["job-1", "job-2"]
     _, launches = played(*suspended, *gone(2, 99.0), held(state, None, 100.0))
@@ -249,7 +252,7 @@ def limits_unheard(patch: pytest.MonkeyPatch) -> None:
 
 
 def tried_again_past_the_limit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transitions, "is_over", lambda *_: False)
+    patch.setattr(transitions, "is_over_time_limit", lambda *_: False)
 
 
 def nobody_wakes(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.failures.endings import ending_of
 from orchestrator.scheduling.failures.places import devices_to_avoid, with_places
 from orchestrator.scheduling.failures.verdict import judge
@@ -192,10 +192,12 @@ def test_a_device_is_suspended_by_two_jobs_and_trusted_after_a_success() -> None
     suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
     steps = [(named("x"), first, judged(first)), (named("y"), other, suspect)]
     suspended = state_after(*steps)
-    assert [(entry.place, entry.until_s) for entry in suspensions(suspended)] == [
+    assert [(entry.place, entry.until_s) for entry in list_active_suspensions(suspended)] == [
         ("device 0 of a", 3800.0)
     ]
-    assert not suspensions(state_after(*steps, (named("z"), replace(other, failure=None), None)))
+    assert not list_active_suspensions(
+        state_after(*steps, (named("z"), replace(other, failure=None), None))
+    )
 
 
 def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
@@ -215,7 +217,7 @@ def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
             judged(replace(other, number=1, failure=suspect), replace(again, number=2)),
         ),
     )
-    assert not suspensions(cleared)
+    assert not list_active_suspensions(cleared)
 
 
 def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor_ever_the_last_place() -> (
@@ -224,11 +226,13 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", rank=0, broken=Extent.DEVICE)
     last = ended_attempt(STRANGE)
     first, second = (named("x"), last, failure), (named("y"), last, failure)
-    assert not suspensions(state_after(first)), "any script can print it"
-    assert not suspensions(state_after(first, first)), "however often"
-    assert [entry.place for entry in suspensions(state_after(first, second))] == ["device 0 of a"]
+    assert not list_active_suspensions(state_after(first)), "any script can print it"
+    assert not list_active_suspensions(state_after(first, first)), "however often"
+    assert [entry.place for entry in list_active_suspensions(state_after(first, second))] == [
+        "device 0 of a"
+    ]
     virtual = replace(last, evidence=Evidence(virtual=True))
-    assert not suspensions(
+    assert not list_active_suspensions(
         state_after((named("x"), virtual, failure), (named("y"), virtual, failure))
     )
     assert devices_to_avoid(
@@ -254,7 +258,7 @@ def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspen
     assert not state.suspensions
     for number, last in enumerate((*everywhere, *everywhere)):
         state = with_places(state, named(f"job{number}"), last, failure)
-    assert len(suspensions(state)) == 2
+    assert len(list_active_suspensions(state)) == 2
 
 
 def full_disk(number: int, at_s: float, ran_s: float = 60.0, saved: int | None = None) -> Attempt:

@@ -12,8 +12,8 @@ from functools import cache
 import pytest
 
 from benchmarks.peers import Peer
-from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.waiting import Waits
 from orchestrator.scheduling.scheduling_pass.decide import cannot_start
@@ -62,8 +62,8 @@ def waits(scenario: Scenario) -> Iterator[tuple[State, Job, str]]:
 
 def free_of(state: State) -> Counter[str]:
     """Free devices of the group that has most of them, by the name of the device."""
-    places, free = holders(state), Counter[str]()
-    for group in groups_of(state.nodes):
+    places, free = job_id_by_held_device(state), Counter[str]()
+    for group in group_equal_nodes(state.nodes):
         count = sum(
             (node.name, index) not in places
             for node in group.nodes
@@ -110,7 +110,10 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
             for part in reservation.placement
             for index in part.devices
         }
-        if not idle - {*holders(state)} or local_text(promised[0].start_s, "UTC") != text:
+        if (
+            not idle - {*job_id_by_held_device(state)}
+            or local_text(promised[0].start_s, "UTC") != text
+        ):
             yield f"nothing free is kept for {job_id} from {text}"
     if named and not any(
         phrase in reason for phrase in ("not together", "other processes", "it ended on")

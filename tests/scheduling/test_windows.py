@@ -8,8 +8,8 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.base.start_windows import Hours
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.base.start_windows import StartHours
 from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import decide
@@ -42,7 +42,8 @@ def test_a_job_waits_for_its_hours_and_is_woken_when_they_begin() -> None:
     assert launches == {}
     assert Scheduler(state).wake_at_s() == 22 * HOUR_S
     assert (
-        reason_of(state.jobs["job-1"]) == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
+        describe_status(state.jobs["job-1"])
+        == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
     )
     _, launches = played(*events, TimerFired(at_s=22 * HOUR_S))
     assert launches["job-1"].launched_at_s == 22 * HOUR_S
@@ -210,6 +211,8 @@ def test_hours_that_end_are_awaited() -> None:
 
 def test_an_end_that_is_not_foreseen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: a job that starts within its hours may end at any time."""
-    monkeypatch.setattr(decide, "hours_of", lambda spec, *_, **__: Hours(spec.start_window))
+    monkeypatch.setattr(
+        decide, "start_hours_of", lambda spec, *_, **__: StartHours(spec.start_window)
+    )
     with pytest.raises(AssertionError, match="could end within it"):
         test_it_ends_within_its_hours_if_it_can(3.0, 22.0)

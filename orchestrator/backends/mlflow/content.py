@@ -16,7 +16,7 @@ from orchestrator.backends.redaction import Hide
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
-from orchestrator.scheduling.base.sentences import shown_reason
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.failures.out_of_memory import caught_count
 from orchestrator.scheduling.reports.comparison import Comparison
@@ -93,7 +93,7 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
         spec |= {"env": {name: "(not shown)" for name, _ in job.spec.env}}
     tags = {
         "status": job.status,
-        "reason": hide(shown_reason(job)),
+        "reason": hide(describe_status_with_holder(job)),
         "job_spec": hide(json.dumps(spec)),
         "mlflow.note.content": hide(_note(job, compare)),
         **source_tags(job, hide),
@@ -368,7 +368,7 @@ def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
 def _note(job: Job, compare: str) -> str:
     """Return the job's description in Markdown, shown above its run."""
     last = job.attempts[-NOTED_ATTEMPTS:]
-    return _write("job", job, shown_reason(job), compare, last, predicted_peak_bytes)
+    return _write("job", job, describe_status_with_holder(job), compare, last, predicted_peak_bytes)
 
 
 def comparison_note(comparison: Comparison, link: str) -> str:

@@ -30,7 +30,7 @@ from orchestrator.backends.mlflow.models import Outputs
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, register_socket, want_server
 from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
-from orchestrator.scheduling.base.node_groups import device_of
+from orchestrator.scheduling.base.node_groups import find_device_spec
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.job_record import Job, JobStatus
@@ -171,7 +171,7 @@ class MlflowTracker(Tracker):
                 else ()
             )
             observation = observation_of(state, job, attempt)
-            device = device_of(state, attempt.device)
+            device = find_device_spec(state, attempt.device)
             content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
                 content = replace(

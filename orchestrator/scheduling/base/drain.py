@@ -29,13 +29,17 @@ def apply_drain(state: State, event: DrainRequested) -> State:
     return replace(state, drained=tuple(sorted(others)), suspensions=trusted, ends=ends)
 
 
-def closures(state: State) -> dict[str, tuple[Window, ...]]:
+def closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
     """Return the windows (begin, end) in which nothing may start, in order, for each live node that has any.
 
     A window that has begun starts at minus infinity. A suspended node is closed until its suspension ends.
     """
     closed = {}
-    suspended = {entry.node: entry.until_s for entry in suspensions(state) if entry.device is None}
+    suspended = {
+        entry.node: entry.until_s
+        for entry in list_active_suspensions(state)
+        if entry.device is None
+    }
     for node in state.nodes:
         ahead = ((start_s, end_s) for start_s, end_s in _windows(node) if end_s > state.at_s)
         windows = tuple(
@@ -48,14 +52,14 @@ def closures(state: State) -> dict[str, tuple[Window, ...]]:
     return closed
 
 
-def suspended_devices(state: State) -> dict[tuple[str, int], float]:
+def suspended_until_s_by_device(state: State) -> dict[tuple[str, int], float]:
     """Return until when each closed device takes no new attempt, by (node, index), in seconds since 1970.
 
     A device that the driver cannot read is closed for ever: no time is known at which it can be read again.
     """
     suspended = {
         (entry.node, entry.device): entry.until_s
-        for entry in suspensions(state)
+        for entry in list_active_suspensions(state)
         if entry.device is not None
     }
     for node in state.nodes:
@@ -88,12 +92,12 @@ def apply_nodes(state: State, event: NodesSeen) -> State:
     )
 
 
-def suspensions(state: State) -> list[Suspension]:
+def list_active_suspensions(state: State) -> list[Suspension]:
     """Return the suspensions that are still in force."""
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
-def leave_times(state: State, running: Iterable[Job]) -> dict[str, float]:
+def leave_time_by_job(state: State, running: Iterable[Job]) -> dict[str, float]:
     """Return {job id: when} of the next maintenance for which each job must leave its nodes.
 
     Jobs of one node leave one after another, so that they do not save all at once.
@@ -114,7 +118,7 @@ def leave_times(state: State, running: Iterable[Job]) -> dict[str, float]:
     return times
 
 
-def next_change_s(state: State) -> float:
+def next_closing_or_opening_s(state: State) -> float:
     """Return when the next node or device closes or opens, in seconds since 1970; infinity: never."""
     times_s = [time_s for node in state.nodes for window in _windows(node) for time_s in window]
     return min(

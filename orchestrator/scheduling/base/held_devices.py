@@ -8,7 +8,7 @@ from orchestrator.specs.attempt import Device, devices_in
 from orchestrator.specs.state import State
 
 
-def holders(state: State) -> Mapping[Device, str]:
+def job_id_by_held_device(state: State) -> Mapping[Device, str]:
     """Return the id of the job by device, also of an ended job until its memory is reported free again.
 
     A job that still runs has a last attempt whose status is not ENDED.

@@ -58,7 +58,7 @@ def saves_on_request(spec: JobSpec) -> bool:
     return not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
 
 
-def needs_open_s(job: Job, seconds: float, launch_cost_s: float) -> float:
+def required_open_s(job: Job, seconds: float, launch_cost_s: float) -> float:
     """Return for how long the nodes of a new attempt must stay open: a job that can be saved fills what is left.
 
     A job with a deadline would be late; one with a start window or a guaranteed speed stays where it is.
@@ -67,8 +67,8 @@ def needs_open_s(job: Job, seconds: float, launch_cost_s: float) -> float:
     return min(seconds, FILL_LAUNCHES * launch_cost_s) if fills else seconds
 
 
-def expected_loss_s(job: Job, at_s: float) -> float:
-    """Return the seconds of training that a stop at `at_s` would lose: those since the last checkpoint.
+def expected_loss_s(job: Job, stop_at_s: float) -> float:
+    """Return the seconds of training that a stop at `stop_at_s` would lose: those since the last checkpoint.
 
     It is the most that an earlier end of the job has lost. Where none tells, all of the attempt counts as lost.
     """
@@ -77,7 +77,7 @@ def expected_loss_s(job: Job, at_s: float) -> float:
         return 0.0
     began_s = attempt.launched_at_s if attempt.started_at_s is None else attempt.started_at_s
     lost_s = [loss_s for earlier in job.attempts[:-1] if (loss_s := _lost_s(earlier)) is not None]
-    return min(max(lost_s, default=inf), max(0.0, at_s - began_s))
+    return min(max(lost_s, default=inf), max(0.0, stop_at_s - began_s))
 
 
 def _lost_s(attempt: Attempt) -> float | None:
@@ -100,7 +100,7 @@ def stopped_at_s(job: Job) -> float:
     return max(ends_s, default=-inf)
 
 
-def may_grow(job: Job) -> bool:
+def may_move_to_more_devices(job: Job) -> bool:
     """Return whether a running job may move to more devices. A job with a deadline already has as many as it needs."""
     return (
         job.last is not None
@@ -125,12 +125,12 @@ def request_migration(
     why: str,
     at_s: float,
     held_placement: Placement = (),
-    climbs_to: Plan | None = None,
+    next_plan: Plan | None = None,
 ) -> tuple[Job, Stop]:
     """Return (job, Stop) that end the job's attempt so that it migrates. This uses up no retry budget.
 
     Meanwhile `held_placement`, devices for its next attempt, stays closed to other jobs. The next attempt uses the plan
-    `climbs_to`, if any.
+    `next_plan`, if any.
     """
     attempt = job.last
     assert attempt is not None, job.id
@@ -141,7 +141,7 @@ def request_migration(
         stop_cause=cause,
         leaves_by_s=at_s + MOVE_GRACE_S,
         held_placement=held_placement,
-        climbs_to=climbs_to,
+        climbs_to=next_plan,
     )
     job = replace(job, attempts=(*job.attempts[:-1], leaving), reason=why)
     return job, Stop(job_id=job.id, number=attempt.number, grace_s=MOVE_GRACE_S)

@@ -25,7 +25,7 @@ class NodeGroup:
         return self.hardware.devices
 
 
-def groups_of(nodes: Iterable[Node]) -> list[NodeGroup]:
+def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
     """Return the nodes grouped by kind, fastest devices first."""
 
     def kind(node: Node) -> tuple[float, int, str]:
@@ -40,11 +40,11 @@ def groups_of(nodes: Iterable[Node]) -> list[NodeGroup]:
 
 def find_node_group(state: State, device: str | None) -> NodeGroup | None:
     """Return the live, else the declared, nodes with that kind of device; the fastest kind where none is named."""
-    groups = (*groups_of(state.nodes), *groups_of(state.declared))
+    groups = (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared))
     return next((group for group in groups if device in (None, group.hardware.device.name)), None)
 
 
-def device_of(state: State, name: str) -> DeviceSpec | None:
+def find_device_spec(state: State, name: str) -> DeviceSpec | None:
     """Return the device kind of that name; None where the cluster no longer has it."""
     group = find_node_group(state, name)
     return None if group is None else group.hardware.device

@@ -6,7 +6,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.pending import Pending
 
 
-def pending(job: Job, at_s: float) -> Pending:
+def pending_code(job: Job, at_s: float) -> Pending:
     """Return the code of why a queued job waits at this time; DEVICES until a decision has said more."""
     if job.held_by is not None:
         return Pending.HELD

@@ -38,7 +38,7 @@ def too_late_sentence(facts: Facts) -> str:
     return _sentence("too_late", **dict(facts))
 
 
-def reason_of(job: Job) -> str:
+def describe_status(job: Job) -> str:
     """Return why the job waits, runs or ended: what its last event said, else the sentence of its code."""
     if job.status.ended:
         return job.reason
@@ -61,12 +61,12 @@ def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
     return _sentence(Pending.DEPENDENCY, jobs=", ".join(names))
 
 
-def shown_reason(job: Job) -> str:
-    """Return `reason_of` with the job's holder and the command that releases it, where it is held."""
+def describe_status_with_holder(job: Job) -> str:
+    """Return `describe_status` with the job's holder and the command that releases it, where it is held."""
     if job.held_by is None or job.status.ended:
-        return reason_of(job)
+        return describe_status(job)
     command = _sentence("resume" if job.attempts else "release", job=job.id)
-    return "; ".join(filter(None, (describe_holder(job), reason_of(job), command)))
+    return "; ".join(filter(None, (describe_holder(job), describe_status(job), command)))
 
 
 def describe_holder(job: Job) -> str:

@@ -12,7 +12,7 @@ SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would ra
 
 
 @frozen
-class Shape:
+class GangShape:
     """A number of devices, spread evenly over nodes. `shares` are devices per node, in order of preference."""
 
     devices: int
@@ -25,7 +25,7 @@ class Shape:
 
 
 @lru_cache(maxsize=4096)
-def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
+def find_gang_shape(plan: Plan, devices_per_node: int, nodes: int) -> GangShape | None:
     """Return how a plan's ranks may spread over the nodes of a group; None where they cannot.
 
     Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node. So do
@@ -45,4 +45,4 @@ def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
     tight = [share for share in shares if devices // share <= SPREAD_MAX * fewest_nodes] or shares[
         :1
     ]
-    return Shape(devices=devices, shares=tuple(tight)) if tight else None
+    return GangShape(devices=devices, shares=tuple(tight)) if tight else None

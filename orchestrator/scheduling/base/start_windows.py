@@ -15,7 +15,7 @@ SPANS = 8  # that are looked at: those of a week and one more, as some are short
 
 
 @dataclass(frozen=True, slots=True)
-class Hours:
+class StartHours:
     """When an attempt of a job may start.
 
     `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before the window closes
@@ -46,25 +46,25 @@ class Hours:
         return inf
 
 
-ALWAYS = Hours(None)
+ALWAYS = StartHours(None)
 
 
-def hours_of(
+def start_hours_of(
     spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf, fill_s: float = inf
-) -> Hours:
+) -> StartHours:
     """Return when an attempt may start that takes one of these lengths and must end by `by_s`.
 
     Where it is saved when its window closes, it starts with `fill_s` left.
     """
     if spec.start_window is None:
-        return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
-    within = Hours(spec.start_window, must_end=True)
+        return ALWAYS if by_s == inf else StartHours(None, by_s=by_s)
+    within = StartHours(spec.start_window, must_end=True)
     ends = spec.optimizer_steps is not None and any(
         within.start_s(now_s, length_s) < inf for length_s in lengths_s
     )
     if not ends and leaves_at_close(spec):
-        return Hours(spec.start_window, must_end=True, by_s=by_s, needs_s=fill_s)
-    return Hours(spec.start_window, must_end=ends, by_s=by_s)
+        return StartHours(spec.start_window, must_end=True, by_s=by_s, needs_s=fill_s)
+    return StartHours(spec.start_window, must_end=ends, by_s=by_s)
 
 
 def leaves_at_close(spec: JobSpec) -> bool:
@@ -72,14 +72,14 @@ def leaves_at_close(spec: JobSpec) -> bool:
     return spec.start_window is not None and not spec.stays and saves_on_request(spec)
 
 
-def closing_s(spec: JobSpec, launched_s: float) -> float:
+def leave_at_closing_s(spec: JobSpec, launched_s: float) -> float:
     """Return when a job that was launched then is asked to leave, in seconds since 1970; infinity: never."""
     if spec.start_window is None or not leaves_at_close(spec):
         return inf
     return spec.start_window.span(launched_s)[1] - MOVE_GRACE_S
 
 
-def opening_s(spec: JobSpec, after_s: float) -> float:
+def next_opening_s(spec: JobSpec, after_s: float) -> float:
     """Return when the job's start window next opens, in seconds since 1970; infinity without a window."""
     if spec.start_window is None:
         return inf
@@ -87,7 +87,7 @@ def opening_s(spec: JobSpec, after_s: float) -> float:
     return opens_s if opens_s > after_s else spec.start_window.span(closes_s)[0]
 
 
-def is_open(spec: JobSpec, at_s: float) -> bool:
+def may_start_at(spec: JobSpec, at_s: float) -> bool:
     """Return whether the job may start at this time: its start window is open, or it has none."""
     return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s
 

@@ -26,12 +26,12 @@ from orchestrator.specs.units import DURATION_PATTERN, format_seconds, in_words
 ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
 
 
-def spent_s(job: Job, at_s: float) -> float:
+def total_run_time_s(job: Job, at_s: float) -> float:
     """Return the total seconds that the job's attempts have run, up to `at_s` for a running one."""
     return sum(_ran_s(attempt, at_s) for attempt in job.attempts)
 
 
-def left_s(job: Job) -> float:
+def time_limit_left_s(job: Job) -> float:
     """Return the seconds of the time limit that ended attempts have left; at least 1, infinity without a limit."""
     limit_s = job.spec.time_limit
     return (
@@ -41,15 +41,15 @@ def left_s(job: Job) -> float:
     )
 
 
-def expires_s(job: Job) -> float:
+def time_limit_reached_at_s(job: Job) -> float:
     """Return when a running job reaches its time limit, in seconds since 1970; infinity where it will not."""
     attempt = job.last
     if job.spec.time_limit is None or attempt is None or not can_move(job):
         return inf
-    return limit_end_s(job, attempt) if attempt.status is AttemptStatus.RUNNING else inf
+    return time_limit_end_s(job, attempt) if attempt.status is AttemptStatus.RUNNING else inf
 
 
-def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
+def time_limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
     """Return when the time limit ends the job's last attempt; an unstarted one counts from after its launch."""
     if job.spec.time_limit is None:
         return inf
@@ -60,14 +60,15 @@ def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float
     return begin_s + job.spec.time_limit - earlier_s
 
 
-def is_over(job: Job, at_s: float) -> bool:
+def is_over_time_limit(job: Job, at_s: float) -> bool:
     """Return whether the job has used up its time limit."""
     return (
-        job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
+        job.spec.time_limit is not None
+        and total_run_time_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
     )
 
 
-def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
+def stop_at_time_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
     """Return (job, Stop) that make the attempt save and end, with the grace period of a migration."""
     why = f"stopped: {_over(job.spec)}"
     job, stop = request_migration(job, StopCause.TIME_LIMIT, why, at_s)
@@ -75,7 +76,7 @@ def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
     return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
 
 
-def over_limit(job: Job, attempt: Attempt) -> Failure:
+def time_limit_failure(job: Job, attempt: Attempt) -> Failure:
     """Return the failure of an attempt that reached the time limit. It names limit, step and the next command."""
     steps = [beat.step for beat in attempt.heartbeats]
     saved = attempt.facts.checkpoint_step

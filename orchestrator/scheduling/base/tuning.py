@@ -73,7 +73,7 @@ class Tuning:
 TUNING = Tuning()  # for the mean completion
 
 
-def tuned_for(objective: Objective) -> Tuning:
+def select_tuning(objective: Objective) -> Tuning:
     """Return the tuning constants for this objective of the queue.
 
     For the makespan a job takes the devices that waste least, as the price of a device-second is high; and the long do

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.scheduling.base.time_limits import over_limit
+from orchestrator.scheduling.base.time_limits import time_limit_failure
 from orchestrator.scheduling.failures.device_memory import is_nearly_full, oom_failure
 from orchestrator.scheduling.failures.done_steps import describe_done, is_before_last_step
 from orchestrator.scheduling.failures.exit_codes import (
@@ -167,7 +167,7 @@ def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
 def _outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
     """Return the failure of an attempt that we stopped, or that lost its node; else None."""
     if evidence.stopped and attempt.over_limit:
-        return over_limit(job, attempt)
+        return time_limit_failure(job, attempt)
     if evidence.stopped and attempt.moved_for:
         return Failure(kind=FailureKind.MOVED, reason=attempt.moved_for)
     if evidence.nodes_lost:

@@ -9,7 +9,11 @@ from typing import NamedTuple
 from orchestrator.planning.ways_out import with_batch_knobs
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.options.job_options import JobOptions, calibration_for, job_options
+from orchestrator.scheduling.options.job_options import (
+    JobOptions,
+    calibration_for,
+    list_job_options,
+)
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sections import LearningRateRule, SmallerBatch
@@ -31,7 +35,7 @@ class Question(NamedTuple):
     allowed: JobSpec | None = None
 
 
-def question_of(state: State, job: Job, groups: Sequence[NodeGroup]) -> Question | None:
+def find_next_question(state: State, job: Job, groups: Sequence[NodeGroup]) -> Question | None:
     """Return the job's next step where no plan is left: an allowed change, or a question; None where nothing helps.
 
     A job asks once it ran out of memory. It asks for the mildest class of degradation by which a plan may fit. Where
@@ -74,7 +78,7 @@ def _describe_missing_knobs(state: State, job: Job, groups: Sequence[NodeGroup])
 def _has_plan(state: State, job: Job, groups: Sequence[NodeGroup]) -> bool:
     """Return whether any group may hold the job."""
     for group in groups:
-        options = job_options(
+        options = list_job_options(
             job, group, calibration_for(state, job, group.hardware.device.name), 0.0
         )
         if isinstance(options, JobOptions) or options.likeliest is not None:
@@ -150,7 +154,7 @@ def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
             yield smaller, "global_batch_size", batch, meaning
 
 
-def with_allowed(
+def apply_permissions(
     spec: JobSpec,
     allow: str | None,
     global_batch_size: int | None,

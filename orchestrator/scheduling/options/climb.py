@@ -8,13 +8,13 @@ from orchestrator.memory.calibration.calibrate import Calibration, step_factor, 
 from orchestrator.planning.frontier import fit_probability
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, can_move, is_elastic
 from orchestrator.scheduling.base.node_groups import NodeGroup
-from orchestrator.scheduling.base.shape import shape_of
+from orchestrator.scheduling.base.shape import find_gang_shape
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import (
     SizeOption,
-    free_bytes_for,
-    measured_peaks,
-    measured_step_s,
+    measured_peak_bytes_by_plan,
+    measured_step_s_by_plan,
+    needed_free_bytes,
     steps_left,
     untried_candidates,
 )
@@ -33,7 +33,7 @@ CLIMB_LAUNCHES = 3  # that the gain has to exceed, beside the checkpoint
 CLIMB_SPEED_UP = 1.13
 
 
-def may_climb(job: Job) -> bool:
+def may_move_to_faster_plan(job: Job) -> bool:
     """Return whether a recovered job may move to a faster plan: measured, movable without loss, and not moved before.
 
     A script of unknown memory never may: only the order of its plans' speeds is known, not the gain.
@@ -48,7 +48,7 @@ def may_climb(job: Job) -> bool:
     return recovered and is_timed and is_running and not climbed and is_elastic(job)
 
 
-def faster_option(
+def find_faster_option(
     job: Job, group: NodeGroup, calibrated: Calibration, launch_cost_s: float
 ) -> SizeOption | None:
     """Return the fastest plan on as many devices that fits with CLIMB_PROBABILITY and repays its launch; else None.
@@ -73,8 +73,8 @@ def faster_option(
         return None
     steps = left - pace.steps_done
     factors = {step_kind(attempt.plan): pace.step_s / attempt.step_s}, calibrated.step_factors
-    steps_s = measured_step_s(job, device.name)
-    peaks = measured_peaks(job, device.name)
+    steps_s = measured_step_s_by_plan(job, device.name)
+    peaks = measured_peak_bytes_by_plan(job, device.name)
     timed = [
         (
             steps_s.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors),
@@ -91,12 +91,12 @@ def faster_option(
             attempt.plan
         ):
             continue
-        shape = shape_of(
+        shape = find_gang_shape(
             candidate.plan,
             devices_per_node=group.hardware.devices_per_node,
             nodes=group.hardware.nodes,
         )
-        least_bytes = free_bytes_for(candidate, calibrated, peaks)
+        least_bytes = needed_free_bytes(candidate, calibrated, peaks)
         fits = (
             candidate.plan in peaks
             or fit_probability(candidate, device.memory, calibrated) >= CLIMB_PROBABILITY

@@ -10,7 +10,7 @@ from orchestrator.specs.job_record import Job
 GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs out of memory, too
 
 
-def restart_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
+def expected_failure_cost_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
     """Return the expected seconds lost by one more out-of-memory failure: a launch, and the risk of losing the job."""
     left = job.spec.retries.oom - sum(
         ran_out(attempt) and not attempt.probe for attempt in job.attempts
@@ -18,7 +18,7 @@ def restart_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float
     return launch_cost_s + min(seconds) / max(1, left + 1)
 
 
-def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
+def pick_first_plan_to_try(plans: Sequence[tuple[float, float]], failure_cost_s: float) -> int:
     """Return the index of the first plan to try, among pairs (seconds to the end, probability that it fits).
 
     One unknown decides for all of them: where a plan runs out of memory, so does each that is less likely to fit. So
@@ -31,7 +31,7 @@ def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
     def expected_s(place: int, excluded: float, after_s: float) -> float:
         seconds, share = plans[place]
         fits = (share - excluded) / (1 - excluded) if excluded < 1 else 0.0
-        return fits * seconds + (1 - fits) * (restart_s + after_s)
+        return fits * seconds + (1 - fits) * (failure_cost_s + after_s)
 
     after_s = dict.fromkeys(
         order, worst_s

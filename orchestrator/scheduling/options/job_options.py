@@ -23,9 +23,9 @@ from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice, Rule, room_of
 from orchestrator.planning.ways_out import Unfit
-from orchestrator.scheduling.base.migration import needs_open_s
+from orchestrator.scheduling.base.migration import required_open_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
-from orchestrator.scheduling.base.shape import Shape, shape_of
+from orchestrator.scheduling.base.shape import GangShape, find_gang_shape
 from orchestrator.scheduling.failures.degrade import (
     answered_by_phase,
     bytes_of_no_batch,
@@ -34,9 +34,13 @@ from orchestrator.scheduling.failures.degrade import (
 from orchestrator.scheduling.failures.observation import is_truncated, ran_out
 from orchestrator.scheduling.failures.out_of_memory import loaded_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
-from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
-from orchestrator.scheduling.options.lengths import Length, Lengths
-from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
+from orchestrator.scheduling.options.hedge import expected_failure_cost_s, pick_first_plan_to_try
+from orchestrator.scheduling.options.lengths import DurationHistory, PredictedDuration
+from orchestrator.scheduling.options.probe import (
+    find_probe_plan,
+    probe_bytes_bound,
+    with_measured_memory,
+)
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import DeviceSpec
@@ -63,7 +67,7 @@ class SizeOption:
     """A way to run the job: a plan, its devices and its run time."""
 
     candidate: Candidate
-    shape: Shape
+    shape: GangShape
     least_bytes: int  # required free on each device
     seconds: float  # from its launch to its end
     open_s: float  # how long its nodes must stay open, launch included
@@ -95,9 +99,11 @@ class JobOptions:
     most_bytes: int  # the most that any entry requires free on a device
     rule: Rule
 
-    def among(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
+    def best_where(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
         """Return the best option per number of devices among those for which `holds` is true."""
-        return best_of_each((entry for entry in self.fitting if holds(entry)), self.rule)
+        return best_option_per_device_count(
+            (entry for entry in self.fitting if holds(entry)), self.rule
+        )
 
 
 @frozen
@@ -108,19 +114,19 @@ class Infeasible:
     likeliest: JobOptions | None = None  # options of the plan that may fit all the same
 
 
-NOTHING_LEARNED = Lengths()
+NOTHING_LEARNED = DurationHistory()
 
 
-def job_options(
+def list_job_options(
     job: Job,
     group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
-    lengths: Lengths = NOTHING_LEARNED,
+    lengths: DurationHistory = NOTHING_LEARNED,
 ) -> JobOptions | Infeasible:
     """Return the job's untried plans that fit the group when empty; Infeasible where there are none."""
     device = group.hardware.device
-    job = replace(job, spec=measured_spec(job.spec, calibrated))
+    job = replace(job, spec=with_measured_memory(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
         return Infeasible(why=lambda: too_few)
@@ -135,27 +141,29 @@ def job_options(
     probe, probe_least = _probe_within(device, job, calibrated, candidates)
     if probe is not None:
         candidates = [probe]
-    measured = measured_peaks(job, device.name)
+    measured = measured_peak_bytes_by_plan(job, device.name)
     shapes = partial(
-        shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes
+        find_gang_shape,
+        devices_per_node=group.hardware.devices_per_node,
+        nodes=group.hardware.nodes,
     )
 
     def options_from(
-        fitting: Sequence[tuple[Candidate, Shape, int]],
+        fitting: Sequence[tuple[Candidate, GangShape, int]],
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
         candidates = [candidate for candidate, _, _ in fitting]
         if probe is None:
-            expected = _lengths(job, candidates, group, calibrated, lengths)
+            expected = _predict_durations(job, candidates, group, calibrated, lengths)
         else:
-            probe_s = max(0.0, lengths.probe_s() - launch_cost_s)
-            expected = [Length(probe_s, probe_s)]
+            probe_s = max(0.0, lengths.expected_probe_s() - launch_cost_s)
+            expected = [PredictedDuration(probe_s, probe_s)]
         entries: Sequence[SizeOption] = [
             SizeOption(
                 candidate,
                 shape,
                 least,
                 launch_cost_s + length.seconds,
-                needs_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
+                required_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
                 is_known=length.is_known,
                 probe=probe is not None,
                 fill=least / device.memory,
@@ -166,18 +174,19 @@ def job_options(
             entries = pick_guaranteed(job, entries, group.devices)
             if not entries:
                 is_timed = not any(
-                    has_no_seconds(job, candidate.estimate.source) for candidate, _, _ in fitting
+                    has_unknown_step_time(job, candidate.estimate.source)
+                    for candidate, _, _ in fitting
                 )
                 return Infeasible(
                     why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed)
                 )
         rule = choice_rule_of(job, device.name, calibrated, entries[0].candidate)
-        best = best_of_each(entries, rule)
+        best = best_option_per_device_count(entries, rule)
         most_bytes = max(entry.least_bytes for entry in best)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=most_bytes, rule=rule)
 
     needs = [
-        (candidate, probe_least or free_bytes_for(candidate, calibrated, measured))
+        (candidate, probe_least or needed_free_bytes(candidate, calibrated, measured))
         for candidate in candidates
         if candidate.fits_host
     ]
@@ -188,7 +197,7 @@ def job_options(
     ]
     fitting = [option for option in fitting if option[0].plan == _plan_of_climb(job)] or fitting
     if fitting:
-        return options_from(_hedge(job, group, calibrated, fitting, launch_cost_s))
+        return options_from(_keep_likely_to_fit(job, group, calibrated, fitting, launch_cost_s))
     why = partial(
         why_nothing_fits,
         Unfit(job.spec, group.hardware, device.memory, calibrated, job.refuted),
@@ -213,11 +222,11 @@ def _probe_within(
     device: DeviceSpec, job: Job, calibrated: Calibration, candidates: Sequence[Candidate]
 ) -> tuple[Candidate | None, int | None]:
     """Return the probe to run first and the bytes that it needs by an earlier probe; None where either is missing."""
-    probe = probe_of(job, device, calibrated, candidates)
-    bound = None if probe is None else probe_bytes(probe, job.last)
+    probe = find_probe_plan(job, device, calibrated, candidates)
+    bound = None if probe is None else probe_bytes_bound(probe, job.last)
     if bound is not None and bound <= device.memory:
         return probe, bound  # by what was measured, not by what is assumed of the script
-    if probe is not None and free_bytes_for(probe, calibrated, {}) > device.memory:
+    if probe is not None and needed_free_bytes(probe, calibrated, {}) > device.memory:
         return None, None
     return probe, None
 
@@ -251,7 +260,7 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
             entry
             for entry in packed
             if entry.candidate.step_s <= guarantee.step * AS_FAST
-            and not has_no_seconds(job, entry.candidate.estimate.source)
+            and not has_unknown_step_time(job, entry.candidate.estimate.source)
         ]
     else:
         mildest = [
@@ -279,13 +288,13 @@ def _why_not_guaranteed(spec: JobSpec, device: str, *, is_timed: bool) -> str:
     )
 
 
-def _hedge(
+def _keep_likely_to_fit(
     job: Job,
     group: NodeGroup,
     calibrated: Calibration,
-    fitting: Sequence[tuple[Candidate, Shape, int]],
+    fitting: Sequence[tuple[Candidate, GangShape, int]],
     launch_cost_s: float,
-) -> Sequence[tuple[Candidate, Shape, int]]:
+) -> Sequence[tuple[Candidate, GangShape, int]]:
     """Return the options at least as likely to fit as the plan by which the job ends soonest (hedge.py).
 
     Only the mildest degradation counts: a hedge is no reason to leave what the user asked for.
@@ -293,21 +302,22 @@ def _hedge(
     if calibrated.belief is None or not fitting:
         return fitting
     device = group.hardware.device
-    measured = measured_peaks(job, device.name)
+    measured = measured_peak_bytes_by_plan(job, device.name)
     mildest = [option for option in fitting if option[0].degradation == fitting[0][0].degradation]
     chances = [
         1.0 if candidate.plan in measured else fit_probability(candidate, device.memory, calibrated)
         for candidate, _, _ in mildest
     ]
-    lengths = _lengths(
+    lengths = _predict_durations(
         job, [candidate for candidate, _, _ in mildest], group, calibrated, NOTHING_LEARNED
     )
     seconds = [length.seconds for length in lengths]
     if mildest[0][0].estimate.source in UNTIMED:
         least = min(LIKELY, max(chances))
         return [option for option, chance in zip(mildest, chances, strict=True) if chance >= least]
-    first = pick_soonest(
-        list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds)
+    first = pick_first_plan_to_try(
+        list(zip(seconds, chances, strict=True)),
+        expected_failure_cost_s(job, launch_cost_s, seconds),
     )
     return [
         option for option, chance in zip(mildest, chances, strict=True) if chance >= chances[first]
@@ -325,7 +335,7 @@ def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Ca
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
     incumbents = {
-        *measured_step_s(job, device),
+        *measured_step_s_by_plan(job, device),
         *(observation.plan for observation in calibrated.proven),
     }
     is_measured = bool(job.attempts or calibrated.proven or calibrated.refuted or calibrated.line)
@@ -340,7 +350,9 @@ def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Ca
     )
 
 
-def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption, ...]:
+def best_option_per_device_count(
+    fitting: Iterable[SizeOption], rule: Rule
+) -> tuple[SizeOption, ...]:
     """Return the preferred option per number of devices, fewest first; numbers that gain nothing are left out.
 
     Only options of the mildest class of degradation count.
@@ -353,11 +365,11 @@ def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption,
         if option.candidate.degradation is not mildest:
             break
         by_devices.setdefault(option.devices, []).append(option)
-    best = [_best(options, rule) for _, options in sorted(by_devices.items())]
+    best = [_best_option(options, rule) for _, options in sorted(by_devices.items())]
     return tuple(best[index] for index in rule.widths([option.choice for option in best]))
 
 
-def _best(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
+def _best_option(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
     choices = [option.choice for option in options]
     taken = rule.choose(choices)
     fastest = min(choices, key=attrgetter("seconds"))
@@ -380,39 +392,39 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     return max(0, steps - done)
 
 
-def attempt_length(
+def predict_attempt_duration(
     job: Job,
     attempt: Attempt,
     group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
-    lengths: Lengths,
-) -> Length:
+    lengths: DurationHistory,
+) -> PredictedDuration:
     """Return the predicted length of an attempt from its launch to its end."""
     if attempt.probe:
-        return Length(lengths.probe_s(), lengths.probe_s())
+        return PredictedDuration(lengths.expected_probe_s(), lengths.expected_probe_s())
     left = steps_left(job, attempt)
     pace = attempt.pace
     if left is not None and pace is not None:
         past_s = pace.at_s - attempt.launched_at_s
-        return told_length(past_s + max(0, left - pace.steps_done) * pace.step_s)
-    ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
-    factors = step_factors(job, attempt.device, attempt.number), calibrated.step_factors
-    if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
-        unknown = _unknown_length(job, group, attempt.step_s, left, lengths)
+        return certain_duration(past_s + max(0, left - pace.steps_done) * pace.step_s)
+    ran_before = measured_step_s_by_plan(job, attempt.device, attempt.number).get(attempt.plan)
+    factors = own_step_factors(job, attempt.device, attempt.number), calibrated.step_factors
+    if left is None or has_unknown_step_time(job, attempt.estimate.source, *factors):
+        unknown = _guess_duration(job, group, attempt.step_s, left, lengths)
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
     step_s = ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
-    return told_length(launch_cost_s + left * step_s)
+    return certain_duration(launch_cost_s + left * step_s)
 
 
-def told_length(seconds: float) -> Length:
+def certain_duration(seconds: float) -> PredictedDuration:
     """Return a length that somebody told or that was measured."""
-    return Length(seconds, seconds)
+    return PredictedDuration(seconds, seconds)
 
 
-def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
+def measured_step_s_by_plan(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
     """Return the measured seconds per step of each plan that earlier attempts ran on this kind of device."""
     return {
         attempt.plan: attempt.measured_step_s
@@ -421,7 +433,7 @@ def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Pl
     }
 
 
-def step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
+def own_step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
     """Return measured over predicted seconds of a step in the job's own attempts, by kind of step."""
     return {
         step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
@@ -430,7 +442,7 @@ def step_factors(job: Job, device: str, before: int | None = None) -> Mapping[St
     }
 
 
-def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
+def measured_peak_bytes_by_plan(job: Job, device: str) -> dict[Plan, int]:
     """Return the measured allocated peak of each plan that this job ran on this kind of device without running out."""
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
@@ -441,26 +453,26 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
     return peaks
 
 
-def _lengths(
+def _predict_durations(
     job: Job,
     candidates: Sequence[Candidate],
     group: NodeGroup,
     calibrated: Calibration,
-    lengths: Lengths,
-) -> list[Length]:
+    lengths: DurationHistory,
+) -> list[PredictedDuration]:
     """Return the seconds of training left on each candidate, by measured steps of the job's family if there are any."""
     left = steps_left(job)
     device = group.hardware.device.name
-    measured = measured_step_s(job, device) if job.attempts else {}
-    factors = step_factors(job, device), calibrated.step_factors
+    measured = measured_step_s_by_plan(job, device) if job.attempts else {}
+    factors = own_step_factors(job, device), calibrated.step_factors
     if left is None or (
-        candidates and has_no_seconds(job, candidates[0].estimate.source, *factors)
+        candidates and has_unknown_step_time(job, candidates[0].estimate.source, *factors)
     ):
         return [
-            _unknown_length(job, group, candidate.step_s, left, lengths) for candidate in candidates
+            _guess_duration(job, group, candidate.step_s, left, lengths) for candidate in candidates
         ]
     return [
-        told_length(
+        certain_duration(
             left
             * (
                 measured.get(candidate.plan)
@@ -471,14 +483,14 @@ def _lengths(
     ]
 
 
-def has_no_seconds(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
+def has_unknown_step_time(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
     """Return whether nothing tells how long a step takes: only the order of its plans is known."""
     return source in WITHOUT_SECONDS and not job.spec.speeds and not any(factors)
 
 
-def _unknown_length(
-    job: Job, group: NodeGroup, step_s: float, left: int | None, lengths: Lengths
-) -> Length:
+def _guess_duration(
+    job: Job, group: NodeGroup, step_s: float, left: int | None, lengths: DurationHistory
+) -> PredictedDuration:
     """Return the length of a job that nobody told, on a plan of this step time; the slowest takes the longest."""
     try:
         slowest_s = max(
@@ -492,7 +504,9 @@ def _unknown_length(
     return lengths.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
 
 
-def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
+def needed_free_bytes(
+    candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]
+) -> int:
     """Return the free bytes that each device must have, from the corrected prediction or an earlier measured peak."""
     around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
     if candidate.plan in measured:

@@ -28,7 +28,7 @@ PROBE_TURNS = 2  # the second has the gradients of the first beside its own
 ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size
 
 
-def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
+def with_measured_memory(spec: JobSpec, calibrated: Calibration) -> JobSpec:
     """Return the job with memory per sample as probes of its family measured it, and the settings these relate to.
 
     A job is returned unchanged where there are none, or where it declares its memory.
@@ -40,7 +40,7 @@ def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
     )
 
 
-def probe_of(
+def find_probe_plan(
     job: Job, device: DeviceSpec, calibrated: Calibration, candidates: Sequence[Candidate]
 ) -> Candidate | None:
     """Return the plan to probe before the job trains on this kind of device; None where no probe is needed.
@@ -52,9 +52,13 @@ def probe_of(
     """
     if job.spec.probe == "never" or not _can_be_probed(job.spec) or job.fault is not None:
         return None
-    if calibrated.line is not None or calibrated.is_seen or not _goes_on(job.attempts, device.name):
+    if (
+        calibrated.line is not None
+        or calibrated.is_seen
+        or not _has_only_probed(job.attempts, device.name)
+    ):
         return None
-    alike = [candidate for candidate in candidates if _is_plain(candidate)]
+    alike = [candidate for candidate in candidates if _has_no_savings(candidate)]
     fewest = min((candidate.plan.world_size for candidate in alike), default=0)
     alike = sorted(
         (candidate for candidate in alike if candidate.plan.world_size == fewest),
@@ -66,10 +70,10 @@ def probe_of(
     fresh = [candidate for candidate in alike if candidate.plan.micro_batch_size not in tried]
     sure = [candidate for candidate in fresh if _will_fit(candidate, job.attempts, device)]
     probe = next(iter([*sure[-1:], *fresh]), None)
-    return None if probe is None else _with_few_turns(probe, job.spec.knobs)
+    return None if probe is None else _with_few_micro_batches(probe, job.spec.knobs)
 
 
-def _with_few_turns(probe: Candidate, knobs: Knobs) -> Candidate:
+def _with_few_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
     """Return the probe with at most PROBE_TURNS micro-batches a step, where the script is told their number."""
     is_told = isinstance(knobs.gradient_accumulation_steps, Knob)
     if not is_told or knobs.global_batch_size is not None:  # which the script would divide itself
@@ -83,7 +87,7 @@ def _with_few_turns(probe: Candidate, knobs: Knobs) -> Candidate:
     )
 
 
-def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
+def failed_by_batch_of_one(attempt: Attempt, failure: Failure) -> bool:
     """Return whether a probe failed only because batch normalisation cannot train on one sample."""
     evidence = attempt.evidence
     if evidence is None or attempt.plan.micro_batch_size != 1:
@@ -93,7 +97,7 @@ def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
     return any(ONE_SAMPLE in text for text in texts)
 
 
-def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
+def probe_bytes_bound(probe: Candidate, probed: Attempt | None) -> int | None:
     """Return an upper bound of a probe's bytes, from an earlier probe with a margin; None without a measurement."""
     if probed is None or probed.peak_bytes is None:
         return None
@@ -109,7 +113,7 @@ def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpe
     """Return whether a probe surely fits, or most likely by what two forward passes held at their ends."""
     if not probed:
         return False
-    least = probe_bytes(candidate, probed[-1])
+    least = probe_bytes_bound(candidate, probed[-1])
     if least is None or least <= device.memory:
         return least is not None
     first = probed[0]
@@ -123,7 +127,7 @@ def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpe
     return MARGIN * peak_bytes <= device.memory
 
 
-def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
+def _has_only_probed(attempts: Sequence[Attempt], device: str) -> bool:
     """Return whether all earlier attempts were probes on this kind of device that measured their memory."""
     return len(attempts) < PROBES_MAX and all(
         attempt.probe
@@ -134,7 +138,7 @@ def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
     )
 
 
-def unmeasured_reason(spec: JobSpec) -> str | None:
+def why_not_probed(spec: JobSpec) -> str | None:
     """Return why a script of unknown memory is not probed, as text; None where it is."""
     if missing := _missing_knobs(spec):
         return f"no knob for {' and '.join(missing)}"
@@ -160,7 +164,7 @@ def _is_unknown(spec: JobSpec) -> bool:
     return spec.is_script and spec.profile is None and spec.trains is None
 
 
-def _is_plain(candidate: Candidate) -> bool:
+def _has_no_savings(candidate: Candidate) -> bool:
     plan = candidate.plan
     nothing = ActivationCheckpointing.NONE, ZeroStage.NONE, Degradation.EXACT
     return (plan.activation_checkpointing, plan.zero_stage, candidate.degradation) == nothing

@@ -11,7 +11,7 @@ from math import inf
 from typing import NamedTuple
 
 from orchestrator.scheduling.base.node_groups import NodeGroup
-from orchestrator.scheduling.base.shape import Shape
+from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.cluster import Node, Window
 from orchestrator.specs.group_values import group_values
@@ -98,7 +98,7 @@ class AvailabilityProfile:
         self._when: dict[int, _Times] = {}  # by share
         self._unpromised: dict[int, _Times] = {}  # the same, as it was before anything was promised
         self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
-        self._open_until_s: dict[Shape, float] = {}
+        self._open_until_s: dict[GangShape, float] = {}
         self._room_bytes: int | None = None  # once asked
         self.update_nodes(group.nodes)
 
@@ -214,7 +214,7 @@ class AvailabilityProfile:
 
     # what can be
 
-    def open_until_s(self, shape: Shape) -> float:
+    def open_until_s(self, shape: GangShape) -> float:
         """Return until when a gang of this shape could run if started now; minus infinity where it cannot start."""
         if self.idle < shape.devices:
             return -inf
@@ -225,7 +225,7 @@ class AvailabilityProfile:
         return self._open_until_s[shape]
 
     def place(
-        self, shape: Shape, end_s: float, least_bytes: int, open_until_s: float | None = None
+        self, shape: GangShape, end_s: float, least_bytes: int, open_until_s: float | None = None
     ) -> Placement | None:
         """Return devices that are free from now to `end_s` with `least_bytes` each; None where there are too few.
 
@@ -251,7 +251,7 @@ class AvailabilityProfile:
         return None
 
     def place_again(
-        self, attempt_placement: Placement, shape: Shape, end_s: float, least_bytes: int
+        self, attempt_placement: Placement, shape: GangShape, end_s: float, least_bytes: int
     ) -> Placement | None:
         """Return devices as `place` does (None: too few), counting those of one running attempt as idle and empty."""
         until = {part.node: self._until_s[self.numbers[part.node]][:] for part in attempt_placement}
@@ -276,7 +276,7 @@ class AvailabilityProfile:
                 self.occupy(part.node, (device,), until[part.node][device])
         return placement
 
-    def could_hold(self, shape: Shape, least_bytes: int) -> bool:
+    def could_hold(self, shape: GangShape, least_bytes: int) -> bool:
         """Return whether enough devices have `least_bytes` free once our own attempts have ended."""
         if self.has_room(least_bytes):
             return True
@@ -294,7 +294,7 @@ class AvailabilityProfile:
 
     def earliest(
         self,
-        shape: Shape,
+        shape: GangShape,
         from_s: float,
         seconds: float,
         least_bytes: int,

@@ -9,17 +9,17 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from math import inf
 
-from orchestrator.scheduling.base.credit import AGED, PRESSING, Fund, credit_device_s
+from orchestrator.scheduling.base.credit import AGED, PRESSING, CreditFund, credit_device_s
 from orchestrator.scheduling.base.migration import is_elastic
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
 from orchestrator.scheduling.queue.wait_queue import (
-    Promised,
     SortKey,
-    Turn,
-    Waiting,
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
     WaitQueue,
-    merge_lines,
+    merge_queues,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -68,7 +68,7 @@ class AdaptivePolicy:
             - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
         )
 
-    def in_order(self) -> Iterator[Turn]:
+    def in_order(self) -> Iterator[WaitingWithDeadline]:
         """Yield (job, time to end by) in order: guarantees, priority, fair share, then age, deadline and length.
 
         Of equal jobs those past their aging limits come first, in the order of submission. Then come jobs with urgent
@@ -92,12 +92,14 @@ class AdaptivePolicy:
                 yield waiting, by_s
             yield from self._others(lines, urgent)
 
-    def _overdue(self, lines: Sequence[WaitQueue], credits: dict[Fund, float]) -> Iterator[Turn]:
+    def _overdue(
+        self, lines: Sequence[WaitQueue], credits: dict[CreditFund, float]
+    ) -> Iterator[WaitingWithDeadline]:
         """Yield jobs past their aging limits by submission, as long as the credit lasts; it is then in debt.
 
         Neither a job with reserved devices nor one with a guarantee needs a credit.
         """
-        for _, _, job_id in merge_lines([line.due(self._index.state.at_s) for line in lines]):
+        for _, _, job_id in merge_queues([line.due(self._index.state.at_s) for line in lines]):
             waiting = self._index.waiting[job_id]
             waiting.fund = None
             if waiting.rank > -inf and waiting.job.spec.guarantee is None:
@@ -107,14 +109,16 @@ class AdaptivePolicy:
                 waiting.fund = AGED
             yield from self._in_time_first(waiting)
 
-    def _urgent(self, lines: Sequence[WaitQueue], credits: dict[Fund, float]) -> Iterator[Turn]:
+    def _urgent(
+        self, lines: Sequence[WaitQueue], credits: dict[CreditFund, float]
+    ) -> Iterator[WaitingWithDeadline]:
         """Yield jobs with urgent deadlines that can still be met, earliest first, where the credit covers them.
 
         A full credit covers any. What it does not cover now is passed over, so that smaller jobs can be in time.
         """
         at_s = self._index.state.at_s
         full_device_s = PRESSING.full_device_s(self._index.devices)
-        for by_s, _, job_id in merge_lines([line.by_deadline(at_s) for line in lines]):
+        for by_s, _, job_id in merge_queues([line.by_deadline(at_s) for line in lines]):
             waiting = self._index.waiting.get(job_id)
             if waiting is None or not waiting.presses_s <= at_s < waiting.rank:
                 continue
@@ -124,11 +128,13 @@ class AdaptivePolicy:
                 waiting.fund = PRESSING
                 yield waiting, by_s
 
-    def _others(self, lines: Sequence[WaitQueue], urgent: Collection[str]) -> Iterator[Turn]:
+    def _others(
+        self, lines: Sequence[WaitQueue], urgent: Collection[str]
+    ) -> Iterator[WaitingWithDeadline]:
         """Yield all jobs by their aging limits; those past them as if they had come now."""
         ordered = [self._ordered(line) for line in lines]
         ordered += [line.due_by_length(self._index.state.at_s) for line in lines]
-        for _, _, job_id in merge_lines(ordered):
+        for _, _, job_id in merge_queues(ordered):
             waiting = self._index.waiting.get(job_id)
             if waiting is None:
                 continue
@@ -138,11 +144,11 @@ class AdaptivePolicy:
             else:
                 yield from self._in_time_first(waiting)
 
-    def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
+    def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
         """Return True: reservations keep later jobs from delaying it."""
         return True
 
-    def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:
+    def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:
         """Return whether the job must leave devices for shorter ones: not overdue, not put first, and not movable.
 
         Where teams share the cluster, their shares count instead.
@@ -161,8 +167,8 @@ class AdaptivePolicy:
     def preempt(
         self,
         state: State,
-        waits: Sequence[Promised],
-        late: Sequence[Turn],
+        waits: Sequence[WaitingWithReservation],
+        late: Sequence[WaitingWithDeadline],
     ) -> Preemption:
         """Return jobs to stop: for a guarantee, a deadline, a larger gain of others, or to use idle devices."""
         index = self._index
@@ -182,7 +188,7 @@ class AdaptivePolicy:
         times_s = [line.presses_at_s(self._index.state.at_s) for line in self._index.lines.values()]
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
-    def _in_time_first(self, waiting: Waiting) -> Iterator[Turn]:
+    def _in_time_first(self, waiting: WaitingJob) -> Iterator[WaitingWithDeadline]:
         by_s = waiting.job.deadline_s
         if by_s is not None and self._index.state.at_s < by_s:
             if self._could_end_by(waiting, by_s):
@@ -191,7 +197,7 @@ class AdaptivePolicy:
                 return
         yield waiting, inf
 
-    def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
+    def _could_end_by(self, waiting: WaitingJob, by_s: float) -> bool:
         within_s = by_s - self._index.state.at_s
         return any(
             menu.entries[-1].seconds <= within_s

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from orchestrator.scheduling.base.start_windows import is_open
+from orchestrator.scheduling.base.start_windows import may_start_at
 from orchestrator.scheduling.options.job_options import SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting, merge_lines
+from orchestrator.scheduling.queue.wait_queue import (
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
+    merge_queues,
+)
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
@@ -34,25 +39,25 @@ class RigidPolicy:
         """Return infinity, since this policy ignores deadlines."""
         return inf
 
-    def in_order(self) -> Iterator[Turn]:
+    def in_order(self) -> Iterator[WaitingWithDeadline]:
         """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come last."""
         at_s = self._index.state.at_s
         waiting = self.by_rank()
-        yield from ((entry, inf) for entry in waiting if is_open(entry.job.spec, at_s))
-        yield from ((entry, inf) for entry in waiting if not is_open(entry.job.spec, at_s))
+        yield from ((entry, inf) for entry in waiting if may_start_at(entry.job.spec, at_s))
+        yield from ((entry, inf) for entry in waiting if not may_start_at(entry.job.spec, at_s))
 
-    def by_rank(self) -> list[Waiting]:
+    def by_rank(self) -> list[WaitingJob]:
         """Return all jobs that wait for devices, by rank, then by submission."""
         queues = [queue.by_rank() for queue in self._index.lines.values()]
         return (
-            [self._index.waiting[job_id] for _, _, job_id in merge_lines(queues)] if queues else []
+            [self._index.waiting[job_id] for _, _, job_id in merge_queues(queues)] if queues else []
         )
 
-    def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
+    def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
         """Return whether later jobs may start first, which holds where the policy makes reservations."""
         return self.reservations_max > 0
 
-    def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:  # noqa: ARG002
+    def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:  # noqa: ARG002
         """Return False: no job leaves devices for shorter ones."""
         return False
 
@@ -63,8 +68,8 @@ class RigidPolicy:
     def preempt(
         self,
         state: State,  # noqa: ARG002
-        waits: Sequence[Promised],  # noqa: ARG002
-        late: Sequence[Turn],  # noqa: ARG002
+        waits: Sequence[WaitingWithReservation],  # noqa: ARG002
+        late: Sequence[WaitingWithDeadline],  # noqa: ARG002
     ) -> Preemption:
         """Return an empty preemption: no job is stopped."""
         return Preemption()

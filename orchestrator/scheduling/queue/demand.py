@@ -24,7 +24,7 @@ def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s:
     return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
 
 
-def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
+def devices_used_by_shorter_jobs(demand: Demand | None, at_s: float) -> tuple[float, ...]:
     """Return the average number of devices used by jobs shorter than 1, 2, 4, 8 ... seconds."""
     if demand is None:
         return NOBODY
@@ -35,7 +35,7 @@ def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
     return tuple(accumulate((share * class_s for class_s in demand.device_s), initial=0.0))
 
 
-def headroom_available_from_s(
+def leaves_headroom_from_s(
     wanted: Sequence[float], pool: AvailabilityProfile, devices: int, seconds: float
 ) -> float:
     """Return when a job can occupy `devices` for `seconds` and leave enough devices for much shorter jobs.

@@ -19,19 +19,19 @@ ENDED = {
 
 
 def resolve_dependencies(
-    spec: JobSpec, together: Mapping[str, Sequence[str]], find_job: Callable[[str], Job | None]
+    spec: JobSpec, ids_by_name: Mapping[str, Sequence[str]], find_job: Callable[[str], Job | None]
 ) -> tuple[JobSpec, tuple[str, ...]]:
     """Return (job with dependency ids, ids of dependencies that are already satisfied).
 
-    `together` maps a name to ids of earlier jobs in the same submission; `find_job` returns any earlier job. Raises
+    `ids_by_name` maps a name to ids of earlier jobs in the same submission; `find_job` returns any earlier job. Raises
     SpecError where there is no such job, or where it ended in another way than required.
     """
     depends_on = tuple(
         dependency.model_copy(update={"job": job_id})
         for dependency in spec.depends_on
-        for job_id in together.get(dependency.job, (dependency.job,))
+        for job_id in ids_by_name.get(dependency.job, (dependency.job,))
     )
-    new_ids = {job_id for ids in together.values() for job_id in ids}
+    new_ids = {job_id for ids in ids_by_name.values() for job_id in ids}
     satisfied = []
     for dependency in depends_on:
         if dependency.job in new_ids:

@@ -6,7 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from orchestrator.scheduling.options.job_options import SizeOption
-from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
+from orchestrator.scheduling.queue.wait_queue import (
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
+)
 from orchestrator.specs.attempt import Placement, StopCause
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job_record import Job
@@ -14,7 +18,7 @@ from orchestrator.specs.state import Reservation, State
 
 
 @frozen
-class Move:
+class JobStop:
     """A running job to stop so that it resumes elsewhere, and why. `held_placement` stays reserved for it."""
 
     job: Job
@@ -28,7 +32,7 @@ class Move:
 class Preemption(NamedTuple):
     """Running jobs to stop together, and the reservation of the job that they make way for, if any."""
 
-    moves: Sequence[Move] = ()
+    moves: Sequence[JobStop] = ()
     slot: Reservation | None = None
 
 
@@ -49,13 +53,13 @@ class QueuePolicy(Protocol):
     def presses_s(self, job: Job) -> float:
         """Return when the job's deadline becomes urgent enough to put it first; infinity: never."""
 
-    def in_order(self) -> Iterator[Turn]:
+    def in_order(self) -> Iterator[WaitingWithDeadline]:
         """Yield (job, time to end by) of waiting jobs that may start now, in order. Infinity: any end."""
 
-    def may_overtake(self, waiting: Waiting) -> bool:
+    def may_overtake(self, waiting: WaitingJob) -> bool:
         """Return whether later jobs may start although this one has to wait for devices."""
 
-    def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:
+    def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:
         """Return whether the job, if started at this time, must leave devices for shorter jobs."""
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
@@ -64,8 +68,8 @@ class QueuePolicy(Protocol):
     def preempt(
         self,
         state: State,
-        waits: Sequence[Promised],
-        late: Sequence[Turn],
+        waits: Sequence[WaitingWithReservation],
+        late: Sequence[WaitingWithDeadline],
     ) -> Preemption:
         """Return which running jobs to stop after a decision round.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import merge
 from math import inf
 
-from orchestrator.scheduling.base.credit import Fund
+from orchestrator.scheduling.base.credit import CreditFund
 from orchestrator.scheduling.base.tuning import Tuning
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
@@ -16,14 +16,14 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 
 SortKey = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
-OptionsByProfile = Sequence[tuple[AvailabilityProfile, JobOptions | Infeasible]]
+OptionsByPool = Sequence[tuple[AvailabilityProfile, JobOptions | Infeasible]]
 
 LAST = 2**63  # behind every job's number
 LARGEST_MAX = 10  # that change places with each other
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingJob:
     """A queued job with its rank, and its cached options per pool of devices."""
 
     job: Job
@@ -31,8 +31,8 @@ class Waiting:
     device_s: float  # predicted device-seconds, before any measurement
     priority: int  # the highest of its own and of those that wait for its end
     presses_s: float = inf  # when its deadline becomes urgent enough to put it first
-    fund: Fund | None = None  # what pays for its start, as of the last look; None: nothing
-    menus: OptionsByProfile = ()
+    fund: CreditFund | None = None  # what pays for its start, as of the last look; None: nothing
+    menus: OptionsByPool = ()
     version: int = -1  # of the knowledge of its family when `menus` were made
 
     @property
@@ -46,8 +46,8 @@ class Waiting:
         return (self.rank - self.job.submitted_at_s, self.job.order, self.job.id, self.rank)
 
 
-Turn = tuple[Waiting, float]  # a job, and the time that it should end by
-Promised = tuple[Waiting, Reservation]
+WaitingWithDeadline = tuple[WaitingJob, float]  # a job, and the time that it should end by
+WaitingWithReservation = tuple[WaitingJob, Reservation]
 
 
 class WaitQueue:
@@ -67,11 +67,11 @@ class WaitQueue:
     def __len__(self) -> int:
         return len(self._standing)
 
-    def __contains__(self, waiting: Waiting) -> bool:
+    def __contains__(self, waiting: WaitingJob) -> bool:
         index = bisect_left(self._standing, waiting.sort_key)
         return index < len(self._standing) and self._standing[index] == waiting.sort_key
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: WaitingJob) -> None:
         """Add a waiting job."""
         job = waiting.job
         insort(self._standing, waiting.sort_key)
@@ -82,7 +82,7 @@ class WaitQueue:
             insort(self._deadlines, (job.deadline_s, job.order, job.id))
             insort(self._presses, (waiting.presses_s, job.order, job.id))
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: WaitingJob) -> None:
         """Remove a job that no longer waits."""
         job = waiting.job
         del self._standing[bisect_left(self._standing, waiting.sort_key)]
@@ -159,6 +159,6 @@ class WaitQueue:
         return tuning.large * self._total_device_ms <= round(1e3 * device_s)
 
 
-def merge_lines(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
+def merge_queues(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
     """Return the jobs of several queues in one order."""
     return lines[0] if len(lines) == 1 else merge(*lines)

@@ -14,8 +14,8 @@ from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import NodeGroup, device_of, groups_of
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, group_equal_nodes
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
@@ -145,7 +145,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     estimate = corrected(last.estimate, last.correction)
     predicted_bytes = predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
-    device = device_of(state, last.device)
+    device = find_device_spec(state, last.device)
     step_s = last.measured_step_s
     devices = last.plan.world_size
     losses = dict(curve.losses) if curve is not None else {}
@@ -162,7 +162,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         strategy=strategy_of(last.plan),
         plan=in_short(last.plan),
         outcome=_outcome(job),
-        reason=reason_of(job),
+        reason=describe_status(job),
         devices=devices,
         device=last.device,
         capacity_bytes=None if device is None else device.memory,
@@ -200,7 +200,7 @@ def _predicted_row(state: State, job: Job) -> Row:
         strategy=pinned,
         plan=pinned,
         outcome=outcome,
-        reason=reason_of(job),
+        reason=describe_status(job),
         learning_rate=job.spec.learning_rate,
         seeds=_seeds(job),
     )
@@ -231,7 +231,7 @@ def _predicted_row(state: State, job: Job) -> Row:
 
 def _closest(state: State, job: Job) -> tuple[NodeGroup, Candidate, int] | None:
     """Return the first plan that fits a kind of device, else the one that needs least, with its needed bytes."""
-    for group in (*groups_of(state.nodes), *groups_of(state.declared)):
+    for group in (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared)):
         calibrated = calibration_for(state, job, group.hardware.device.name)
         try:
             candidates = frontier(read_request(job.spec), group.hardware, calibrated)

@@ -24,11 +24,11 @@ from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import kind
-from orchestrator.scheduling.base.node_groups import NodeGroup, device_of, find_node_group
+from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
 from orchestrator.scheduling.failures.degrade import candidates_for_oom
 from orchestrator.scheduling.failures.observation import ran_out, warnings
-from orchestrator.scheduling.options.job_options import calibration_for, measured_peaks
-from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.scheduling.options.job_options import calibration_for, measured_peak_bytes_by_plan
+from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.group_values import group_values
@@ -86,7 +86,7 @@ def picture_of(state: State, job: Job) -> Picture | None:
         return None
     device = group.hardware.device
     calibrated = calibration_for(state, job, device.name)
-    measured = measured_peaks(job, device.name)
+    measured = measured_peak_bytes_by_plan(job, device.name)
     if not is_known(candidates[0].estimate, calibrated.correction):
         return None
     tried = group_values((attempt.plan, str(attempt.number)) for attempt in job.attempts)
@@ -126,7 +126,7 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     if around:
         text += f" + {format_bytes(around)} around it"
     text += f", {format_bytes(attempt.needed_bytes)} with margin"
-    if (device := device_of(state, attempt.device)) is not None:
+    if (device := find_device_spec(state, attempt.device)) is not None:
         text += f", of {format_bytes(device.memory)}"
     if attempt.fit_probability is not None:
         text += f": fits with {format_probability(attempt.fit_probability)}"
@@ -302,7 +302,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
 
 
 def _memory_of(state: State, attempt: Attempt) -> int:
-    device = device_of(state, attempt.device)
+    device = find_device_spec(state, attempt.device)
     return 0 if device is None else device.memory
 
 
@@ -339,7 +339,7 @@ def _frontier(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidat
         return ()
     try:
         calibrated = calibration_for(state, job, group.hardware.device.name)
-        request = read_request(measured_spec(job.spec, calibrated))
+        request = read_request(with_measured_memory(job.spec, calibrated))
         return frontier(request, group.hardware, calibrated).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.base.migration import expected_loss_s
 from orchestrator.scheduling.failures.observation import observe_pace
-from orchestrator.scheduling.options.job_options import JobOptions, step_factors, steps_left
+from orchestrator.scheduling.options.job_options import JobOptions, own_step_factors, steps_left
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass.decide import expected_reservation, price_of
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -171,7 +171,7 @@ def is_timed(
     if attempt is not None and attempt.pace is not None:
         return True
     calibrated = index.options.calibrated(job, device.name)
-    return bool(calibrated.step_factors or step_factors(job, device.name))
+    return bool(calibrated.step_factors or own_step_factors(job, device.name))
 
 
 def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
@@ -255,7 +255,7 @@ class _Placing:
             if job_id in self._forecasts:
                 self._queue_followers(job_id)
 
-    def _place(self, waiting: Waiting, from_s: float, by_s: float) -> None:
+    def _place(self, waiting: WaitingJob, from_s: float, by_s: float) -> None:
         job = waiting.job
         price = 0.0 if job.id in self._hurried else self._price
         reservation = expected_reservation(self._index, waiting, price, from_s=from_s, by_s=by_s)

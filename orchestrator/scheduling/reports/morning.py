@@ -8,8 +8,8 @@ from dataclasses import field
 
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
-from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.sentences import shown_reason
+from orchestrator.scheduling.base.drain import list_active_suspensions
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.scheduling.reports.cost import prices, sum_spent
@@ -200,7 +200,7 @@ def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> Lines:
 
 
 def _reason(job: Job) -> str:
-    return shown_reason(job).partition("\n")[0]
+    return describe_status_with_holder(job).partition("\n")[0]
 
 
 def _success(job: Job) -> str:
@@ -408,7 +408,7 @@ def _to_do(
         job_is_live = line.id in state.jobs and not state.jobs[line.id].status.ended
         if job_is_live:
             yield f"{line.id}: raise its priority, or move its deadline"
-    for entry in suspensions(state):
+    for entry in list_active_suspensions(state):
         trust = f"`orc drain {entry.node} --undo` trusts it again"
         yield f"{entry.place} takes nothing new for now ({entry.reason}): look at it; {trust}"
     if places := describe_unreadable(state.nodes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.reports.cost import prices, sum_spent
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
@@ -109,7 +109,7 @@ def _trial(job: Job, values: Mapping[int, float | None]) -> TrialReport:
         parameters=dict(trial.parameters),
         text=", ".join(f"{name} {_value_text(value)}" for name, value in trial.parameters),
         status=STOPPED_EARLY if is_stopped_early(job) else job.status.value,
-        reason=reason_of(job),
+        reason=describe_status(job),
         plan="" if job.last is None else in_short(job.last.plan),
         value=values.get(trial.number),
     )

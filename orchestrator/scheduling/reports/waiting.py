@@ -12,19 +12,19 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.drain import list_active_suspensions
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.base.sentences import (
-    reason_of,
+    describe_status,
     too_late_sentence,
     waiting_sentence,
 )
-from orchestrator.scheduling.base.shape import Shape
+from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.scheduling.base.start_windows import window_facts
 from orchestrator.scheduling.failures.places import devices_to_avoid, is_sent_elsewhere
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import (
     Offer,
     Wait,
@@ -103,7 +103,7 @@ class Waits:
         self._index = index_of(replace(state, jobs=Jobs(holding)))
         self._index.reserve(state.reservations)
         self._nodes = {node.name: node for node in state.nodes}
-        self._holders = holders(state)
+        self._holders = job_id_by_held_device(state)
         self._free = [
             [
                 (node.name, device)
@@ -113,7 +113,9 @@ class Waits:
             ]
             for pool in self._index.pools
         ]
-        self._aside = {(entry.node, entry.device): entry.until_s for entry in suspensions(state)}
+        self._aside = {
+            (entry.node, entry.device): entry.until_s for entry in list_active_suspensions(state)
+        }
         self._numbers = {entry.job_id: number for number, entry in enumerate(state.reservations)}
         self._promises: dict[Device, list[Promise]] = {}
         for number, entry in enumerate(state.reservations):
@@ -130,11 +132,11 @@ class Waits:
         state = self._state
         index = self._index
         if not _waits_for_devices(job, state):
-            return reason_of(job)
+            return describe_status(job)
         if not state.nodes and job.pending is Pending.DEVICES:
             return waiting_sentence(Pending.NODES_AWAY, ())
         if not state.nodes:
-            return reason_of(job)
+            return describe_status(job)
         promised = Counter(
             {job.array: 1} if job.id in self._numbers else {}
         )  # what is promised to the job itself
@@ -145,7 +147,7 @@ class Waits:
             outcome = wait_reason(state, index, waiting)
             if isinstance(outcome, Wait):
                 return waiting_sentence(outcome.code, outcome.facts)
-            return reason_of(job)
+            return describe_status(job)
         blocked = self._blocked(waiting, offers)
         if not blocked:
             return self._needed(waiting, offers)
@@ -172,7 +174,7 @@ class Waits:
             ]
         return tuple(sentence for sentence in sentences if sentence)
 
-    def _offers(self, job: Job) -> tuple[Waiting, Sequence[Offer]]:
+    def _offers(self, job: Job) -> tuple[WaitingJob, Sequence[Offer]]:
         """Return the job as it waits, and all sizes that it could run at."""
         waiting = self._index.queue_entry(job)
         return waiting, offers_of(
@@ -181,7 +183,7 @@ class Waits:
 
     # what excludes what
 
-    def _blocked(self, waiting: Waiting, offers: Sequence[Offer]) -> list[Blocked]:
+    def _blocked(self, waiting: WaitingJob, offers: Sequence[Offer]) -> list[Blocked]:
         """Return the sizes for which enough devices are free, fewest devices first."""
         free = {
             id(pool): devices for pool, devices in zip(self._index.pools, self._free, strict=True)
@@ -194,7 +196,7 @@ class Waits:
             if len(free[id(offer.pool)]) >= offer.entry.devices
         ]
 
-    def _hidden(self, waiting: Waiting) -> set[Device]:
+    def _hidden(self, waiting: WaitingJob) -> set[Device]:
         """Return devices that the job avoids, since it ended there, as long as others can hold it."""
         places = devices_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
         if not places or not is_sent_elsewhere(waiting.job):
@@ -261,7 +263,7 @@ class Waits:
 
     # sentences
 
-    def _needed(self, waiting: Waiting, offers: Sequence[Offer]) -> str:
+    def _needed(self, waiting: WaitingJob, offers: Sequence[Offer]) -> str:
         """Say of which devices too few are free, and which free ones are of a kind that cannot hold the job."""
         fewest: dict[str, int] = {}
         for offer in offers:
@@ -341,7 +343,7 @@ class Waits:
         more = f", and for {join_first(others, NAMES_MAX)}" if others else ""
         return f"{first}, which starts about {self._time(start_s)}{more}"
 
-    def _why_not_now(self, waiting: Waiting, startable: Sequence[Blocked]) -> str:
+    def _why_not_now(self, waiting: WaitingJob, startable: Sequence[Blocked]) -> str:
         """Say why a job leaves devices that nothing keeps from it: its hours, the order, a better start."""
         state = self._state
         spec = waiting.job.spec
@@ -369,7 +371,7 @@ class Waits:
         count = device_count(reservation.placement)
         return f"{begin} takes {count} from about {self._time(reservation.start_s)} on, with which it ends sooner"
 
-    def _before(self, waiting: Waiting) -> str | None:
+    def _before(self, waiting: WaitingJob) -> str | None:
         """Return which job comes first under a policy without reservations, as text; None if it is the job itself.
 
         A look at every job, once, and only where a job waits beside free devices.
@@ -458,7 +460,7 @@ class Waits:
         ]
         return f"With `gpus: {max(counts)}` it could start now." if counts else ""
 
-    def _remedies(self, waiting: Waiting, blocked: Blocked) -> Iterator[str]:
+    def _remedies(self, waiting: WaitingJob, blocked: Blocked) -> Iterator[str]:
         """Say what would let the job start now on the free devices: each remedy is tried."""
         job = waiting.job
         offer = blocked.offer
@@ -529,7 +531,7 @@ def _are_free(blocked: Blocked) -> str:
     return f"{blocked.free} {device} {'is' if blocked.free == 1 else 'are'} free"
 
 
-def _fits(shape: Shape, devices: Iterable[Device]) -> bool:
+def _fits(shape: GangShape, devices: Iterable[Device]) -> bool:
     """Return whether the devices hold the shape: equally many on each node."""
     counts = Counter(node for node, _ in devices)
     return any(

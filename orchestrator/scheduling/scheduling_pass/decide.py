@@ -13,25 +13,25 @@ from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.explain import why_passed_over
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.base.migration import FILL_LAUNCHES
-from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.start_windows import hours_of, window_facts
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
+from orchestrator.scheduling.base.start_windows import start_hours_of, window_facts
 from orchestrator.scheduling.failures.places import (
     devices_to_avoid,
     is_sent_elsewhere,
     names_of,
 )
-from orchestrator.scheduling.options.asks import Question, question_of
+from orchestrator.scheduling.options.asks import Question, find_next_question
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
     SizeOption,
     calibration_for,
-    job_options,
-    measured_peaks,
+    list_job_options,
+    measured_peak_bytes_by_plan,
 )
 from orchestrator.scheduling.placement.availability import AvailabilityProfile, Slot
-from orchestrator.scheduling.queue.demand import headroom_available_from_s
-from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
+from orchestrator.scheduling.queue.demand import leaves_headroom_from_s
+from orchestrator.scheduling.queue.wait_queue import OptionsByPool, WaitingJob
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Device, Placement, devices_in
 from orchestrator.specs.cluster import describe_unreadable
@@ -139,7 +139,7 @@ def _next_before(index: SchedulerIndex, job: Job, number: int) -> str | None:
     return None
 
 
-def cannot_start(index: SchedulerIndex, waiting: Waiting) -> bool:
+def cannot_start(index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether no option of the job can start now, whatever other jobs do."""
     fits = False
     for pool, menu in index.options.options_of(waiting):
@@ -153,7 +153,7 @@ def cannot_start(index: SchedulerIndex, waiting: Waiting) -> bool:
 def decide(
     state: State,
     index: SchedulerIndex,
-    waiting: Waiting,
+    waiting: WaitingJob,
     price: float,
     *,
     may_reserve: bool,
@@ -199,7 +199,7 @@ def _send_elsewhere(
     return outcome._replace(facts=(*outcome.facts, ("avoided", names_of(devices))))
 
 
-def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> bool:
+def can_ever_start(index: SchedulerIndex, waiting: WaitingJob, price: float) -> bool:
     """Return whether any option of the job can start at any time."""
     offers = offers_of(index, index.options.options_of(waiting), price, waiting.job.spec)
     return any(find_slot(offer, index.state.at_s) is not None for offer in offers)
@@ -208,7 +208,7 @@ def can_ever_start(index: SchedulerIndex, waiting: Waiting, price: float) -> boo
 def _decide(
     state: State,
     index: SchedulerIndex,
-    waiting: Waiting,
+    waiting: WaitingJob,
     price: float,
     *,
     may_reserve: bool,
@@ -230,7 +230,7 @@ def _decide(
 
 
 def expected_reservation(
-    index: SchedulerIndex, waiting: Waiting, price: float, *, from_s: float, by_s: float
+    index: SchedulerIndex, waiting: WaitingJob, price: float, *, from_s: float, by_s: float
 ) -> Reservation | None:
     """Return devices and times with which the job would end by `by_s`, starting at `from_s` or later.
 
@@ -252,7 +252,7 @@ def expected_reservation(
 
 
 def wait_reason(
-    state: State, index: SchedulerIndex, waiting: Waiting
+    state: State, index: SchedulerIndex, waiting: WaitingJob
 ) -> Wait | Infeasible | Question:
     """Return why a job that cannot start now waits (Wait or Question), or that it never can (Infeasible)."""
     menus = index.options.options_of(waiting)
@@ -269,7 +269,7 @@ def wait_reason(
     now_s = state.at_s
     lengths_s = (option.seconds for _, option in offers)
     fill_s = FILL_LAUNCHES * pool.launch_cost_s
-    start_s = hours_of(spec, lengths_s, now_s, fill_s=fill_s).start_s(now_s, entry.seconds)
+    start_s = start_hours_of(spec, lengths_s, now_s, fill_s=fill_s).start_s(now_s, entry.seconds)
     if start_s == now_s:
         return _wait_for_devices(pool, entry, now_s)
     return Wait(code=Pending.START_WINDOW, facts=window_facts(spec, start_s))
@@ -277,7 +277,7 @@ def wait_reason(
 
 def offers_of(
     index: SchedulerIndex,
-    menus: OptionsByProfile,
+    menus: OptionsByPool,
     price: float,
     spec: JobSpec,
     devices_max: int | None = None,
@@ -302,18 +302,18 @@ def offers_of(
 
 
 def opening_of(
-    index: SchedulerIndex, waiting: Waiting, offers: Sequence[Offer], now_s: float, by_s: float
+    index: SchedulerIndex, waiting: WaitingJob, offers: Sequence[Offer], now_s: float, by_s: float
 ) -> Opening:
     """Return when the job may start, by its start window and by the headroom that it must leave for shorter jobs."""
     spec = waiting.job.spec
     wanted = index.wanted(now_s)
     fill_s = FILL_LAUNCHES * max((offer.pool.launch_cost_s for offer in offers), default=0.0)
-    hours = hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
+    hours = start_hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
     def with_room(offer: Offer, from_s: float) -> float:
-        room_s = headroom_available_from_s(
+        room_s = leaves_headroom_from_s(
             wanted, offer.pool, offer.entry.devices, offer.entry.seconds
         )
         return hours.start_s(max(from_s, room_s), offer.entry.seconds)
@@ -346,7 +346,7 @@ def _could_hold(pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOpt
     """Return the options; where other processes hold memory, those that still fit."""
     if pool.has_room(menu.most_bytes):
         return menu.entries
-    return menu.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
+    return menu.best_where(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
 
 
 def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bool:
@@ -450,7 +450,7 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
     device = pool.group.hardware.device.name
     candidate = entry.candidate
     calibrated = index.options.calibrated(job, device)
-    judged = candidate.plan not in measured_peaks(job, device)
+    judged = candidate.plan not in measured_peak_bytes_by_plan(job, device)
     capacity_bytes = min(
         pool.free_bytes(node, device_id) for node, device_id in devices_in(placement)
     )
@@ -477,24 +477,22 @@ def _choose_start(index: SchedulerIndex, job: Job, offer: Offer, now_s: float) -
     )
 
 
-def _without_offers(
-    state: State, job: Job, menus: OptionsByProfile
-) -> Wait | Infeasible | Question:
+def _without_offers(state: State, job: Job, menus: OptionsByPool) -> Wait | Infeasible | Question:
     """Return why a job has no option: other processes hold memory, nodes are away, or nothing could ever hold it."""
     for pool, menu in menus:
         if isinstance(menu, JobOptions):
             device = pool.group.hardware.device.name
             return Wait(code=Pending.FOREIGN_MEMORY, facts=(("device", device),))
     never = []
-    groups = groups_of(state.declared or state.nodes)
+    groups = group_equal_nodes(state.declared or state.nodes)
     for group in groups:
-        options = job_options(
+        options = list_job_options(
             job, group, calibration_for(state, job, group.hardware.device.name), 0.0
         )
         if isinstance(options, JobOptions) or options.likeliest is not None:
             device = group.hardware.device.name
             return Wait(code=Pending.NODES_AWAY, facts=(("device", device),))
         never.append(options)
-    return question_of(state, job, groups) or Infeasible(
+    return find_next_question(state, job, groups) or Infeasible(
         why=lambda: "\n".join(refusal.why() for refusal in never)
     )

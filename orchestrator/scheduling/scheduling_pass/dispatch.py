@@ -10,17 +10,21 @@ from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.profiles import own_settings
 from orchestrator.planning.request import read_request
-from orchestrator.scheduling.base.credit import STOPS, pay
+from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
-from orchestrator.scheduling.base.time_limits import end_over_limit
+from orchestrator.scheduling.base.time_limits import stop_at_time_limit
 from orchestrator.scheduling.failures.observation import observe_running
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
-from orchestrator.scheduling.options.climb import faster_option, may_climb
+from orchestrator.scheduling.options.climb import find_faster_option, may_move_to_faster_plan
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
-from orchestrator.scheduling.options.probe import measured_spec
-from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
+from orchestrator.scheduling.options.probe import with_measured_memory
+from orchestrator.scheduling.queue.policy import JobStop
+from orchestrator.scheduling.queue.wait_queue import (
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
+)
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
@@ -77,7 +81,7 @@ def end_expired(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, Stops) that make jobs save and end whose time limit is over."""
     stops = []
     for job_id in index.expired(state.at_s):
-        job, stop = end_over_limit(index.running[job_id], state.at_s)
+        job, stop = stop_at_time_limit(index.running[job_id], state.at_s)
         index.update_job(index.running[job_id], job)
         state = with_job(state, job)
         stops.append(stop)
@@ -87,7 +91,7 @@ def end_expired(state: State, index: SchedulerIndex) -> Transition:
 def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transition:
     """Return (new state, Stops) that move a recovered job to a faster plan, by its running attempt's measurements."""
     job = index.running.get(event.job_id)
-    if job is None or not may_climb(job):
+    if job is None or not may_move_to_faster_plan(job):
         return state, ()
     attempt = job.attempts[-1]
     pool = index.pool_of(attempt)
@@ -100,7 +104,7 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
         family=job.spec.family_name,
         job=job.key,
     )
-    option = faster_option(job, pool.group, calibrated, pool.launch_cost_s)
+    option = find_faster_option(job, pool.group, calibrated, pool.launch_cost_s)
     if option is None:
         return state, ()
     # an index that is made anew knows of no reservation: both look at those of the state
@@ -115,7 +119,7 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
     changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
     leaving, stop = request_migration(
-        job, StopCause.FASTER_PLAN, why, state.at_s, placement, climbs_to=option.candidate.plan
+        job, StopCause.FASTER_PLAN, why, state.at_s, placement, next_plan=option.candidate.plan
     )
     index.update_job(job, leaving)
     index.keep(leaving)
@@ -157,8 +161,8 @@ def schedule(state: State, index: SchedulerIndex) -> Transition:
     arrived = list(index.arrived)
     undecided = {waiting.job.id: waiting for waiting in arrived}
     is_settled = False
-    waits = list[Promised]()
-    late = list[Turn]()
+    waits = list[WaitingWithReservation]()
+    late = list[WaitingWithDeadline]()
     while not is_settled:
         waited = len(index.waiting)
         state, done, waits, late = _decide_waiting(state, index, undecided)
@@ -214,8 +218,8 @@ def _refuse(state: State, index: SchedulerIndex) -> Transition:
 def _preempt(
     state: State,
     index: SchedulerIndex,
-    waits: Sequence[Promised],
-    late: Sequence[Turn],
+    waits: Sequence[WaitingWithReservation],
+    late: Sequence[WaitingWithDeadline],
 ) -> Transition:
     """Stop the running jobs that the policy preempts."""
     moves, slot = index.policy.preempt(state, waits, late)
@@ -231,7 +235,7 @@ def _preempt(
     return stopped, stops
 
 
-def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> Transition:
+def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[JobStop]) -> Transition:
     """Stop all of them together, or look at them again once all have run for long enough."""
     from_s = max(move.from_s for move in moves)
     if from_s == inf:
@@ -246,7 +250,7 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> Tr
         leaving, stop = request_migration(
             move.job, move.cause, move.why, state.at_s, move.held_placement
         )
-        state = pay(state, STOPS, index.devices, move.cost_device_s)
+        state = spend_credit(state, STOPS, index.devices, move.cost_device_s)
         index.update_job(move.job, leaving)
         if move.held_placement:
             index.keep(leaving)
@@ -256,15 +260,15 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> Tr
 
 
 def _decide_waiting(
-    state: State, index: SchedulerIndex, undecided: dict[str, Waiting]
-) -> tuple[State, tuple[Action, ...], list[Promised], list[Turn]]:
+    state: State, index: SchedulerIndex, undecided: dict[str, WaitingJob]
+) -> tuple[State, tuple[Action, ...], list[WaitingWithReservation], list[WaitingWithDeadline]]:
     """Decide once on all waiting jobs; `undecided` loses those that get a decision.
 
     Return also the jobs that wait with a reservation, and the waiting jobs that will miss their deadlines.
     """
     actions: list[Action] = []
-    waits: list[Promised] = []
-    late: list[Turn] = []
+    waits: list[WaitingWithReservation] = []
+    late: list[WaitingWithDeadline] = []
     if not (index.idle or index.is_stale or index.stoppable or index.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
@@ -328,7 +332,7 @@ def _decide_waiting(
 
 
 def _apply_decision(
-    state: State, index: SchedulerIndex, waiting: Waiting, outcome: Decision
+    state: State, index: SchedulerIndex, waiting: WaitingJob, outcome: Decision
 ) -> Transition:
     """Return the state and the actions after a decision on a waiting job."""
     job = waiting.job
@@ -337,7 +341,7 @@ def _apply_decision(
         case StartDecision() as chosen:
             job, attempt = _begin(state, index, job, chosen)
             if waiting.fund is not None:
-                state = pay(state, waiting.fund, index.devices, waiting.device_s)
+                state = spend_credit(state, waiting.fund, index.devices, waiting.device_s)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
             is_as_before = (wait.code, wait.facts, "") == (job.pending, job.facts, job.reason)
@@ -422,7 +426,7 @@ def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnS
     """Return the settings of the script on which the estimate rests; None where the model is known."""
     if chosen.candidate.estimate.source not in UNTIMED:
         return None
-    spec = measured_spec(job.spec, index.options.calibrated(job, chosen.device))
+    spec = with_measured_memory(job.spec, index.options.calibrated(job, chosen.device))
     return own_settings(read_request(spec))
 
 

@@ -15,7 +15,7 @@ from orchestrator.scheduling.base.sentences import waiting_sentence
 from orchestrator.scheduling.options.asks import Question
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
@@ -42,7 +42,7 @@ TRIED_MAX = 3  # reservations, first come first, for which a preemption is looke
 
 
 def apply_guarantee(
-    state: State, waiting: Waiting, outcome: Decision | None, slot: Reservation | None
+    state: State, waiting: WaitingJob, outcome: Decision | None, slot: Reservation | None
 ) -> Decision | None:
     """Return the decision for a job with a guarantee: it keeps its slot, gets its first slot, or is refused.
 
@@ -89,7 +89,7 @@ def apply_guarantee(
     return Infeasible(why=lambda: f"{refused}; without `guarantee` it gets what is left")
 
 
-def _beyond_quota(state: State, waiting: Waiting) -> str | None:
+def _beyond_quota(state: State, waiting: WaitingJob) -> str | None:
     """Return why the team may not ask for so many guaranteed devices; None: it may."""
     if not state.policy.has_quotas:
         return None
@@ -122,7 +122,7 @@ def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservatio
     }
 
 
-def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
+def may_start_sooner(index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether enough devices for the promised speed are idle, on any nodes."""
     return any(
         pool.idle >= menu.entries[0].devices
@@ -152,7 +152,7 @@ def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
 
 
 def _room_for(
-    index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float
+    index: SchedulerIndex, waiting: WaitingJob, waits_s: float, at_s: float
 ) -> Preemption | None:
     """Return the later jobs to stop, with the least relative delay together.
 

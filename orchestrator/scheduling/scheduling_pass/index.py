@@ -15,29 +15,38 @@ from math import inf
 from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import (
-    closures,
-    leave_times,
-    next_change_s,
-    suspended_devices,
+    closed_windows_by_node,
+    leave_time_by_job,
+    next_closing_or_opening_s,
+    suspended_until_s_by_device,
 )
 from orchestrator.scheduling.base.migration import (
     can_be_stopped,
     can_move,
     held_placement_of,
     is_elastic,
-    may_grow,
+    may_move_to_more_devices,
 )
-from orchestrator.scheduling.base.node_groups import NodeGroup, groups_of
-from orchestrator.scheduling.base.start_windows import closing_s, leaves_at_close, opening_s
-from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
-from orchestrator.scheduling.base.tuning import tuned_for
-from orchestrator.scheduling.options.job_options import attempt_length
-from orchestrator.scheduling.options.lengths import Length
+from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
+from orchestrator.scheduling.base.start_windows import (
+    leave_at_closing_s,
+    leaves_at_close,
+    next_opening_s,
+)
+from orchestrator.scheduling.base.time_limits import time_limit_end_s, time_limit_reached_at_s
+from orchestrator.scheduling.base.tuning import select_tuning
+from orchestrator.scheduling.options.job_options import predict_attempt_duration
+from orchestrator.scheduling.options.lengths import PredictedDuration
 from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
-from orchestrator.scheduling.queue.demand import devices_wanted
-from orchestrator.scheduling.queue.fair_share import Place, equal_place, fair_tree, used_s
+from orchestrator.scheduling.queue.demand import devices_used_by_shorter_jobs
+from orchestrator.scheduling.queue.fair_share import (
+    FairSharePlace,
+    decayed_device_s_by_user,
+    equal_fair_share_place,
+    make_fair_tree,
+)
 from orchestrator.scheduling.queue.policy import QueuePolicy
-from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merge_lines
+from orchestrator.scheduling.queue.wait_queue import WaitingJob, WaitQueue, merge_queues
 from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache, needs_lengths
 from orchestrator.specs.attempt import Attempt, StopCause, devices_in
 from orchestrator.specs.cluster import Window
@@ -63,19 +72,19 @@ class SchedulerIndex:
         self.state = state  # whose indices these are
         self._policy_of = policy_of
         self.policy = policy_of(self)
-        self.pools = [AvailabilityProfile(group) for group in groups_of(state.nodes)]
+        self.pools = [AvailabilityProfile(group) for group in group_equal_nodes(state.nodes)]
         self.devices = sum(pool.group.devices for pool in self.pools)
         self.options = OptionCache(self.pools, state.observations, state.runs)
-        self.waiting: dict[str, Waiting] = {}
+        self.waiting: dict[str, WaitingJob] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
         self.stoppable: dict[str, Job] = {}  # those of them that resume once they were stopped
         self.growing: dict[str, Job] = {}  # those of them that may have more devices
         self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
         self.guaranteed: dict[
-            str, Waiting
+            str, WaitingJob
         ] = {}  # those that wait for devices with a promised speed
-        self.arrived: list[Waiting] = []  # since the last decision
+        self.arrived: list[WaitingJob] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
         # nobody who waits could start on the devices that were idle at the last decision
         self.all_wait = False
@@ -83,7 +92,7 @@ class SchedulerIndex:
         self._lent: dict[str, float] = {}  # the highest priority of those, by that id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy_spec = state.policy
-        self.tuning = tuned_for(state.policy.objective)
+        self.tuning = select_tuning(state.policy.objective)
         # by priority and, where it counts, user
         self.lines: dict[tuple[int, str], WaitQueue] = {}
         self._ends: list[
@@ -99,9 +108,9 @@ class SchedulerIndex:
             None,
             (),
         )  # of what demand and when, and how much
-        self._tree: tuple[object, Callable[[str], Place]] = (
+        self._tree: tuple[object, Callable[[str], FairSharePlace]] = (
             None,
-            equal_place,
+            equal_fair_share_place,
         )  # of when and what usage, and whose turn
         self._windowed: dict[str, Job] = {}  # those that leave when their hours end
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
@@ -135,7 +144,7 @@ class SchedulerIndex:
         self._lend_priority(before, after)
         self._sort_running(job, runs)
         self._expiries_s.pop(job.id, None)
-        if after is not None and (expiry_s := expires_s(after)) < inf:
+        if after is not None and (expiry_s := time_limit_reached_at_s(after)) < inf:
             self._expiries_s[job.id] = expiry_s
         if after is None or after.status.ended or has_other_limit:
             self.options.forget(job.id)
@@ -196,7 +205,7 @@ class SchedulerIndex:
         for index, belongs in (
             (self.running, runs),
             (self.stoppable, runs and can_be_stopped(job)),
-            (self.growing, runs and is_elastic(job) and may_grow(job)),
+            (self.growing, runs and is_elastic(job) and may_move_to_more_devices(job)),
             (self._claiming, runs and bool(held_placement_of(job))),
             (self._windowed, runs and leaves_at_close(job.spec)),
         ):
@@ -221,7 +230,7 @@ class SchedulerIndex:
 
     def update_nodes(self, state: State) -> SchedulerIndex:
         """Return the index for changed nodes, or for new free bytes of the same nodes."""
-        groups = groups_of(state.nodes)
+        groups = group_equal_nodes(state.nodes)
         if [(group.hardware, _names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
         ] or self._policy_spec != state.policy:
@@ -237,10 +246,10 @@ class SchedulerIndex:
 
     def close(self, state: State) -> None:
         """Close and open nodes and devices as in this state."""
-        self._next_change_s = next_change_s(state)
+        self._next_change_s = next_closing_or_opening_s(state)
         self._has_maintenance = any(node.maintenance for node in state.nodes)
-        self._suspend(suspended_devices(state))
-        closed = closures(state)
+        self._suspend(suspended_until_s_by_device(state))
+        closed = closed_windows_by_node(state)
         if closed != self.closed:
             self.closed = closed
             for pool in self.pools:
@@ -363,11 +372,13 @@ class SchedulerIndex:
         """Users whose jobs wait for devices."""
         return {user for _, user in self.lines}
 
-    def promised_first(self) -> list[Waiting]:
+    def promised_first(self) -> list[WaitingJob]:
         """Return waiting jobs with a guarantee, and the jobs that were due before the last of these, in order."""
         last_s = max((waiting.rank for waiting in self.guaranteed.values()), default=-inf)
         standings = (
-            merge_lines([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
+            merge_queues([line.by_rank() for line in self.lines.values()])
+            if self.guaranteed
+            else ()
         )
         return [
             self.waiting[job_id]
@@ -389,11 +400,11 @@ class SchedulerIndex:
     def list_leaving(self) -> Iterator[Leaving]:
         """Yield the running jobs that must leave for a maintenance or when their hours end."""
         running = self.running.values() if self._has_maintenance else ()
-        for job_id, time_s in leave_times(self.state, running).items() if running else ():
+        for job_id, time_s in leave_time_by_job(self.state, running).items() if running else ():
             yield Leaving(time_s, job_id, StopCause.MAINTENANCE)
         for job in self._windowed.values():
             if can_move(job):
-                ends_s = closing_s(job.spec, job.attempts[-1].launched_at_s)
+                ends_s = leave_at_closing_s(job.spec, job.attempts[-1].launched_at_s)
                 yield Leaving(ends_s, job.id, StopCause.WINDOW)
 
     def unanswered(self, at_s: float) -> Iterator[str]:
@@ -421,15 +432,15 @@ class SchedulerIndex:
         """Return the average number of devices that jobs shorter than 1, 2, 4, 8 ... seconds used lately."""
         key = (self.state.demand, at_s)
         if key != self._wanted[0]:
-            self._wanted = (key, devices_wanted(*key))
+            self._wanted = (key, devices_used_by_shorter_jobs(*key))
         return self._wanted[1]
 
-    def queue_entry(self, job: Job) -> Waiting:
+    def queue_entry(self, job: Job) -> WaitingJob:
         """Return the job's queue entry, even if it does not wait. It ranks first where devices are reserved for it."""
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
         size = self.options.size_of(job)
         priority = self.priority_of(job)
-        return Waiting(job, rank, size.device_s, priority, self.policy.presses_s(job))
+        return WaitingJob(job, rank, size.device_s, priority, self.policy.presses_s(job))
 
     def priority_of(self, job: Job) -> int:
         """Return the highest priority of the job and of those that wait for its end, directly or not."""
@@ -448,24 +459,26 @@ class SchedulerIndex:
         length_s = length.seconds
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
-        ends_s = min(self.limit_end_s(job, attempt), closing_s(job.spec, attempt.launched_at_s))
+        ends_s = min(
+            self.limit_end_s(job, attempt), leave_at_closing_s(job.spec, attempt.launched_at_s)
+        )
         length_s = min(length_s, ends_s - attempt.launched_at_s)
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
-    def length_of(self, job: Job, attempt: Attempt) -> Length | None:
+    def length_of(self, job: Job, attempt: Attempt) -> PredictedDuration | None:
         """Return the length of an attempt; None if nodes are gone or only an operator can end it."""
         pool = self.pool_of(attempt)
         if pool is None or job.unreadable:
             return None
         calibrated = self.options.calibrated(job, attempt.device)
-        return attempt_length(
+        return predict_attempt_duration(
             job, attempt, pool.group, calibrated, pool.launch_cost_s, self.options.lengths
         )
 
     def limit_end_s(self, job: Job, attempt: Attempt) -> float:
         """Return when the job's time limit ends a running attempt; infinity without a limit or if nodes are gone."""
         pool = self.pool_of(attempt)
-        return inf if pool is None else limit_end_s(job, attempt, pool.launch_cost_s)
+        return inf if pool is None else time_limit_end_s(job, attempt, pool.launch_cost_s)
 
     @contextmanager
     def without(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
@@ -528,9 +541,9 @@ class SchedulerIndex:
 
     def _expect_opening(self, job: Job, after_s: float) -> None:
         if job.spec.start_window is not None:
-            heappush(self._openings, (opening_s(job.spec, after_s), job.id))
+            heappush(self._openings, (next_opening_s(job.spec, after_s), job.id))
 
-    def _line_up(self, waiting: Waiting) -> None:
+    def _line_up(self, waiting: WaitingJob) -> None:
         self.lines.setdefault(self._line_of(waiting), WaitQueue()).add(waiting)
         if waiting.job.spec.guarantee is not None and self.policy.promises_speed:
             self.guaranteed[waiting.job.id] = waiting
@@ -545,7 +558,7 @@ class SchedulerIndex:
             if not self.lines[key]:
                 del self.lines[key]
 
-    def _is_in_line(self, waiting: Waiting) -> bool:
+    def _is_in_line(self, waiting: WaitingJob) -> bool:
         line = self.lines.get(self._line_of(waiting))
         return line is not None and waiting in line
 
@@ -553,13 +566,13 @@ class SchedulerIndex:
         """Return the queues of these (priority, user) keys that still have jobs."""
         return [self.lines[key] for key in keys if key in self.lines]
 
-    def _line_of(self, waiting: Waiting) -> tuple[int, str]:
+    def _line_of(self, waiting: WaitingJob) -> tuple[int, str]:
         return waiting.priority, waiting.job.user
 
-    def place_by_user(self) -> Callable[[str], Place]:
+    def place_by_user(self) -> Callable[[str], FairSharePlace]:
         """Return a function that maps a user to a place in the fair-share order."""
         if not self._policy_spec.is_shared and len(self.users) < 2:
-            return equal_place
+            return equal_fair_share_place
         now = (
             self.state.at_s,
             self.state.usage,
@@ -567,7 +580,9 @@ class SchedulerIndex:
         if now != self._tree[0]:
             self._tree = (
                 now,
-                fair_tree(self._policy_spec, used_s(self.state, self.running.values())).place,
+                make_fair_tree(
+                    self._policy_spec, decayed_device_s_by_user(self.state, self.running.values())
+                ).place_of_user,
             )
         return self._tree[1]
 

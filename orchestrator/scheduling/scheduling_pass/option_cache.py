@@ -18,20 +18,20 @@ from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup
-from orchestrator.scheduling.base.time_limits import left_s
+from orchestrator.scheduling.base.time_limits import time_limit_left_s
 from orchestrator.scheduling.failures.observation import ran_out
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
     SizeOption,
-    has_no_seconds,
-    job_options,
-    step_factors,
+    has_unknown_step_time,
+    list_job_options,
+    own_step_factors,
     steps_left,
 )
-from orchestrator.scheduling.options.lengths import UNKNOWN_LENGTH_S, Lengths
+from orchestrator.scheduling.options.lengths import UNKNOWN_LENGTH_S, DurationHistory
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
+from orchestrator.scheduling.queue.wait_queue import OptionsByPool, WaitingJob
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -61,14 +61,14 @@ class OptionCache:
     ) -> None:
         self._pools = pools
         self._observations = observations
-        self.lengths = Lengths(runs)
+        self.lengths = DurationHistory(runs)
         self._lengths_version = 0
         self._devices = sum(pool.group.devices for pool in pools)
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # of what is known, by family
         self._overheads = self._measured_overheads()
         self._overheads_version = 0
-        self._menus: dict[object, tuple[int, OptionsByProfile]] = {}  # of jobs never tried
+        self._menus: dict[object, tuple[int, OptionsByPool]] = {}  # of jobs never tried
         self._entries: dict[
             str, tuple[int, int, Sequence[SizeOption]]
         ] = {}  # of running jobs: attempts, version, entries
@@ -96,7 +96,7 @@ class OptionCache:
 
     def learn(self, runs: Sequence[RunLength]) -> None:
         """Read new lengths; the options of jobs that need them (`needs_lengths`) are stale."""
-        self.lengths = Lengths(runs)
+        self.lengths = DurationHistory(runs)
         self._lengths_version += 1
 
     def _measured_overheads(self) -> dict[str, Overhead]:
@@ -127,7 +127,7 @@ class OptionCache:
             self._calibrated[key] = calibration(self._observations, device=device, family=family)
         return self._calibrated[key]
 
-    def options_of(self, waiting: Waiting) -> OptionsByProfile:
+    def options_of(self, waiting: WaitingJob) -> OptionsByPool:
         """Return the job's options per pool. Where none is sure to fit, the options that may fit."""
         version = self._version(waiting.job)
         if waiting.version != version:
@@ -152,7 +152,7 @@ class OptionCache:
             entry = self._sizes[job.id] = (key, self._size(job, key[0]))
         return entry[1]
 
-    def _menus_at(self, job: Job, version: int) -> OptionsByProfile:
+    def _menus_at(self, job: Job, version: int) -> OptionsByPool:
         if job.attempts:
             return self._menus_on_all(job)
         is_promised = job.starts_by_s is not None
@@ -165,7 +165,7 @@ class OptionCache:
             entry = self._menus[key] = (version, self._menus_on_all(job))
         return entry[1]
 
-    def _menus_on_all(self, job: Job) -> OptionsByProfile:
+    def _menus_on_all(self, job: Job) -> OptionsByPool:
         menus = tuple((pool, self._menu(job, pool)) for pool in self._pools)
         if any(isinstance(menu, JobOptions) for _, menu in menus):
             return menus
@@ -175,7 +175,7 @@ class OptionCache:
         )
 
     def _menu(self, job: Job, pool: AvailabilityProfile) -> JobOptions | Infeasible:
-        return job_options(
+        return list_job_options(
             job,
             pool.group,
             self.calibrated(job, pool.group.hardware.device.name),
@@ -205,12 +205,12 @@ def needs_lengths(spec: JobSpec) -> bool:
 def _length_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | None) -> float:
     """Return the seconds by what was told or the job measured itself: a place in the queue stays."""
     if left is None:
-        return min(UNKNOWN_LENGTH_S, left_s(job))
-    if not has_no_seconds(job, candidate.estimate.source):
+        return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
+    if not has_unknown_step_time(job, candidate.estimate.source):
         return left * candidate.step_s
-    factors = step_factors(job, group.hardware.device.name)
+    factors = own_step_factors(job, group.hardware.device.name)
     if not factors:
-        return min(UNKNOWN_LENGTH_S, left_s(job))
+        return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
     return left * candidate.step_s * step_factor(candidate.plan, factors)
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.credit import STOPS, credit_from_s
+from orchestrator.scheduling.base.credit import STOPS, credit_suffices_from_s
 from orchestrator.scheduling.base.migration import (
     MOVE_GRACE_S,
     SAVE_S,
@@ -20,11 +20,15 @@ from orchestrator.scheduling.base.migration import (
     expected_loss_s,
     stopped_at_s,
 )
-from orchestrator.scheduling.base.time_limits import spent_s
+from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
+from orchestrator.scheduling.queue.policy import JobStop
+from orchestrator.scheduling.queue.wait_queue import (
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
+)
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause, device_count
@@ -85,7 +89,9 @@ class Moving:
 
     @property
     def length_s(self) -> float:
-        return max(1.0, spent_s(self.job, self.attempt.launched_at_s) + self.ran_s + self.left_s)
+        return max(
+            1.0, total_run_time_s(self.job, self.attempt.launched_at_s) + self.ran_s + self.left_s
+        )
 
     @property
     def cost_device_s(self) -> float:
@@ -96,7 +102,7 @@ class Moving:
 def gain_from_s(index: SchedulerIndex, moving: Moving) -> float:
     """Return from when on a job may be stopped for a gain, in seconds since 1970; infinity: never."""
     rested_s = moving.stopped_s + max(GAIN_REST_S, GAIN_RESTS * (SAVE_S + moving.paid_s))
-    affordable_s = credit_from_s(index.state, STOPS, index.devices, moving.cost_device_s)
+    affordable_s = credit_suffices_from_s(index.state, STOPS, index.devices, moving.cost_device_s)
     return max(moving.trained_s, rested_s, affordable_s)
 
 
@@ -113,7 +119,7 @@ class _PreemptionGain(NamedTuple):
         return self.gain_s > worth * self.cost_s
 
 
-def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
+def scale_up(index: SchedulerIndex, at_s: float) -> JobStop | None:
     """Return the move of the job that gains most from idle devices, if above twice its restart cost; else None."""
     price = price_of_idle(index)
     ways: list[tuple[float, Moving, SizeOption, float]] = []
@@ -141,7 +147,7 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
             earlier = format_seconds(moving.left_s - seconds)
             cost = format_seconds(moving.paid_s)
             why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
-            return Move(
+            return JobStop(
                 job=moving.job,
                 from_s=gain_from_s(index, moving),
                 cause=StopCause.GROWTH,
@@ -153,8 +159,8 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
 
 
 def preempt_for_deadline(
-    index: SchedulerIndex, late: Sequence[Turn], at_s: float
-) -> Sequence[Move]:
+    index: SchedulerIndex, late: Sequence[WaitingWithDeadline], at_s: float
+) -> Sequence[JobStop]:
     """Return the jobs to stop for a waiting job's deadline; () where none help.
 
     A job with a deadline is stopped only for an earlier one, and only if it still meets its own. The earliest deadline
@@ -188,7 +194,7 @@ def preempt_for_deadline(
 
 
 def _may_be_late(
-    index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: float, entry: SizeOption
+    index: SchedulerIndex, moving: Moving, waiting: WaitingJob, by_s: float, entry: SizeOption
 ) -> bool:
     """Return whether a job may make way for another's deadline, and be in time for its own after that."""
     if moving.priority > waiting.priority:
@@ -203,8 +209,8 @@ def _may_be_late(
 
 
 def preempt_for_priority(
-    index: SchedulerIndex, waits: Sequence[Promised], at_s: float
-) -> Sequence[Move]:
+    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+) -> Sequence[JobStop]:
     """Return the jobs of lower priority to stop for a waiting one, which gains more than they lose; () for none.
 
     Device-seconds are compared, as the jobs differ in width.
@@ -241,7 +247,7 @@ def preempt_for_priority(
 
 
 def entries_of(
-    index: SchedulerIndex, waiting: Waiting
+    index: SchedulerIndex, waiting: WaitingJob
 ) -> list[tuple[AvailabilityProfile, SizeOption]]:
     """Return the options of a waiting job with their pools, the cheapest in device-seconds first."""
     entries = [
@@ -253,9 +259,11 @@ def entries_of(
     return sorted(entries, key=lambda pair: pair[1].device_seconds)
 
 
-def stop_all(stopped: Sequence[Moving], cause: StopCause, why: str) -> list[Move]:
+def stop_all(stopped: Sequence[Moving], cause: StopCause, why: str) -> list[JobStop]:
     """Return the moves that stop these jobs for one cause."""
-    return [Move(job=moving.job, from_s=moving.from_s, cause=cause, why=why) for moving in stopped]
+    return [
+        JobStop(job=moving.job, from_s=moving.from_s, cause=cause, why=why) for moving in stopped
+    ]
 
 
 def find_victims(
@@ -358,13 +366,13 @@ def _merge_placements(placements: Sequence[Placement]) -> Placement:
 
 
 def preempt_for_waiting(
-    index: SchedulerIndex, waits: Sequence[Promised], at_s: float
-) -> Move | None:
+    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+) -> JobStop | None:
     """Return the job to stop for waiting ones, latest end first, whose loss is below their gain; None without one.
 
     Who may be stopped now is preferred to who may be later.
     """
-    later: Move | None = None
+    later: JobStop | None = None
     for moving in movable(index, islice(index.last_stoppable(), TRIED_MAX) if waits else (), at_s):
         ahead = _ahead_of(index, moving, waits)
         ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
@@ -382,9 +390,11 @@ def preempt_for_waiting(
             cost = format_seconds(way.cost_s)
             why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
             if way.priority > moving.priority:
-                move = Move(job=moving.job, from_s=moving.from_s, cause=StopCause.PRIORITY, why=why)
+                move = JobStop(
+                    job=moving.job, from_s=moving.from_s, cause=StopCause.PRIORITY, why=why
+                )
             else:
-                move = Move(
+                move = JobStop(
                     job=moving.job,
                     from_s=gain_from_s(index, moving),
                     cause=StopCause.GAIN,
@@ -399,8 +409,8 @@ def preempt_for_waiting(
 
 
 def _ahead_of(
-    index: SchedulerIndex, moving: Moving, waits: Iterable[Promised]
-) -> list[tuple[Waiting, Reservation, SizeOption]]:
+    index: SchedulerIndex, moving: Moving, waits: Iterable[WaitingWithReservation]
+) -> list[tuple[WaitingJob, Reservation, SizeOption]]:
     """Return the waiting jobs that would go before the running one, each with its option on idle and left devices.
 
     Jobs of equal priority go before it only if much shorter, and if it would be slowed down by less than half as much.
@@ -449,7 +459,7 @@ def _place(job: Job, priority: int, aging_limit_s: float, at_s: float) -> tuple[
 
 
 def _way(
-    moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float
+    moving: Moving, ahead: Sequence[tuple[WaitingJob, Reservation, SizeOption]], at_s: float
 ) -> _PreemptionGain:
     """Return gain and cost if the first of these replaces the job, then each other that still fits."""
     room = moving.devices + moving.pool.idle
@@ -470,7 +480,7 @@ def _way(
 
 
 def _entry(
-    index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, devices: int
+    index: SchedulerIndex, waiting: WaitingJob, pool: AvailabilityProfile, devices: int
 ) -> SizeOption | None:
     for where, menu in index.options.options_of(waiting):
         if where is pool and isinstance(menu, JobOptions):

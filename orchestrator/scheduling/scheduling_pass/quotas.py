@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from orchestrator.scheduling.queue.wait_queue import Turn, Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob, WaitingWithDeadline
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
@@ -57,7 +57,7 @@ class QuotaPass:
             self._without = {team for team in teams if not devices[team]}
             self._left = {team.name: team.quota - devices[team.name] for team in self._policy.teams}
 
-    def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
+    def __iter__(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
         """Yield (job to decide upon, time to end by, most devices that it may take; None: any number).
 
         The round ends when no device is idle. A job that must wait is decided upon once a later job need not wait,
@@ -77,7 +77,7 @@ class QuotaPass:
             and all(cannot_start(index, waiting) for waiting in index.arrived)
         )
         index.all_wait = is_calm
-        ahead: list[tuple[Waiting, float, int | None]] = []
+        ahead: list[tuple[WaitingJob, float, int | None]] = []
         idle = index.idle
         could_start = False
         for number, turn in enumerate(self._all()):
@@ -104,7 +104,7 @@ class QuotaPass:
                 entry for entry in ahead[:LOOKED_AT_MAX] if entry[0].job.id not in self._decided_ids
             ]
 
-    def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
+    def _all(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._undecided() if self._without else ():
             if (
@@ -120,14 +120,14 @@ class QuotaPass:
         for waiting, by_s in self._undecided():
             yield waiting, by_s, None
 
-    def _undecided(self) -> Iterator[Turn]:
+    def _undecided(self) -> Iterator[WaitingWithDeadline]:
         return (
             (waiting, by_s)
             for waiting, by_s in self._index.policy.in_order()
             if waiting.job.id not in self._decided_ids
         )
 
-    def record_decision(self, waiting: Waiting, outcome: Decision) -> None:
+    def record_decision(self, waiting: WaitingJob, outcome: Decision) -> None:
         """Record the decision on a job, and charge its devices to its team's quota."""
         self._decided_ids.add(waiting.job.id)
         if not self._left:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Promised
+from orchestrator.scheduling.queue.policy import JobStop
+from orchestrator.scheduling.queue.wait_queue import WaitingWithReservation
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
     SETS_MAX,
@@ -23,7 +23,9 @@ from orchestrator.specs.attempt import AttemptStatus, StopCause, device_count
 PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
 
 
-def reclaim(index: SchedulerIndex, waits: Sequence[Promised], at_s: float) -> Sequence[Move]:
+def reclaim(
+    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+) -> Sequence[JobStop]:
     """Return the jobs to stop for a team that holds less than its own; () for none.
 
     No team is brought below its own, so that two of them never take turns. Without quotas it must have used less for

@@ -14,8 +14,8 @@ from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier, list_plans
-from orchestrator.scheduling.base.node_groups import NodeGroup, groups_of
-from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
+from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
 from orchestrator.specs.choices import AXES, Degradation, Micro
 from orchestrator.specs.cluster import Node
@@ -55,10 +55,11 @@ def choose_strategies(
     all. Where there is none, or with `micro` as BEST, each has its best.
     """
     group = next(
-        (candidate for candidate in groups_of(nodes) if candidate.devices >= spec.gpus.min), None
+        (candidate for candidate in group_equal_nodes(nodes) if candidate.devices >= spec.gpus.min),
+        None,
     )
     if group is None:
-        most = max((kind.devices for kind in groups_of(nodes)), default=0)
+        most = max((kind.devices for kind in group_equal_nodes(nodes)), default=0)
         raise SpecError(
             "too few devices of one kind",
             path="gpus.min",
@@ -68,7 +69,7 @@ def choose_strategies(
     calibrated = calibration(
         observations, device=group.hardware.device.name, family=spec.family_name
     )
-    spec = measured_spec(spec, calibrated)
+    spec = with_measured_memory(spec, calibrated)
     if choice == "frontier":
         candidates = frontier(read_request(spec), group.hardware, calibrated).candidates
         exact = [

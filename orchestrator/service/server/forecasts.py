@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
-from orchestrator.scheduling.base.sentences import shown_reason
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast, with_paces
 from orchestrator.scheduling.reports.waiting import Waits
@@ -114,7 +114,9 @@ def _expected_job(job: Job, expected: Expected | None, waits: Waits) -> Expected
         end_range_s=None,
         deadline_s=job.deadline_s,
         says_length=steps_left(job) is not None,
-        why=waits.why(job) if expected and job.status is JobStatus.QUEUED else shown_reason(job),
+        why=waits.why(job)
+        if expected and job.status is JobStatus.QUEUED
+        else describe_status_with_holder(job),
     )
     if expected and expected.knows_start:
         row["start_s"], row["start_range_s"] = expected.start_s, expected.start_range_s

@@ -29,7 +29,7 @@ from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.planning.render import script_command
 from orchestrator.planning.request import read_script
-from orchestrator.scheduling.options.asks import with_allowed
+from orchestrator.scheduling.options.asks import apply_permissions
 from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
@@ -400,7 +400,7 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
     allowed = dict(job.answer)
     limit = allowed.get("allow")
     batch = allowed.get("global_batch_size")
-    spec = with_allowed(
+    spec = apply_permissions(
         job.spec, None if limit is None else str(limit), None if batch is None else int(batch)
     )
     other = Drive(Scheduler(records.drive.scheduler.state))
