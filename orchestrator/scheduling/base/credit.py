@@ -1,7 +1,8 @@
-"""Credits of device-seconds, from which what goes before others is paid: each never takes more than a share.
+"""Credits of device-seconds: budgets that bound how much jobs which overtake others may take.
 
-A credit fills at its share of the cluster's device-seconds, up to those of a span. Stops for a priority, a deadline, an
-owner or a maintenance are not paid for, and neither are guarantees.
+A credit fills at its share of the cluster's device-seconds, up to those of a span. Starts of
+overdue and urgent jobs and stops for a gain of others are paid from credits. Stops for a priority,
+a deadline, an owner or a maintenance are not paid for, and neither are guarantees.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from orchestrator.specs.state import Credit, State
 
 @frozen
 class CreditFund:
-    """A share of the cluster's device-seconds. A cluster that was calm for `span_s` may spend so much at once."""
+    """A credit's share of the cluster's device-seconds; it fills up to those of `span_s` seconds."""
 
     name: str
     share: float
     span_s: float
 
     def full_device_s(self, devices: int) -> float:
-        """Return the device-seconds of the full credit on so many devices."""
+        """Return the device-seconds of this fund's full credit on a cluster of `devices` devices."""
         return self.share * devices * self.span_s
 
 
@@ -38,7 +39,9 @@ PRESSING = CreditFund(name="pressing", share=0.5, span_s=4 * 3600.0)
 
 
 def credit_device_s(state: State, fund: CreditFund, devices: int) -> float:
-    """Return the device-seconds that a fund has now; below zero while it is in debt."""
+    """Return the device-seconds that the fund's credit holds at the state's time; below zero in
+    debt.
+    """
     full_device_s = fund.full_device_s(devices)
     credit = next((credit for credit in state.credits if credit.fund == fund.name), None)
     if credit is None:
@@ -48,7 +51,10 @@ def credit_device_s(state: State, fund: CreditFund, devices: int) -> float:
 
 
 def credit_suffices_from_s(state: State, fund: CreditFund, devices: int, device_s: float) -> float:
-    """Return from when on the credit covers `device_s`, in seconds since 1970; infinity: it never does."""
+    """Return when the fund's credit will cover `device_s` device-seconds, in seconds since 1970.
+
+    Infinity means that even a full credit is too small.
+    """
     if device_s > fund.full_device_s(devices):
         return inf
     missing_device_s = max(0.0, device_s - credit_device_s(state, fund, devices))
@@ -56,7 +62,9 @@ def credit_suffices_from_s(state: State, fund: CreditFund, devices: int, device_
 
 
 def spend_credit(state: State, fund: CreditFund, devices: int, device_s: float) -> State:
-    """Return the state after these device-seconds were spent; unchanged without any."""
+    """Return the state with `device_s` device-seconds taken from the fund's credit; unchanged for
+    0.
+    """
     if not device_s:
         return state
     left = credit_device_s(state, fund, devices) - device_s

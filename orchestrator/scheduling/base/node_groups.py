@@ -1,4 +1,4 @@
-"""Groups of equal nodes. The plans of a job are searched once per group."""
+"""Groups of equal nodes, on which a job's plans are the same: they are searched once per group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NodeGroup:
 
 
 def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
-    """Return the nodes grouped by kind, fastest devices first."""
+    """Return the nodes in groups of equal device kind and device count, fastest devices first."""
 
     def kind(node: Node) -> tuple[float, int, str]:
         return (
@@ -39,13 +39,16 @@ def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
 
 
 def find_node_group(state: State, device: str | None) -> NodeGroup | None:
-    """Return the live, else the declared, nodes with that kind of device; the fastest kind where none is named."""
+    """Return the group of live nodes whose devices have this name, else that of declared nodes.
+
+    None as `device` means the fastest kind. Returns None where the cluster has no such nodes.
+    """
     groups = (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared))
     return next((group for group in groups if device in (None, group.hardware.device.name)), None)
 
 
 def find_device_spec(state: State, name: str) -> DeviceSpec | None:
-    """Return the device kind of that name; None where the cluster no longer has it."""
+    """Return the spec of the cluster's device kind with this name; None where the cluster has none."""
     group = find_node_group(state, name)
     return None if group is None else group.hardware.device
 

@@ -16,12 +16,14 @@ SPANS = 8  # that are looked at: those of a week and one more, as some are short
 
 @dataclass(frozen=True, slots=True)
 class StartHours:
-    """When an attempt of a job may start.
+    """The times at which an attempt of a job may start: its start window, and when it must have
+    ended.
 
-    `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before the window closes
-    starts only where it does, and a plan that ends in time is preferred. A job longer than its window on every plan, or
-    of unknown length, starts within it. It is saved two minutes before the window closes, and goes on at the next
-    opening; where it cannot be saved, or `stays`, it goes on beyond. A restart is a start.
+    `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before
+    the window closes starts only where it does, and a plan that ends in time is preferred. A job
+    longer than its window on every plan, or of unknown duration, starts within the window. It is
+    saved two minutes before the window closes, and resumes at the next opening. A job that cannot
+    be saved, or that has `stays`, runs on after the close. Restarts follow the same rule.
     """
 
     window: Window | None
@@ -30,7 +32,11 @@ class StartHours:
     needs_s: float = inf  # of a window that is left, at most: what is saved when it closes goes on
 
     def start_s(self, from_s: float, seconds: float) -> float:
-        """Return the first time from `from_s` on at which an attempt of `seconds` may start; infinity: never."""
+        """Return the first time from `from_s` on at which an attempt of `seconds` seconds may
+        start.
+
+        Times are seconds since 1970; infinity means that it may never start.
+        """
         start_s = self._open_s(from_s, seconds)
         return start_s if start_s + seconds <= self.by_s else inf
 
@@ -52,9 +58,11 @@ ALWAYS = StartHours(None)
 def start_hours_of(
     spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf, fill_s: float = inf
 ) -> StartHours:
-    """Return when an attempt may start that takes one of these lengths and must end by `by_s`.
+    """Return the times at which an attempt may start that takes one of `lengths_s` and must end by
+    `by_s`.
 
-    Where it is saved when its window closes, it starts with `fill_s` left.
+    A job that is saved when its window closes may start if at least `fill_s` seconds of the window
+    are left.
     """
     if spec.start_window is None:
         return ALWAYS if by_s == inf else StartHours(None, by_s=by_s)
@@ -68,12 +76,17 @@ def start_hours_of(
 
 
 def leaves_at_close(spec: JobSpec) -> bool:
-    """Return whether a job is saved when its start window closes, to go on at the next opening."""
+    """Return whether the job is saved and stopped when its start window closes, and resumes at the
+    next one.
+    """
     return spec.start_window is not None and not spec.stays and saves_on_request(spec)
 
 
 def leave_at_closing_s(spec: JobSpec, launched_s: float) -> float:
-    """Return when a job that was launched then is asked to leave, in seconds since 1970; infinity: never."""
+    """Return when a job launched at `launched_s` must leave because its start window closes.
+
+    The time is in seconds since 1970; infinity for a job that runs on.
+    """
     if spec.start_window is None or not leaves_at_close(spec):
         return inf
     return spec.start_window.span(launched_s)[1] - MOVE_GRACE_S
@@ -93,7 +106,7 @@ def may_start_at(spec: JobSpec, at_s: float) -> bool:
 
 
 def window_facts(spec: JobSpec, start_s: float) -> Facts:
-    """Return the facts of why a job with a start window waits until `start_s`."""
+    """Return the facts (start time, window) for the sentence why a job waits for its start window."""
     assert spec.start_window is not None, spec.name
     start = local_text(start_s, spec.start_window.zone)
     return (("start", start), ("window", str(spec.start_window)))

@@ -34,9 +34,11 @@ CLIMB_SPEED_UP = 1.13
 
 
 def may_move_to_faster_plan(job: Job) -> bool:
-    """Return whether a recovered job may move to a faster plan: measured, movable without loss, and not moved before.
+    """Return whether a job that recovered from an out-of-memory failure may move to a faster plan.
 
-    A script of unknown memory never may: only the order of its plans' speeds is known, not the gain.
+    Its running attempt must be measured and movable without loss, and the job not moved so before.
+    A script of unknown memory never may: only the order of its plans' speeds is known, not the
+    gain.
     """
     attempt = job.last
     if attempt is None or attempt.pace is None or not attempt.pace.peak_bytes or attempt.probe:
@@ -51,10 +53,11 @@ def may_move_to_faster_plan(job: Job) -> bool:
 def find_faster_option(
     job: Job, group: NodeGroup, calibrated: Calibration, launch_cost_s: float
 ) -> SizeOption | None:
-    """Return the fastest plan on as many devices that fits with CLIMB_PROBABILITY and repays its launch; else None.
+    """Return the fastest plan on as many devices that is worth a restart; None without one.
 
-    `calibrated` includes the running attempt's measurements. Plans that ran out of memory are excluded, and so are
-    plans that alter the training more than the running one.
+    It must fit with CLIMB_PROBABILITY and save more time than its launch costs. `calibrated`
+    includes the running attempt's measurements. Plans that ran out of memory are excluded, and so
+    are plans that alter the training more.
     """
     attempt = job.last
     assert attempt is not None, job.id

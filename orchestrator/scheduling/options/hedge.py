@@ -11,7 +11,11 @@ GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs o
 
 
 def expected_failure_cost_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
-    """Return the expected seconds lost by one more out-of-memory failure: a launch, and the risk of losing the job."""
+    """Return the expected seconds that one more out-of-memory failure costs the job.
+
+    They are a launch, and the risk that the job runs out of retries. `seconds` are the durations of
+    its possible plans.
+    """
     left = job.spec.retries.oom - sum(
         ran_out(attempt) and not attempt.probe for attempt in job.attempts
     )
@@ -19,11 +23,12 @@ def expected_failure_cost_s(job: Job, launch_cost_s: float, seconds: Sequence[fl
 
 
 def pick_first_plan_to_try(plans: Sequence[tuple[float, float]], failure_cost_s: float) -> int:
-    """Return the index of the first plan to try, among pairs (seconds to the end, probability that it fits).
+    """Return the index of the plan to try first, so that the job's expected end is earliest.
 
-    One unknown decides for all of them: where a plan runs out of memory, so does each that is less likely to fit. So
-    the plans are tried from less to more likely, and the expected end follows from the last one backwards (Bellman
-    1957, Dynamic Programming, chapter 3).
+    `plans` are pairs (seconds to the end, probability that it fits). Where a plan runs out of
+    memory, so does each plan that is less likely to fit. So plans are tried from less to more
+    likely, and the expected end follows from the last one backwards (Bellman 1957, Dynamic
+    Programming, chapter 3).
     """
     order = sorted(range(len(plans)), key=lambda place: (plans[place][1], -plans[place][0]))
     worst_s = GIVEN_UP * max(seconds for seconds, _ in plans)

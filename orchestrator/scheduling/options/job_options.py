@@ -1,4 +1,6 @@
-"""Options of a job: for each number of devices a plan and its run time, from its frontier (plans none other beats)."""
+"""Options of a job: for each number of devices the best plan of its frontier (plans that no other
+plan beats).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeOption:
-    """A way to run the job: a plan, its devices and its run time."""
+    """A way to run the job: a plan, how its devices spread over nodes, and its run time."""
 
     candidate: Candidate
     shape: GangShape
@@ -92,23 +94,29 @@ class SizeOption:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobOptions:
-    """All plans of a job that fit an empty group of nodes, and the best one per number of devices."""
+    """All plans of a job that fit an empty group of nodes, and the best of them per number of
+    devices.
+    """
 
     fitting: tuple[SizeOption, ...]  # in the order of the frontier
     entries: tuple[SizeOption, ...]  # fewest devices first, each faster than those before it
     most_bytes: int  # the most that any entry requires free on a device
     rule: Rule
 
-    def best_where(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
-        """Return the best option per number of devices among those for which `holds` is true."""
+    def best_where(self, is_allowed: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
+        """Return the best option per number of devices, of those options for which `is_allowed` is
+        true.
+        """
         return best_option_per_device_count(
-            (entry for entry in self.fitting if holds(entry)), self.rule
+            (entry for entry in self.fitting if is_allowed(entry)), self.rule
         )
 
 
 @frozen
 class Infeasible:
-    """No plan fits the group, even when all of its devices are empty."""
+    """The result where no plan of a job fits a group of nodes, even if all of its devices are
+    empty.
+    """
 
     why: Callable[[], str]  # returns the reason; slow, so called only if no other group fits
     likeliest: JobOptions | None = None  # options of the plan that may fit all the same
@@ -122,9 +130,13 @@ def list_job_options(
     group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
-    lengths: DurationHistory = NOTHING_LEARNED,
+    history: DurationHistory = NOTHING_LEARNED,
 ) -> JobOptions | Infeasible:
-    """Return the job's untried plans that fit the group when empty; Infeasible where there are none."""
+    """Return the options of the job's untried plans on an empty group; Infeasible where no plan
+    fits.
+
+    `history` predicts durations that nothing else tells.
+    """
     device = group.hardware.device
     job = replace(job, spec=with_measured_memory(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
@@ -153,9 +165,9 @@ def list_job_options(
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
         candidates = [candidate for candidate, _, _ in fitting]
         if probe is None:
-            expected = _predict_durations(job, candidates, group, calibrated, lengths)
+            expected = _predict_durations(job, candidates, group, calibrated, history)
         else:
-            probe_s = max(0.0, lengths.expected_probe_s() - launch_cost_s)
+            probe_s = max(0.0, history.expected_probe_s() - launch_cost_s)
             expected = [PredictedDuration(probe_s, probe_s)]
         entries: Sequence[SizeOption] = [
             SizeOption(
@@ -221,7 +233,11 @@ def list_job_options(
 def _probe_within(
     device: DeviceSpec, job: Job, calibrated: Calibration, candidates: Sequence[Candidate]
 ) -> tuple[Candidate | None, int | None]:
-    """Return the probe to run first and the bytes that it needs by an earlier probe; None where either is missing."""
+    """Return (the probe to run first, the bytes that it needs according to an earlier probe).
+
+    Both are None where no probe is needed or fits; the bytes alone are None where nothing was
+    measured.
+    """
     probe = find_probe_plan(job, device, calibrated, candidates)
     bound = None if probe is None else probe_bytes_bound(probe, job.last)
     if bound is not None and bound <= device.memory:
@@ -232,7 +248,10 @@ def _probe_within(
 
 
 def _plan_of_climb(job: Job) -> Plan | None:
-    """Return the plan that the job was stopped to move to; after that ran out of memory, the plan that it left."""
+    """Return the plan that the job was stopped to move to; None where it was not.
+
+    If that plan then ran out of memory, it is the plan that the job had before.
+    """
     climber = next((attempt for attempt in job.attempts if attempt.climbs_to is not None), None)
     if climber is None or climber.climbs_to is None:
         return None
@@ -242,11 +261,12 @@ def _plan_of_climb(job: Job) -> Plan | None:
 
 
 def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
-    """Return the entries as fast as the job's guarantee, each on the fewest nodes; () where none is.
+    """Return the options that are as fast as the job's guarantee, each on the fewest nodes; ()
+    without any.
 
-    `devices` is the size of the group. Where it is below the promised number, nodes are away, and the job waits for
-    them. Where the requested plan failed since it was promised, the job goes on with as many devices, or with what is
-    left.
+    `devices` is the number of devices in the group. Where it is below the promised number, nodes
+    are away, and the job waits for them. Where the requested plan has failed since it was promised,
+    all options on at least as many devices are returned, or else all options.
     """
     guarantee = job.spec.guarantee
     assert guarantee is not None, job.id
@@ -295,9 +315,11 @@ def _keep_likely_to_fit(
     fitting: Sequence[tuple[Candidate, GangShape, int]],
     launch_cost_s: float,
 ) -> Sequence[tuple[Candidate, GangShape, int]]:
-    """Return the options at least as likely to fit as the plan by which the job ends soonest (hedge.py).
+    """Return the options that are at least as likely to fit as the plan with which the job ends
+    soonest.
 
-    Only the mildest degradation counts: a hedge is no reason to leave what the user asked for.
+    hedge.py finds that plan. Only options of the mildest degradation are kept: a likelier fit is no
+    reason to change what the user asked for.
     """
     if calibrated.belief is None or not fitting:
         return fitting
@@ -325,10 +347,10 @@ def _keep_likely_to_fit(
 
 
 def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
-    """Return the rule by which the job chooses among its plans, of which `candidate` is one.
+    """Return the rule by which the job chooses among its fitting plans; `candidate` is any of them.
 
-    Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or declared step times,
-    since only the order of its plans is known.
+    Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or
+    declared step times, since only the order of its plans is known.
     """
     spec = job.spec
     trained = job.trained
@@ -353,9 +375,10 @@ def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Ca
 def best_option_per_device_count(
     fitting: Iterable[SizeOption], rule: Rule
 ) -> tuple[SizeOption, ...]:
-    """Return the preferred option per number of devices, fewest first; numbers that gain nothing are left out.
+    """Return the preferred option for each number of devices, fewest first.
 
-    Only options of the mildest class of degradation count.
+    Numbers of devices that make the job no faster are left out. Only options of the mildest
+    degradation count.
     """
     by_devices: dict[int, list[SizeOption]] = {}
     mildest: Degradation | None = None
@@ -377,12 +400,18 @@ def _best_option(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
 
 
 def calibration_for(state: State, job: Job, device: str) -> Calibration:
-    """Return the calibration of predictions for this job's family on this kind of device."""
+    """Return the calibration of memory and time predictions for the job's family on this kind of
+    device.
+    """
     return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
 
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
-    """Return the optimizer steps from the newest checkpoint before `before` to the end; None where unknown."""
+    """Return the number of optimizer steps after the newest checkpoint; None where the total is
+    unknown.
+
+    With an attempt as `before`, only checkpoints of earlier attempts count.
+    """
     steps = job.spec.optimizer_steps
     done = job.continues_step
     if steps is None:
@@ -398,11 +427,14 @@ def predict_attempt_duration(
     group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
-    lengths: DurationHistory,
+    history: DurationHistory,
 ) -> PredictedDuration:
-    """Return the predicted length of an attempt from its launch to its end."""
+    """Return the predicted duration of an attempt, from its launch to its end.
+
+    It follows from the attempt's measured pace, else from predicted or learned step times.
+    """
     if attempt.probe:
-        return PredictedDuration(lengths.expected_probe_s(), lengths.expected_probe_s())
+        return PredictedDuration(history.expected_probe_s(), history.expected_probe_s())
     left = steps_left(job, attempt)
     pace = attempt.pace
     if left is not None and pace is not None:
@@ -411,7 +443,7 @@ def predict_attempt_duration(
     ran_before = measured_step_s_by_plan(job, attempt.device, attempt.number).get(attempt.plan)
     factors = own_step_factors(job, attempt.device, attempt.number), calibrated.step_factors
     if left is None or has_unknown_step_time(job, attempt.estimate.source, *factors):
-        unknown = _guess_duration(job, group, attempt.step_s, left, lengths)
+        unknown = _guess_duration(job, group, attempt.step_s, left, history)
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
@@ -420,30 +452,46 @@ def predict_attempt_duration(
 
 
 def certain_duration(seconds: float) -> PredictedDuration:
-    """Return a length that somebody told or that was measured."""
+    """Return these seconds as a duration that was measured or stated, so that its nodes stay open
+    as long.
+    """
     return PredictedDuration(seconds, seconds)
 
 
-def measured_step_s_by_plan(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
-    """Return the measured seconds per step of each plan that earlier attempts ran on this kind of device."""
+def measured_step_s_by_plan(
+    job: Job, device: str, before_attempt: int | None = None
+) -> dict[Plan, float]:
+    """Return {plan: measured seconds per step} of the job's attempts on this kind of device.
+
+    With a number as `before_attempt`, only earlier attempts count.
+    """
     return {
         attempt.plan: attempt.measured_step_s
-        for attempt in job.attempts[: None if before is None else before - 1]
+        for attempt in job.attempts[: None if before_attempt is None else before_attempt - 1]
         if attempt.device == device and attempt.measured_step_s and not attempt.probe
     }
 
 
-def own_step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
-    """Return measured over predicted seconds of a step in the job's own attempts, by kind of step."""
+def own_step_factors(
+    job: Job, device: str, before_attempt: int | None = None
+) -> Mapping[StepKind, float]:
+    """Return {kind of step: measured over predicted step time} of the job's attempts on this kind
+    of device.
+
+    With a number as `before_attempt`, only earlier attempts count.
+    """
     return {
         step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
-        for attempt in job.attempts[: None if before is None else before - 1]
+        for attempt in job.attempts[: None if before_attempt is None else before_attempt - 1]
         if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0
     }
 
 
 def measured_peak_bytes_by_plan(job: Job, device: str) -> dict[Plan, int]:
-    """Return the measured allocated peak of each plan that this job ran on this kind of device without running out."""
+    """Return {plan: measured allocated peak bytes} of the job's attempts on this kind of device.
+
+    Plans that ran out of memory are left out.
+    """
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
         trained = any(beat.steps_done > 0 for beat in attempt.heartbeats)
@@ -458,9 +506,12 @@ def _predict_durations(
     candidates: Sequence[Candidate],
     group: NodeGroup,
     calibrated: Calibration,
-    lengths: DurationHistory,
+    history: DurationHistory,
 ) -> list[PredictedDuration]:
-    """Return the seconds of training left on each candidate, by measured steps of the job's family if there are any."""
+    """Return the predicted duration of the remaining training under each candidate plan.
+
+    Measured step times of the job's family count first.
+    """
     left = steps_left(job)
     device = group.hardware.device.name
     measured = measured_step_s_by_plan(job, device) if job.attempts else {}
@@ -469,7 +520,7 @@ def _predict_durations(
         candidates and has_unknown_step_time(job, candidates[0].estimate.source, *factors)
     ):
         return [
-            _guess_duration(job, group, candidate.step_s, left, lengths) for candidate in candidates
+            _guess_duration(job, group, candidate.step_s, left, history) for candidate in candidates
         ]
     return [
         certain_duration(
@@ -484,14 +535,18 @@ def _predict_durations(
 
 
 def has_unknown_step_time(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
-    """Return whether nothing tells how long a step takes: only the order of its plans is known."""
+    """Return whether no seconds of a step are known for the job, only which of its plans is faster."""
     return source in WITHOUT_SECONDS and not job.spec.speeds and not any(factors)
 
 
 def _guess_duration(
-    job: Job, group: NodeGroup, step_s: float, left: int | None, lengths: DurationHistory
+    job: Job, group: NodeGroup, step_s: float, left: int | None, history: DurationHistory
 ) -> PredictedDuration:
-    """Return the length of a job that nobody told, on a plan of this step time; the slowest takes the longest."""
+    """Return the duration of a job whose step time or number of steps (`left`) is unknown, from
+    `history`.
+
+    `step_s` is the plan's relative step time: the job's slowest plan takes the longest.
+    """
     try:
         slowest_s = max(
             candidate.step_s
@@ -501,13 +556,16 @@ def _guess_duration(
         slowest_s = step_s
     predicted_s = None if left is None else left * step_s
     device = group.hardware.device.name
-    return lengths.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
+    return history.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
 
 
 def needed_free_bytes(
     candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]
 ) -> int:
-    """Return the free bytes that each device must have, from the corrected prediction or an earlier measured peak."""
+    """Return the free bytes that the candidate needs on each device.
+
+    They follow from its measured peak, if `measured` has one, else from the corrected prediction.
+    """
     around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
     if candidate.plan in measured:
         return measured[candidate.plan] + around
@@ -521,9 +579,10 @@ def needed_free_bytes(
 
 
 def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> Iterator[Candidate]:
-    """Return the plans still to try. Each plan that ran out excludes those with no lower peak on equal devices.
+    """Return the plans that the job may still try on this group, in the order of its frontier.
 
-    Plans are compared by the current correction of activations. A job that keeps its plan has no other.
+    Each plan that ran out of memory excludes those with no lower peak on equal devices. A job that
+    keeps its plan has only that one.
     """
     spec = job.spec
     trained = job.trained
@@ -567,7 +626,11 @@ def _on_device(job: Job, device: str) -> list[Attempt]:
 def _smallest_refuted(
     job: Job, group: NodeGroup, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]
 ) -> float:
-    """Return the least predicted bytes that failed in this way on this kind of device; infinity where none did."""
+    """Return the least predicted bytes of the job's plans that failed in this way; infinity without
+    any.
+
+    Only failures on the group's kind of device count.
+    """
     failed = (
         attempt.estimate
         for attempt in job.attempts
@@ -580,6 +643,8 @@ def _smallest_refuted(
 
 
 def _host_bytes(group: NodeGroup, estimate: MemoryEstimate) -> int:
-    """Return the host memory of one rank in bytes; a virtual device's memory is the host's."""
+    """Return the host memory of one rank in bytes; on a virtual device, its device memory counts as
+    well.
+    """
     virtual = group.hardware.device.kind.traits.is_virtual
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

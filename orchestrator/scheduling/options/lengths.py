@@ -1,4 +1,6 @@
-"""Lengths that nobody told, predicted from how long attempts took that ended here."""
+"""Predicted durations of jobs, learned from earlier attempts where neither the job nor its
+measurements tell them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ RUNS_MAX = 200  # newest, that are kept
 
 
 class PredictedDuration(NamedTuple):
-    """How long a job is expected to take, in seconds, and how long its nodes must stay open for it."""
+    """The predicted seconds of a job, and the seconds for which its nodes must stay open."""
 
     seconds: float
     open_s: float
@@ -40,7 +42,7 @@ class PredictedDuration(NamedTuple):
 
 
 class DurationHistory:
-    """What the ends of attempts teach about the lengths of other jobs."""
+    """Durations and step times of ended attempts, from which durations of other jobs are predicted."""
 
     def __init__(self, runs: Sequence[RunLength] = ()) -> None:
         self._probes_s = [run.seconds for run in runs if run.probe and run.seconds is not None]
@@ -51,17 +53,19 @@ class DurationHistory:
         }
 
     def expected_probe_s(self) -> float:
-        """Return how long a probe takes here, launch included."""
+        """Return the expected seconds of a probe, launch included: the median of earlier probes."""
         return median(self._probes_s) if self._probes_s else PROBE_S
 
     def predict(
         self, job: Job, device: str, share: float, predicted_s: float | None
     ) -> PredictedDuration:
-        """Return the length of a job of which no measurement of its own tells the seconds.
+        """Return the predicted duration of a job for which neither its file nor a measurement gives
+        seconds.
 
-        `predicted_s` are its steps by a clock of unknown speed; None: it does not say how many. `share` is that of
-        its plan's step among those of its slowest plan. The seconds are, in this order: by the speed of this script's
-        last run, by the speeds of all scripts, by the lengths of all jobs.
+        `predicted_s` are the seconds of its remaining steps on a clock of unknown speed; None where
+        the number of steps is unknown. `share` is the step time of its plan over that of its
+        slowest plan. The first known speed counts: that of this script's last run, those of all
+        scripts, then the durations of all jobs.
         """
         limit_s = time_limit_left_s(job)
         ratio = self._ratios.get((job.spec.family_name, device))
@@ -87,9 +91,10 @@ class DurationHistory:
 
 
 def _lognormal(values: Sequence[float]) -> tuple[float, float]:
-    """Return median and deviation of the logarithm, beginning with SUPPOSED_OUTCOMES of SUPPOSED_SPREAD.
+    """Return (median, standard deviation of the logarithm) of some durations.
 
-    Gelman et al. 2013, Bayesian Data Analysis, section 2.6.
+    SUPPOSED_OUTCOMES values with a deviation of SUPPOSED_SPREAD count as well (Gelman et al. 2013,
+    Bayesian Data Analysis, section 2.6).
     """
     centre = log(median(values))
     squares = sum((log(value) - centre) ** 2 for value in values)
@@ -100,9 +105,11 @@ def _lognormal(values: Sequence[float]) -> tuple[float, float]:
 def learn_duration(
     runs: tuple[RunLength, ...], job: Job, attempt: Attempt, failure: Failure | None
 ) -> tuple[RunLength, ...]:
-    """Return the kept lengths with that of an ended attempt; unchanged where it teaches nothing.
+    """Return the stored durations with that of an ended attempt added; unchanged where it teaches
+    nothing.
 
-    A probe counts from its launch. A training counts once it has succeeded, with all its attempts.
+    A probe's duration counts from its launch. A training's is added once it has succeeded: that of
+    all its attempts.
     """
     assert attempt.ended_at_s is not None, attempt.name
     seconds = None

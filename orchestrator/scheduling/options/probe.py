@@ -29,7 +29,7 @@ ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_
 
 
 def with_measured_memory(spec: JobSpec, calibrated: Calibration) -> JobSpec:
-    """Return the job with memory per sample as probes of its family measured it, and the settings these relate to.
+    """Return the job with the memory per sample that probes of its family measured.
 
     A job is returned unchanged where there are none, or where it declares its memory.
     """
@@ -43,12 +43,14 @@ def with_measured_memory(spec: JobSpec, calibrated: Calibration) -> JobSpec:
 def find_probe_plan(
     job: Job, device: DeviceSpec, calibrated: Calibration, candidates: Sequence[Candidate]
 ) -> Candidate | None:
-    """Return the plan to probe before the job trains on this kind of device; None where no probe is needed.
+    """Return the plan to probe before the job trains on this kind of device; None where no probe is
+    needed.
 
-    It has as few devices as the job takes, and the smallest micro-batch; then the largest that will fit, or the next. A
-    peak is the maximum over points of a step, each of which grows linearly with the samples. So it is convex, and a
-    line through two small micro-batches falls short of large ones. k times the micro-batch never needs more than k
-    times the bytes. A probe accumulates PROBE_TURNS gradients at most: more take time and no memory.
+    It has as few devices as the job takes. The first probe has the smallest micro-batch, the next
+    one the largest that will fit. A peak is the maximum over points of a step, each of which grows
+    linearly with the samples. So it is convex, and a line through two small micro-batches falls
+    short of large ones. k times the micro-batch never needs more than k times the bytes. A probe
+    accumulates PROBE_TURNS gradients at most: more take time and no memory.
     """
     if job.spec.probe == "never" or not _can_be_probed(job.spec) or job.fault is not None:
         return None
@@ -74,7 +76,9 @@ def find_probe_plan(
 
 
 def _with_few_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
-    """Return the probe with at most PROBE_TURNS micro-batches a step, where the script is told their number."""
+    """Return the probe with at most PROBE_TURNS micro-batches per step, where a knob sets their
+    number.
+    """
     is_told = isinstance(knobs.gradient_accumulation_steps, Knob)
     if not is_told or knobs.global_batch_size is not None:  # which the script would divide itself
         return probe
@@ -88,7 +92,9 @@ def _with_few_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
 
 
 def failed_by_batch_of_one(attempt: Attempt, failure: Failure) -> bool:
-    """Return whether a probe failed only because batch normalisation cannot train on one sample."""
+    """Return whether a probe failed only because batch normalisation cannot train on a single
+    sample.
+    """
     evidence = attempt.evidence
     if evidence is None or attempt.plan.micro_batch_size != 1:
         return False
@@ -98,7 +104,9 @@ def failed_by_batch_of_one(attempt: Attempt, failure: Failure) -> bool:
 
 
 def probe_bytes_bound(probe: Candidate, probed: Attempt | None) -> int | None:
-    """Return an upper bound of a probe's bytes, from an earlier probe with a margin; None without a measurement."""
+    """Return an upper bound of a probe's bytes, from the earlier attempt `probed`; None if that has
+    no peak.
+    """
     if probed is None or probed.peak_bytes is None:
         return None
     times = probe.plan.micro_batch_size / probed.plan.micro_batch_size
@@ -110,7 +118,9 @@ def probe_bytes_bound(probe: Candidate, probed: Attempt | None) -> int | None:
 
 
 def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpec) -> bool:
-    """Return whether a probe surely fits, or most likely by what two forward passes held at their ends."""
+    """Return whether a probe will fit the device, judged by the peaks of the earlier probes
+    `probed`.
+    """
     if not probed:
         return False
     least = probe_bytes_bound(candidate, probed[-1])
@@ -139,7 +149,7 @@ def _has_only_probed(attempts: Sequence[Attempt], device: str) -> bool:
 
 
 def why_not_probed(spec: JobSpec) -> str | None:
-    """Return why a script of unknown memory is not probed, as text; None where it is."""
+    """Return why a script of unknown memory cannot be probed, as text; None where it can."""
     if missing := _missing_knobs(spec):
         return f"no knob for {' and '.join(missing)}"
     count = len(list_batch_cuts(read_request(spec), spec.gpus.min))
@@ -156,7 +166,7 @@ def _can_be_probed(spec: JobSpec) -> bool:
 
 
 def _missing_knobs(spec: JobSpec) -> list[str]:
-    """Return the words of the knobs that the job lacks for a probe."""
+    """Return names for people of the knobs that a probe needs and the job lacks."""
     return [word for name, word in PROBED_BY.items() if getattr(spec.knobs, name) is None]
 
 

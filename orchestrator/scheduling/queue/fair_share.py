@@ -23,7 +23,11 @@ FairSharePlace = tuple[
 
 
 def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
-    """Return all users' usage with that of an ended attempt added."""
+    """Return every user's decayed usage, with the ended attempt's device-seconds added to its
+    owner's.
+
+    Users whose usage has decayed to almost nothing are left out.
+    """
     half_life_s = state.policy.half_life
     by_user = {
         usage.user: usage
@@ -39,10 +43,11 @@ def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
 
 
 def decayed_device_s_by_user(state: State, running: Iterable[Job]) -> dict[str, float]:
-    """Return decayed device-seconds by user: of ended attempts, and of running ones up to now.
+    """Return {user: device-seconds used}, of ended attempts and of `running` jobs up to now,
+    decayed.
 
-    A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts n * half-life / ln 2
-    * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
+    A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts n
+    * half-life / ln 2 * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
     """
     half_life_s = state.policy.half_life
     parts: dict[str, list[float]] = {
@@ -58,26 +63,31 @@ def decayed_device_s_by_user(state: State, running: Iterable[Job]) -> dict[str, 
 
 
 def equal_fair_share_place(_: str) -> FairSharePlace:
-    """Return the same fair-share place for every user, where jobs of one user alone wait."""
+    """Return the same place in the fair-share order for every user, for queues where only one user
+    waits.
+    """
     return 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FairTree:
-    """Fair-share places of users, by their usage and that of their teams."""
+    """The fair-share order of users: by their team's usage per share, then by their own usage."""
 
     policy: PolicySpec
     of_users: Mapping[str, float]  # device-seconds that count today
     of_teams: Mapping[str, float]
 
     def place_of_user(self, user: str) -> FairSharePlace:
-        """Return the user's fair-share place. Users with equal places alternate by when their jobs are due."""
+        """Return the user's sort key in the fair-share order; the smallest is next.
+
+        Jobs of users with equal keys alternate, in order of their aging limits.
+        """
         team = self.policy.team_of(user)
         return self.of_teams.get(team.name, 0.0) / team.shares, self.of_users.get(user, 0.0)
 
 
 def make_fair_tree(policy: PolicySpec, device_s_by_user: Mapping[str, float]) -> FairTree:
-    """Return the fair tree for this decayed usage by user."""
+    """Return the fair-share order of users, from each user's decayed device-seconds."""
     parts = group_values(
         (policy.team_of(user).name, device_s) for user, device_s in device_s_by_user.items()
     )

@@ -1,4 +1,4 @@
-"""QueuePolicy: the interface of queue policies, which a scheduler decision round calls."""
+"""QueuePolicy: the interface that each queue policy implements and every decision round calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from orchestrator.specs.state import Reservation, State
 
 @frozen
 class JobStop:
-    """A running job to stop so that it resumes elsewhere, and why. `held_placement` stays reserved for it."""
+    """The decision to stop a running job, so that it resumes elsewhere or later.
+
+    `held_placement` are devices kept for its next attempt.
+    """
 
     job: Job
     from_s: float  # when it has run for long enough
@@ -30,40 +33,60 @@ class JobStop:
 
 
 class Preemption(NamedTuple):
-    """Running jobs to stop together, and the reservation of the job that they make way for, if any."""
+    """Running jobs to stop together, and the reservation of the waiting job that gets their
+    devices, if any.
+    """
 
     moves: Sequence[JobStop] = ()
     slot: Reservation | None = None
 
 
 class QueuePolicy(Protocol):
-    """Interface of a queue policy: order, overtaking, headroom, number of devices, preemption. Stateless."""
+    """Interface of a queue policy: order, overtaking, headroom, device counts, preemption. It is
+    stateless.
+    """
 
     @property
     def reservations_max(self) -> int:
-        """Number of waiting jobs that get reservations in one decision round. No later job may delay these."""
+        """Number of waiting jobs that get a reservation in a decision round; no later job may delay
+        those.
+        """
 
     @property
     def promises_speed(self) -> bool:
         """Whether the policy accepts jobs with `guarantee`; otherwise they are refused."""
 
     def rank(self, job: Job) -> float:
-        """Return the job's rank: smallest first, ties by submission. It must not change while the job waits."""
+        """Return the job's rank in the queue: the smallest is first, and ties go by submission.
+
+        It must not change while the job waits.
+        """
 
     def presses_s(self, job: Job) -> float:
-        """Return when the job's deadline becomes urgent enough to put it first; infinity: never."""
+        """Return when the job's deadline becomes so urgent that the job goes first, in seconds
+        since 1970.
+
+        Infinity means never.
+        """
 
     def in_order(self) -> Iterator[WaitingWithDeadline]:
-        """Yield (job, time to end by) of waiting jobs that may start now, in order. Infinity: any end."""
+        """Yield (job, time by which it should end) of the waiting jobs that may start now, first
+        job first.
+
+        The time is infinity for a job that may end at any time.
+        """
 
     def may_overtake(self, waiting: WaitingJob) -> bool:
-        """Return whether later jobs may start although this one has to wait for devices."""
+        """Return whether later jobs may start while this job waits for devices."""
 
     def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:
-        """Return whether the job, if started at this time, must leave devices for shorter jobs."""
+        """Return whether the job, if it starts at `at_s`, must leave free devices for shorter jobs."""
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return the options allowed for a job, of all on one kind of device, fewest devices first."""
+        """Return those of a job's options that the policy allows; all are on one kind of device.
+
+        Options differ in their number of devices, fewest first.
+        """
 
     def preempt(
         self,
@@ -73,8 +96,11 @@ class QueuePolicy(Protocol):
     ) -> Preemption:
         """Return which running jobs to stop after a decision round.
 
-        `waits` are jobs with reservations; `late` are jobs that will miss the time they should end by.
+        `waits` are the waiting jobs with reservations. `late` are jobs that will end later than
+        they should.
         """
 
     def reevaluate_at_s(self) -> float | None:
-        """Return when the order or the preemption may change without an event; None: never."""
+        """Return when the policy's order or preemption may change without an event; None if it
+        never does.
+        """
