@@ -101,7 +101,7 @@ class Scheduler:
         """Return {job id: expected end} of running attempts, in seconds since 1970; infinity where nodes are gone."""
         running = ((job, job.last) for job in self._index.running.values())
         return {
-            job.id: self._index.end_of(job, last)
+            job.id: self._index.expected_end_s(job, last)
             for job, last in running
             if last is not None and last.ended_at_s is None
         }
@@ -113,16 +113,16 @@ def _update_index(
     """Return the index of the state after the event."""
     index.state = after
     if after.observations is not before.observations:
-        index.observe(after)
+        index.read_observations(after)
     if after.runs is not before.runs:
-        index.learn(after)
+        index.read_durations(after)
     if after.suspensions is not before.suspensions:
-        index.close(after)
+        index.update_closed_nodes(after)
     match event:
         case NodesSeen():
             index = index.update_nodes(after)
         case DrainRequested():
-            index.close(after)
+            index.update_closed_nodes(after)
         case Observed():
             index.is_stale = True
         case TimerFired():

@@ -9,11 +9,15 @@ from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
 from orchestrator.scheduling.base.holds import apply_update
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.time_limits import is_over_time_limit, time_limit_failure
-from orchestrator.scheduling.failures.classify import classify
-from orchestrator.scheduling.failures.done_steps import describe_done
-from orchestrator.scheduling.failures.observation import observe, warnings
-from orchestrator.scheduling.failures.places import with_places
-from orchestrator.scheduling.failures.verdict import describe_missing, describe_unmatched, judge
+from orchestrator.scheduling.failures.classify import classify_end
+from orchestrator.scheduling.failures.done_steps import describe_done_steps
+from orchestrator.scheduling.failures.observation import list_record_warnings, make_observation
+from orchestrator.scheduling.failures.places import update_suspensions
+from orchestrator.scheduling.failures.verdict import (
+    add_verdict,
+    describe_missing_checkpoint,
+    describe_unmatched_patterns,
+)
 from orchestrator.scheduling.options.lengths import learn_duration
 from orchestrator.scheduling.options.probe import failed_by_batch_of_one
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
@@ -184,10 +188,10 @@ def _apply_finished(state: State, event: Finished) -> Transition:
     attempt = replace(
         attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence
     )
-    failure = classify(job, attempt, event.evidence, capacity_bytes)
+    failure = classify_end(job, attempt, event.evidence, capacity_bytes)
     if failure is not None and not job.cancelling:
-        failure = judge(job, attempt, failure, state.ends, state.nodes)
-    state = with_places(state, job, attempt, failure)
+        failure = add_verdict(job, attempt, failure, state.ends, state.nodes)
+    state = update_suspensions(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
     job = (
@@ -203,7 +207,7 @@ def _apply_finished(state: State, event: Finished) -> Transition:
     runs = learn_duration(state.runs, job, attempt, failure)
     if runs is not state.runs:
         state = replace(state, runs=runs)
-    observed = observe(job, attempt, capacity_bytes)
+    observed = make_observation(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
@@ -214,8 +218,8 @@ def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
         if evidence.lost
         else ""
     )
-    doubts = "".join(f"; {warning}" for warning in warnings(attempt))
-    done = describe_done(job, attempt, evidence)
+    doubts = "".join(f"; {warning}" for warning in list_record_warnings(attempt))
+    done = describe_done_steps(job, attempt, evidence)
     return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{done}{lost}{doubts}")
 
 
@@ -308,7 +312,7 @@ def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     if attempt.facts.checkpoint_step is not None or not steps:
         return ""
     again = f"{steps} step{'s are' if steps > 1 else ' is'} done again"
-    return f"; {describe_missing(job.spec)}: {again}{describe_unmatched(job.spec, attempt)}"
+    return f"; {describe_missing_checkpoint(job.spec)}: {again}{describe_unmatched_patterns(job.spec, attempt)}"
 
 
 # access

@@ -150,7 +150,7 @@ def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """A job that meets its deadline makes way only for an earlier one, and still meets its own after that."""
     index, at_s = index_of(t.after), t.after.at_s
-    end_s = index.end_of(job, replace(attempt, leaves_by_s=None))
+    end_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None))
     if job.deadline_s is None or end_s > job.deadline_s:
         return
     other = t.after.jobs.get(attempt.moved_for.partition("make way for ")[2].partition(":")[0])
@@ -159,7 +159,7 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
         return
     menus = [
         menu
-        for _, menu in index.options.options_of(index.queue_entry(other))
+        for _, menu in index.options.options_of(index.make_queue_entry(other))
         if isinstance(menu, JobOptions)
     ]
     shortest_s = min(entry.seconds for menu in menus for entry in menu.entries)
@@ -202,7 +202,7 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
             {(part.node, i) for part in attempt.held_placement for i in part.devices},
         )
         assert pool is not None, attempt.name
-        left_s = index.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
+        left_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
         entries = [
             entry for entry in index.options.entries_of(job, pool) if entry.devices == len(claimed)
         ]
@@ -249,7 +249,7 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
         index = index_of(t.after)
         for attempt in launches:
             job = t.after.jobs[attempt.job_id]
-            length = index.length_of(job, attempt)
+            length = index.predict_duration(job, attempt)
             lasts_s = 0.0 if length is None else length.open_s
             if _can_be_saved(job) and not attempt.probe:
                 launch_s = max(nodes[name].launch_cost_s for name in nodes_of(attempt))

@@ -139,7 +139,7 @@ def _widths(state: State, job: Job) -> list[int]:
     index = index_of(state)
     menus = [
         menu
-        for _, menu in index.options.options_of(index.queue_entry(job))
+        for _, menu in index.options.options_of(index.make_queue_entry(job))
         if isinstance(menu, JobOptions)
     ]
     return [menu.entries[-1].devices for menu in menus]
@@ -149,8 +149,8 @@ def _could_run(state: State, job: Job) -> bool:
     """Return whether present nodes, open for ever, could hold the job at the width that it requests."""
     index = index_of(state)
     return any(
-        pool.could_hold(menu.entries[-1].shape, menu.entries[-1].least_bytes)
-        for pool, menu in index.options.options_of(index.queue_entry(job))
+        pool.can_ever_hold(menu.entries[-1].shape, menu.entries[-1].least_bytes)
+        for pool, menu in index.options.options_of(index.make_queue_entry(job))
         if isinstance(menu, JobOptions) and not index.closed
     )
 

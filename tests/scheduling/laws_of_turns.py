@@ -144,7 +144,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
 def _is_overdue(t: Transition, launch: Launch) -> bool:
     """Return whether a job is due: a due job passes the quotas once its team holds nothing."""
     has_quotas = t.after.policy.has_quotas
-    return has_quotas and index_of(t.after).queue_entry(launch.job).rank <= t.after.at_s
+    return has_quotas and index_of(t.after).make_queue_entry(launch.job).rank <= t.after.at_s
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
@@ -167,7 +167,7 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
         return
     index = index_of(t.after)
     for launch in launches:
-        end_s = index.end_of(t.after.jobs[launch.job.id], launch.attempt)
+        end_s = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt)
         for reservation in promised:
             shared = set(devices(launch.attempt)) & {
                 (part.node, i) for part in reservation.placement for i in part.devices
@@ -197,7 +197,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
     )  # `idle`: before they started
     promised = {reservation.job_id for reservation in t.after.reservations}
     ahead = {
-        waiting.job.id for waiting in idle.promised_first()
+        waiting.job.id for waiting in idle.list_guaranteed_first()
     }  # due before a guaranteed job came, or guaranteed
     of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
     for waiting in index.waiting.values():
@@ -257,8 +257,8 @@ def _nothing_is_spent_while_in_debt(t: Transition) -> Iterator[str]:
 def _could_be_held(index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether the time at which enough devices come free is known; for a drained node it is not."""
     return any(
-        pool.could_hold(entry.shape, entry.least_bytes)
-        and pool.earliest(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes)
+        pool.can_ever_hold(entry.shape, entry.least_bytes)
+        and pool.find_earliest_slot(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes)
         is not None
         for pool, menu in index.options.options_of(waiting)
         for entry in (menu.entries if isinstance(menu, JobOptions) else ())
@@ -324,7 +324,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         local = datetime.fromtimestamp(begin_s, ZoneInfo(window.zone or "UTC"))
         if not _shows(window, local):
             yield f"{launch.attempt.name} starts at {local:%a %H:%M}, outside of {window}"
-        seconds = index.end_of(t.after.jobs[launch.job.id], launch.attempt) - begin_s
+        seconds = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt) - begin_s
         spans = [window.span(begin_s + day * 86400) for day in range(7)]
         has_end = launch.job.spec.optimizer_steps is not None
         if (

@@ -53,7 +53,7 @@ def test_places(
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=count), micro_batch_size=1)
     shape = find_gang_shape(plan, 8, len(free))
     assert shape is not None or expected is None
-    placement = pool(free).place(shape, 10.0, 0) if shape is not None else None
+    placement = pool(free).find_devices_now(shape, 10.0, 0) if shape is not None else None
     wanted: Placement | None = expected and tuple(
         NodeDevices(node=n, devices=d) for n, d in expected.items()
     )
@@ -74,7 +74,7 @@ def test_a_gang_of_several_nodes_spans_as_few_racks_as_it_can(
         made.occupy(name, [device for device in range(2) if device not in devices], until_s=100.0)
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2 * nodes), micro_batch_size=1)
     shape = find_gang_shape(plan, 2, len(racks))
-    placement = made.place(shape, 10.0, 0) if shape is not None else None
+    placement = made.find_devices_now(shape, 10.0, 0) if shape is not None else None
     rack_of = dict(zip(idle, racks, strict=True))
     choices = [
         [rack_of[name] for name in chosen]
@@ -96,8 +96,8 @@ def test_tensor_parallel_ranks_stay_inside_a_node() -> None:
     )
     shape = find_gang_shape(plan, 8, 4)
     assert shape is not None
-    assert pool({"a": [0, 1, 2], "b": [1, 2, 3]}).place(shape, 10.0, 0) == (
+    assert pool({"a": [0, 1, 2], "b": [1, 2, 3]}).find_devices_now(shape, 10.0, 0) == (
         NodeDevices(node="a", devices=(0, 1)),
         NodeDevices(node="b", devices=(1, 2)),
     )
-    assert pool({"a": [0, 1, 2], "b": [1], "c": [1]}).place(shape, 10.0, 0) is None
+    assert pool({"a": [0, 1, 2], "b": [1], "c": [1]}).find_devices_now(shape, 10.0, 0) is None

@@ -86,31 +86,31 @@ def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
             if attempt.status is not AttemptStatus.ENDED
         }
 
-    patch.setattr(index, "_attempts_of", live)
+    patch.setattr(index, "_attempts_holding_devices", live)
     patch.setattr(index, "waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
 
 
 def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
-    judge = core.judge
+    judge = core.add_verdict
     again = Verdict(row=9, wait_s=0.0)
 
     def lenient(*arguments: Any) -> Failure:
         failure = judge(*arguments)
         return failure if failure.ending is None else replace(failure, verdict=again)
 
-    patch.setattr(core, "judge", lenient)
+    patch.setattr(core, "add_verdict", lenient)
 
 
 def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
     for kind in FailureKind:
         patch.setattr(kind, "restart", kind.restart and kind.restart._replace(refutes_plan=False))
-    patch.setattr(core, "observe", lambda *_: None)
+    patch.setattr(core, "make_observation", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
 
 
 def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
-    patch.setattr(core, "observe", lambda *_: None)
+    patch.setattr(core, "make_observation", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
     patch.setattr(job_options, "_keep_likely_to_fit", lambda *arguments: arguments[3])
 
@@ -199,14 +199,14 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def nodes_lost_blamed_on_users(patch: pytest.MonkeyPatch) -> None:
-    true_classify = core.classify
+    true_classify = core.classify_end
 
     def blind(job: Any, attempt: Any, evidence: Any, capacity_bytes: Any = None) -> Any:
         failure = true_classify(job, attempt, evidence, capacity_bytes)
         lost = failure is not None and failure.kind is FailureKind.NODE_LOST
         return replace(failure, kind=FailureKind.USER_ERROR) if lost else failure
 
-    patch.setattr(core, "classify", blind)
+    patch.setattr(core, "classify_end", blind)
 
 
 def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
@@ -215,13 +215,13 @@ def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
-    true_place = AvailabilityProfile.place
+    true_place = AvailabilityProfile.find_devices_now
 
     def short(self: AvailabilityProfile, *arguments: Any) -> Any:
         first, *others = true_place(self, *arguments) or (None,)
         return first and (replace(first, devices=first.devices[:-1] or first.devices), *others)
 
-    patch.setattr(AvailabilityProfile, "place", short)
+    patch.setattr(AvailabilityProfile, "find_devices_now", short)
 
 
 def everything_fits(patch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     """Plant: reservations for later are open to all later jobs."""
     patch.setattr(
         AvailabilityProfile,
-        "_begins_s",
+        "_unreserved_from_s",
         lambda self, number, device, start_s, _: max(start_s, self._free_from(number)[device]),
     )
 
@@ -290,17 +290,17 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "place_by_user", lambda _: equal_fair_share_place)
+    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: equal_fair_share_place)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
-    true_places = SchedulerIndex.place_by_user
+    true_places = SchedulerIndex.make_fair_share_lookup
 
     def turned(self: SchedulerIndex) -> Any:
         place = true_places(self)
         return lambda user: tuple(-used for used in place(user))
 
-    patch.setattr(SchedulerIndex, "place_by_user", turned)
+    patch.setattr(SchedulerIndex, "make_fair_share_lookup", turned)
 
 
 def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -343,7 +343,7 @@ def drained_nodes_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AvailabilityProfile, "close", lambda *_: None)
+    patch.setattr(AvailabilityProfile, "set_closed_windows", lambda *_: None)
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
@@ -351,12 +351,12 @@ def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:
-    true_classify = core.classify
+    true_classify = core.classify_end
 
     def forgetful(job: Any, attempt: Any, evidence: Any, capacity_bytes: Any = None) -> Any:
         return true_classify(job, replace(attempt, moved_for=""), evidence, capacity_bytes)
 
-    patch.setattr(core, "classify", forgetful)
+    patch.setattr(core, "classify_end", forgetful)
 
 
 def moved_without_rest(patch: pytest.MonkeyPatch) -> None:
@@ -368,9 +368,11 @@ def everybody_moved(patch: pytest.MonkeyPatch) -> None:
 
 
 def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:
-    place = AvailabilityProfile.place_again
+    place = AvailabilityProfile.find_devices_without_attempt
     patch.setattr(
-        AvailabilityProfile, "place_again", lambda *where: place(*where[:3], 0.0, where[4])
+        AvailabilityProfile,
+        "find_devices_without_attempt",
+        lambda *where: place(*where[:3], 0.0, where[4]),
     )
 
 
@@ -390,7 +392,7 @@ def slack_of(seconds: float) -> Plant:
 
 def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Plant: devices that are kept for a moving job are promised to no job."""
-    patch.setattr(SchedulerIndex, "keep", lambda *_: None)
+    patch.setattr(SchedulerIndex, "reserve_for_migration", lambda *_: None)
 
 
 def parents_wait_like_others(patch: pytest.MonkeyPatch) -> None:

@@ -101,9 +101,9 @@ def test_devices_that_nobody_can_use_are_not_devices_that_others_hold() -> None:
     (group,) = group_equal_nodes([broken("a", LOST, "")])
     pool = AvailabilityProfile(group)
     pool.occupy("a", (0,), inf)
-    assert pool.held_until_s(0) == -inf
+    assert pool.held_at_most_from_s(0) == -inf
     pool.occupy("a", (1,), 50.0)
-    assert (pool.held_until_s(0), pool.held_until_s(1)) == (50.0, -inf)
+    assert (pool.held_at_most_from_s(0), pool.held_at_most_from_s(1)) == (50.0, -inf)
 
 
 def test_since_when_a_device_cannot_be_read_is_kept_until_a_reading_shows_otherwise() -> None:
@@ -144,6 +144,11 @@ def test_an_attempt_is_not_placed_again_on_a_device_that_cannot_be_read() -> Non
     for device, until_s in ((0, 50.0), (1, 50.0)):
         pool.occupy("a", (device,), until_s)
     placement = (NodeDevices(node="a", devices=(0, 1)),)
-    assert pool.place_again(placement, GangShape(devices=2, shares=(2,)), 100.0, 0) is None
-    again = pool.place_again(placement, GangShape(devices=1, shares=(1,)), 100.0, 0)
+    assert (
+        pool.find_devices_without_attempt(placement, GangShape(devices=2, shares=(2,)), 100.0, 0)
+        is None
+    )
+    again = pool.find_devices_without_attempt(
+        placement, GangShape(devices=1, shares=(1,)), 100.0, 0
+    )
     assert again == (NodeDevices(node="a", devices=(1,)),)

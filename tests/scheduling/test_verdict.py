@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.base.drain import list_active_suspensions
-from orchestrator.scheduling.failures.endings import ending_of
-from orchestrator.scheduling.failures.places import devices_to_avoid, with_places
-from orchestrator.scheduling.failures.verdict import judge
+from orchestrator.scheduling.failures.endings import make_ending
+from orchestrator.scheduling.failures.places import device_sets_to_avoid, update_suspensions
+from orchestrator.scheduling.failures.verdict import add_verdict
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,
@@ -67,7 +67,7 @@ def judged(
     record = replace(spec or job(script_spec()), attempts=attempts[:-1])
     last = attempts[-1]
     assert last.failure is not None
-    return judge(record, last, last.failure, others, NODES)
+    return add_verdict(record, last, last.failure, others, NODES)
 
 
 def with_verdict(before: Attempt, *earlier: Attempt) -> Attempt:
@@ -150,7 +150,7 @@ def test_what_a_network_refused_accuses_no_place_and_is_no_bug_however_often_ali
     again = judged(first, ended_attempt(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
     assert again.verdict is not None
     assert (again.verdict.row, again.verdict.wait_s) == (11, 1200.0)
-    assert devices_to_avoid(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
+    assert device_sets_to_avoid(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
 
 
 def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
@@ -179,7 +179,9 @@ def test_exit_codes_limit_what_on_error_allows() -> None:
 def state_after(*steps: tuple[Job, Attempt, Failure | None]) -> State:
     state = State(nodes=NODES)
     for record, last, failure in steps:
-        state = with_places(replace(state, at_s=last.ended_at_s or 0.0), record, last, failure)
+        state = update_suspensions(
+            replace(state, at_s=last.ended_at_s or 0.0), record, last, failure
+        )
     return state
 
 
@@ -235,13 +237,13 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     assert not list_active_suspensions(
         state_after((named("x"), virtual, failure), (named("y"), virtual, failure))
     )
-    assert devices_to_avoid(
+    assert device_sets_to_avoid(
         replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0
     )
     alone = State(nodes=NODES[:1], at_s=1000.0)
     both = replace(last, placement=(NodeDevices(node="a", devices=(0, 1)),))
     for key in "xy":
-        alone = with_places(alone, named(key), both, failure)
+        alone = update_suspensions(alone, named(key), both, failure)
     assert not alone.suspensions
 
 
@@ -254,10 +256,12 @@ def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspen
         ended_attempt(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))
     ]
     for number, last in enumerate((*everywhere, *everywhere)):
-        state = with_places(state, replace(named("trial"), id=f"trial-{number}"), last, failure)
+        state = update_suspensions(
+            state, replace(named("trial"), id=f"trial-{number}"), last, failure
+        )
     assert not state.suspensions
     for number, last in enumerate((*everywhere, *everywhere)):
-        state = with_places(state, named(f"job{number}"), last, failure)
+        state = update_suspensions(state, named(f"job{number}"), last, failure)
     assert len(list_active_suspensions(state)) == 2
 
 
@@ -273,7 +277,7 @@ def test_a_full_disk_is_waited_for_longer_and_longer_and_not_for_ever() -> None:
     while True:
         last = full_disk(len(record.attempts) + 1, at_s)
         assert last.failure is not None
-        failure = judge(record, last, last.failure, (), NODES)
+        failure = add_verdict(record, last, last.failure, (), NODES)
         assert failure.verdict is not None
         assert failure.kind is FailureKind.DISK_FULL
         if failure.verdict.wait_s is None:
@@ -303,7 +307,7 @@ def test_the_wait_for_space_begins_anew_after_an_attempt_that_left_a_newer_check
     for number, step in enumerate(saved, 1):
         last = full_disk(number, number * 22_000.0, saved=step)
         assert last.failure is not None
-        failure = judge(record, last, last.failure, (), NODES)
+        failure = add_verdict(record, last, last.failure, (), NODES)
         assert failure.verdict is not None
         waited.append(failure.verdict.wait_s)
         record = replace(record, attempts=(*record.attempts, replace(last, failure=failure)))
@@ -316,7 +320,7 @@ def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(
 ) -> None:
     last = full_disk(1, 50_000.0, ran_s=3 * 3600.0, saved=saved)
     assert last.failure is not None
-    failure = judge(job(script_spec()), last, last.failure, (), NODES)
+    failure = add_verdict(job(script_spec()), last, last.failure, (), NODES)
     assert failure.verdict is not None
     assert (failure.verdict.wait_s is not None) == waits
 
@@ -332,7 +336,7 @@ def test_the_programs_own_line_is_the_place_and_a_phase_only_without_one(
     cause = Cause.NOT_OOM
     finding = Finding(cause=cause, line="KeyError: 'labels'", excerpt=text)
     endings = [
-        ending_of(
+        make_ending(
             attempt(),
             Evidence(),
             RankEnd(rank=0, exit_code=1),

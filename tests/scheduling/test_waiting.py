@@ -119,7 +119,7 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
         phrase in reason for phrase in ("not together", "other processes", "it ended on")
     ):
         index = index_of(unhindered(state))
-        if cannot_start(index, index.queue_entry(job)):
+        if cannot_start(index, index.make_queue_entry(job)):
             yield "it could not start there if nothing were kept or closed"
 
 

@@ -17,8 +17,8 @@ from orchestrator.backends.text_templates import load_text_template
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
-from orchestrator.scheduling.failures.observation import warnings
-from orchestrator.scheduling.failures.out_of_memory import caught_count
+from orchestrator.scheduling.failures.observation import list_record_warnings
+from orchestrator.scheduling.failures.out_of_memory import count_caught_errors
 from orchestrator.scheduling.reports.comparison import Comparison
 from orchestrator.scheduling.reports.comparison_rows import utilisation
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
@@ -156,11 +156,11 @@ def attempt_content(
         tags["probe"] = "true"
     if attempt.facts.lost:
         tags["not_resumed"] = hide(", ".join(attempt.facts.lost))
-    if doubts := warnings(attempt):
-        tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
+    if doubts := list_record_warnings(attempt):
+        tags["list_record_warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
     if attempt.facts.unwatched:
         tags["unwatched"] = hide(attempt.facts.unwatched[0])
-    if caught := caught_count(attempt.facts):
+    if caught := count_caught_errors(attempt.facts):
         tags["caught_ooms"] = str(caught)
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]

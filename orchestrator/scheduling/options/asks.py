@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from orchestrator.planning.ways_out import with_batch_knobs
 from orchestrator.scheduling.base.node_groups import NodeGroup
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     JobOptions,
     calibration_for,
@@ -53,7 +53,7 @@ def find_next_question(state: State, job: Job, groups: Sequence[NodeGroup]) -> Q
             if _has_plan(state, replace(job, spec=spec), groups):
                 text = f"goes on with {_in_words(spec)}: no plan of {job.spec.global_batch_size} is left"
                 return Question(text, allowed=spec)
-    if job.last is None or not ran_out(job.last):
+    if job.last is None or not ran_out_of_memory(job.last):
         return None
     for spec, name, value, meaning in _changes(job.spec):
         if _has_plan(state, replace(job, spec=spec), groups):

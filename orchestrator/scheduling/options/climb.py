@@ -9,7 +9,7 @@ from orchestrator.planning.frontier import fit_probability
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, can_move, is_elastic
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import find_gang_shape
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     SizeOption,
     measured_peak_bytes_by_plan,
@@ -43,7 +43,7 @@ def may_move_to_faster_plan(job: Job) -> bool:
     attempt = job.last
     if attempt is None or attempt.pace is None or not attempt.pace.peak_bytes or attempt.probe:
         return False
-    recovered = any(ran_out(earlier) and not earlier.probe for earlier in job.attempts)
+    recovered = any(ran_out_of_memory(earlier) and not earlier.probe for earlier in job.attempts)
     climbed = any(earlier.climbs_to is not None for earlier in job.attempts)
     is_timed = attempt.estimate.source not in UNTIMED
     is_running = attempt.status is AttemptStatus.RUNNING and can_move(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.specs.job_record import Job
 
 GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs out of memory, too
@@ -17,7 +17,7 @@ def expected_failure_cost_s(job: Job, launch_cost_s: float, seconds: Sequence[fl
     its possible plans.
     """
     left = job.spec.retries.oom - sum(
-        ran_out(attempt) and not attempt.probe for attempt in job.attempts
+        ran_out_of_memory(attempt) and not attempt.probe for attempt in job.attempts
     )
     return launch_cost_s + min(seconds) / max(1, left + 1)
 

@@ -29,12 +29,12 @@ from orchestrator.scheduling.base.migration import required_open_s
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.shape import GangShape, find_gang_shape
 from orchestrator.scheduling.failures.degrade import (
-    answered_by_phase,
-    bytes_of_no_batch,
+    batch_independent_oom_bytes,
     candidates_for_oom,
+    find_lowerable_phase,
 )
-from orchestrator.scheduling.failures.observation import is_truncated, ran_out
-from orchestrator.scheduling.failures.out_of_memory import loaded_bytes
+from orchestrator.scheduling.failures.observation import ran_out_of_memory, survived_oom
+from orchestrator.scheduling.failures.out_of_memory import min_loaded_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
 from orchestrator.scheduling.options.hedge import expected_failure_cost_s, pick_first_plan_to_try
 from orchestrator.scheduling.options.lengths import DurationHistory, PredictedDuration
@@ -146,7 +146,7 @@ def list_job_options(
         candidates = list(untried_candidates(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
-    constant = bytes_of_no_batch(_on_device(job, device.name))
+    constant = batch_independent_oom_bytes(_on_device(job, device.name))
     if constant is not None and not candidates:
         text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
         return Infeasible(why=lambda: text)
@@ -213,7 +213,7 @@ def list_job_options(
     why = partial(
         why_nothing_fits,
         Unfit(job.spec, group.hardware, device.memory, calibrated, job.refuted),
-        loaded_bytes(job, device.name),
+        min_loaded_bytes(job, device.name),
     )
     candidate = likeliest(
         (Room(candidate, device.memory) for candidate in candidates if shapes(candidate.plan)),
@@ -368,7 +368,7 @@ def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Ca
         room=room_of(candidate.plan) if keeps_room else 1.0,
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
-        before=trained[-1].plan if trained and ran_out(trained[-1]) else None,
+        before=trained[-1].plan if trained and ran_out_of_memory(trained[-1]) else None,
     )
 
 
@@ -495,7 +495,7 @@ def measured_peak_bytes_by_plan(job: Job, device: str) -> dict[Plan, int]:
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
         trained = any(beat.steps_done > 0 for beat in attempt.heartbeats)
-        has_peak = trained and not is_truncated(attempt)
+        has_peak = trained and not survived_oom(attempt)
         if has_peak and attempt.device == device and attempt.plan not in job.refuted:
             peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
     return peaks
@@ -637,7 +637,7 @@ def _smallest_refuted(
         if attempt.failure
         and attempt.failure.kind is kind
         and attempt.device == group.hardware.device.name
-        and answered_by_phase(job.spec, attempt) is None
+        and find_lowerable_phase(job.spec, attempt) is None
     )
     return min((bytes_of(estimate) for estimate in failed), default=inf)
 

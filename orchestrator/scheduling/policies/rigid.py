@@ -1,4 +1,6 @@
-"""RigidPolicy, a base for short policies: each job runs on its `gpus.max`, ordered by one number."""
+"""RigidPolicy, a base class for short queue policies: jobs are ordered by one number, and none is
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ from orchestrator.specs.state import State
 
 
 class RigidPolicy:
-    """Jobs start by rank, then by submission, on as many devices as speed them up. Nothing is preempted.
+    """Starts jobs by rank, then by submission, each on as many devices as make it faster; stops
+    none.
 
-    Neither priority nor teams count. A job whose start window is closed is behind all others.
+    Priority and teams do not count. Jobs whose start windows are closed come last.
     """
 
     reservations_max = 0
@@ -32,7 +35,7 @@ class RigidPolicy:
         self._index = index
 
     def rank(self, job: Job) -> float:  # noqa: ARG002
-        """Return 0 for every job, which means the order of submission."""
+        """Return 0 for every job, so that jobs start in the order of submission."""
         return 0.0
 
     def presses_s(self, job: Job) -> float:  # noqa: ARG002
@@ -40,7 +43,9 @@ class RigidPolicy:
         return inf
 
     def in_order(self) -> Iterator[WaitingWithDeadline]:
-        """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come last."""
+        """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come
+        last.
+        """
         at_s = self._index.state.at_s
         waiting = self.by_rank()
         yield from ((entry, inf) for entry in waiting if may_start_at(entry.job.spec, at_s))
@@ -54,7 +59,7 @@ class RigidPolicy:
         )
 
     def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
-        """Return whether later jobs may start first, which holds where the policy makes reservations."""
+        """Return whether later jobs may start first: only if the policy makes reservations."""
         return self.reservations_max > 0
 
     def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:  # noqa: ARG002
@@ -62,7 +67,7 @@ class RigidPolicy:
         return False
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return only the option with most devices. More, up to `gpus.max`, would not make the job faster."""
+        """Return only the option with the most devices; even more would not make the job faster."""
         return options[-1:]
 
     def preempt(
@@ -71,7 +76,7 @@ class RigidPolicy:
         waits: Sequence[WaitingWithReservation],  # noqa: ARG002
         late: Sequence[WaitingWithDeadline],  # noqa: ARG002
     ) -> Preemption:
-        """Return an empty preemption: no job is stopped."""
+        """Return a preemption that stops no job."""
         return Preemption()
 
     def reevaluate_at_s(self) -> float | None:

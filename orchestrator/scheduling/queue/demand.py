@@ -52,4 +52,4 @@ def leaves_headroom_from_s(
     """
     shorter_s = tuning.TUNING.short * seconds
     others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
-    return pool.held_until_s(pool.group.devices - int(others) - devices) - shorter_s
+    return pool.held_at_most_from_s(pool.group.devices - int(others) - devices) - shorter_s

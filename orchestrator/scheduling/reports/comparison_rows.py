@@ -16,7 +16,7 @@ from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, group_equal_nodes
 from orchestrator.scheduling.base.sentences import describe_status
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
@@ -179,7 +179,7 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         tokens_per_s=tokens / step_s if tokens and step_s else None,
         mfu=utilisation(job, last.plan, device, step_s),
         loss=last_loss,
-        ooms=sum(ran_out(attempt) for attempt in job.attempts),
+        ooms=sum(ran_out_of_memory(attempt) for attempt in job.attempts),
         restarts=len(job.attempts) - 1,
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
@@ -257,7 +257,7 @@ def _outcome(job: Job) -> Outcome:
         case JobStatus.FAILED:
             return (
                 Outcome.OUT_OF_MEMORY
-                if job.last is not None and ran_out(job.last)
+                if job.last is not None and ran_out_of_memory(job.last)
                 else Outcome.FAILED
             )
         case _:

@@ -26,7 +26,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import kind
 from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
 from orchestrator.scheduling.failures.degrade import candidates_for_oom
-from orchestrator.scheduling.failures.observation import ran_out, warnings
+from orchestrator.scheduling.failures.observation import list_record_warnings, ran_out_of_memory
 from orchestrator.scheduling.options.job_options import calibration_for, measured_peak_bytes_by_plan
 from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.specs.attempt import Attempt
@@ -57,11 +57,11 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
         if predicted is not None:
             sentences.append(_wrong_term(attempt, observation))
         sentences.append(_describe_learning(state, attempt, observation))
-    if ran_out(attempt) and attempt.number < len(job.attempts):
+    if ran_out_of_memory(attempt) and attempt.number < len(job.attempts):
         sentences.append(_describe_next(state, job, attempt, job.attempts[attempt.number]))
     if attempt.failure is not None:
         sentences.append(f"ended by {attempt.failure.kind.value}: {attempt.failure.reason}")
-    return (*sentences, *warnings(attempt))
+    return (*sentences, *list_record_warnings(attempt))
 
 
 def observation_of(state: State, job: Job, attempt: Attempt) -> Observation | None:
@@ -317,7 +317,7 @@ def _why_not(
 ) -> str:
     correction = following.correction
     if any(
-        ran_out(attempt) and attempt.plan == candidate.plan
+        ran_out_of_memory(attempt) and attempt.plan == candidate.plan
         for attempt in job.attempts[: failed.number]
     ):
         return "ran out of memory"

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.base.migration import expected_loss_s
-from orchestrator.scheduling.failures.observation import observe_pace
+from orchestrator.scheduling.failures.observation import make_pace_observation
 from orchestrator.scheduling.options.job_options import JobOptions, own_step_factors, steps_left
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
@@ -114,7 +114,7 @@ def with_paces(state: State) -> State:
     paces = []
     for job in state.jobs.values():
         if job.status is JobStatus.RUNNING and job.last is not None:
-            observation = observe_pace(job, job.last)
+            observation = make_pace_observation(job, job.last)
             if observation and (observation.family, observation.device) not in measured:
                 paces.append(observation)
     return replace(state, observations=(*state.observations, *paces)) if paces else state
@@ -175,7 +175,7 @@ def is_timed(
 
 
 def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
-    length = index.length_of(job, attempt)
+    length = index.predict_duration(job, attempt)
     pool = index.pool_of(attempt)
     if length is None or pool is None:
         return False
@@ -219,11 +219,11 @@ class _Placing:
             attempt = job.last
             end_s = at_s
             if attempt is not None and attempt.ended_at_s is None:
-                end_s = self._index.end_of(job, attempt)
+                end_s = self._index.expected_end_s(job, attempt)
                 launched_s = attempt.launched_at_s
                 if end_s <= at_s:
                     end_s = at_s + OVERDUE_S
-                self._index.expect(attempt, end_s)
+                self._index.set_expected_end(attempt, end_s)
                 self._forecasts[job.id] = self._vague.expect(
                     launched_s,
                     end_s,
@@ -250,7 +250,7 @@ class _Placing:
             job = self._state.jobs[job_id]
             for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
                 if job_id not in self._forecasts:
-                    waiting = self._index.waiting.get(job_id) or self._index.queue_entry(job)
+                    waiting = self._index.waiting.get(job_id) or self._index.make_queue_entry(job)
                     self._place(waiting, max(ready_s, self._arrays.room_s(job)), by_s)
             if job_id in self._forecasts:
                 self._queue_followers(job_id)
@@ -415,14 +415,14 @@ class Play:
     def _begin(self, job: Job, attempt: Attempt) -> None:
         launched_s = attempt.launched_at_s
         at_s = self._state.at_s
-        length = self._index.length_of(job, attempt)
-        length_s = self._index.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
+        length = self._index.predict_duration(job, attempt)
+        length_s = self._index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - launched_s
         if job.id not in self._longer and 0 < length_s < inf and self._sample:
             share = _share(job, self._sample)
             spread = max(self._spreads[job.id], 0.0 if length is None else length.spread)
             self._longer[job.id] = _longer(length_s, at_s - launched_s, spread, share) / length_s
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
-        end_s = min(end_s, self._index.limit_end_s(job, attempt))
+        end_s = min(end_s, self._index.time_limit_end_s(job, attempt))
         if end_s <= at_s:
             end_s = at_s + OVERDUE_S
         expected = self._vague.expect(

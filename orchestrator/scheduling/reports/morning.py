@@ -10,7 +10,7 @@ from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.reports.advice import help_for
 from orchestrator.scheduling.reports.cost import prices, sum_spent
 from orchestrator.scheduling.reports.deadlines import late
@@ -282,8 +282,8 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
                 plan=in_short(attempt.plan),
                 predicted_bytes=predicted,
                 measured_bytes=measured,
-                ran_out=ran_out(attempt),
-                sentence=_describe_miss(predicted, measured, ran_out(attempt)),
+                ran_out=ran_out_of_memory(attempt),
+                sentence=_describe_miss(predicted, measured, ran_out_of_memory(attempt)),
             )
             if miss.ratio > MARGIN or (
                 # its peak is that of whole steps

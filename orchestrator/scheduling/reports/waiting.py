@@ -21,7 +21,7 @@ from orchestrator.scheduling.base.sentences import (
 )
 from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.scheduling.base.start_windows import window_facts
-from orchestrator.scheduling.failures.places import devices_to_avoid, is_sent_elsewhere
+from orchestrator.scheduling.failures.places import device_sets_to_avoid, must_avoid_devices
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
@@ -176,7 +176,7 @@ class Waits:
 
     def _offers(self, job: Job) -> tuple[WaitingJob, Sequence[Offer]]:
         """Return the job as it waits, and all sizes that it could run at."""
-        waiting = self._index.queue_entry(job)
+        waiting = self._index.make_queue_entry(job)
         return waiting, offers_of(
             self._index, self._index.options.options_of(waiting), 0.0, job.spec
         )
@@ -198,10 +198,10 @@ class Waits:
 
     def _hidden(self, waiting: WaitingJob) -> set[Device]:
         """Return devices that the job avoids, since it ended there, as long as others can hold it."""
-        places = devices_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
-        if not places or not is_sent_elsewhere(waiting.job):
+        places = device_sets_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
+        if not places or not must_avoid_devices(waiting.job):
             return set()
-        with self._index.without(places[-1]):
+        with self._index.hiding_devices(places[-1]):
             return set(places[-1]) if can_ever_start(self._index, waiting, 0.0) else set()
 
     def _obstacles(
@@ -400,7 +400,7 @@ class Waits:
             bound = ""
         else:
             slots = [
-                (slot.start_s, offer.pool.devices_of(slot, offer.entry.least_bytes))
+                (slot.start_s, offer.pool.choose_slot_devices(slot, offer.entry.least_bytes))
                 for offer in offers
                 if (slot := find_slot(offer, state.at_s)) is not None and slot.start_s > state.at_s
             ]

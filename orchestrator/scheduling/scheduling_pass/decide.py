@@ -16,9 +16,9 @@ from orchestrator.scheduling.base.migration import FILL_LAUNCHES
 from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.base.start_windows import start_hours_of, window_facts
 from orchestrator.scheduling.failures.places import (
-    devices_to_avoid,
-    is_sent_elsewhere,
-    names_of,
+    device_sets_to_avoid,
+    format_places,
+    must_avoid_devices,
 )
 from orchestrator.scheduling.options.asks import Question, find_next_question
 from orchestrator.scheduling.options.job_options import (
@@ -29,7 +29,7 @@ from orchestrator.scheduling.options.job_options import (
     list_job_options,
     measured_peak_bytes_by_plan,
 )
-from orchestrator.scheduling.placement.availability import AvailabilityProfile, Slot
+from orchestrator.scheduling.placement.availability import AvailabilityProfile, StartSlot
 from orchestrator.scheduling.queue.demand import leaves_headroom_from_s
 from orchestrator.scheduling.queue.wait_queue import OptionsByPool, WaitingJob
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -95,7 +95,7 @@ class _FutureSlot(NamedTuple):
 
     cost_s: float
     offer: Offer
-    slot: Slot
+    slot: StartSlot
     free_s: float
 
 
@@ -176,15 +176,15 @@ def decide(
         by_s=by_s,
         devices_max=devices_max,
     )
-    places = devices_to_avoid(waiting.job, state.nodes, state.at_s)
+    places = device_sets_to_avoid(waiting.job, state.nodes, state.at_s)
     for devices in places:
-        with index.without(devices):
+        with index.hiding_devices(devices):
             outcome = decided()
             if isinstance(outcome, StartDecision):
                 return outcome
             if (
                 devices is places[-1]
-                and is_sent_elsewhere(waiting.job)
+                and must_avoid_devices(waiting.job)
                 and can_ever_start(index, waiting, price)
             ):
                 return _send_elsewhere(outcome, devices)
@@ -196,7 +196,7 @@ def _send_elsewhere(
 ) -> Wait | Infeasible | Question | None:
     if not isinstance(outcome, Wait):
         return None
-    return outcome._replace(facts=(*outcome.facts, ("avoided", names_of(devices))))
+    return outcome._replace(facts=(*outcome.facts, ("avoided", format_places(devices))))
 
 
 def can_ever_start(index: SchedulerIndex, waiting: WaitingJob, price: float) -> bool:
@@ -306,7 +306,7 @@ def opening_of(
 ) -> Opening:
     """Return when the job may start, by its start window and by the headroom that it must leave for shorter jobs."""
     spec = waiting.job.spec
-    wanted = index.wanted(now_s)
+    wanted = index.devices_used_by_shorter_jobs(now_s)
     fill_s = FILL_LAUNCHES * max((offer.pool.launch_cost_s for offer in offers), default=0.0)
     hours = start_hours_of(spec, (offer.entry.seconds for offer in offers), now_s, by_s, fill_s)
     if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
@@ -344,26 +344,29 @@ def options_on(
 
 def _could_hold(pool: AvailabilityProfile, menu: JobOptions) -> Sequence[SizeOption]:
     """Return the options; where other processes hold memory, those that still fit."""
-    if pool.has_room(menu.most_bytes):
+    if pool.has_bytes_on_every_device(menu.most_bytes):
         return menu.entries
-    return menu.best_where(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
+    return menu.best_where(lambda entry: pool.can_ever_hold(entry.shape, entry.least_bytes))
 
 
 def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bool:
     if pool.idle < entry.devices:
         return False
-    if pool.closes and entry.open_s != entry.seconds:
+    if pool.has_closed_nodes and entry.open_s != entry.seconds:
         return place_now(pool, entry, now_s) is not None
-    if now_s + entry.seconds > pool.open_until_s(entry.shape):
+    if now_s + entry.seconds > pool.could_run_until_s(entry.shape):
         return False
-    return pool.has_room(entry.least_bytes) or place_now(pool, entry, now_s) is not None
+    return (
+        pool.has_bytes_on_every_device(entry.least_bytes)
+        or place_now(pool, entry, now_s) is not None
+    )
 
 
 def place_now(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> Placement | None:
     """Return the devices of an option that starts now; None where there are too few."""
     end_s = now_s + entry.seconds
     open_until_s = now_s + entry.open_s
-    return pool.place(entry.shape, end_s, entry.least_bytes, open_until_s)
+    return pool.find_devices_now(entry.shape, end_s, entry.least_bytes, open_until_s)
 
 
 def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
@@ -382,10 +385,12 @@ def _pick_soonest(offers: Sequence[Offer], opening: Opening, from_s: float) -> _
     return best
 
 
-def find_slot(offer: Offer, from_s: float) -> Slot | None:
+def find_slot(offer: Offer, from_s: float) -> StartSlot | None:
     """Return the first slot of an offer from `from_s` on; None: never."""
     entry = offer.entry
-    return offer.pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes, entry.open_s)
+    return offer.pool.find_earliest_slot(
+        entry.shape, from_s, entry.seconds, entry.least_bytes, entry.open_s
+    )
 
 
 def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
@@ -395,7 +400,7 @@ def _reserve_later(job: Job, later: _FutureSlot, now_s: float) -> Wait:
         job_id=job.id,
         start_s=later.slot.start_s,
         end_s=later.slot.start_s + entry.seconds,
-        placement=pool.devices_of(later.slot, entry.least_bytes),
+        placement=pool.choose_slot_devices(later.slot, entry.least_bytes),
     )
     if later.slot.start_s == later.free_s:
         wait = _wait_for_devices(pool, entry, now_s)
@@ -422,7 +427,7 @@ def _wait_for_devices(pool: AvailabilityProfile, entry: SizeOption, now_s: float
     if pool.unreadable and pool.idle < entry.devices <= pool.idle + pool.idle_unreadable:
         places = describe_unreadable(pool.unreadable_nodes)
         return Wait(code=Pending.UNREADABLE, facts=(("places", places),))
-    closed = pool.list_closing(now_s + entry.open_s)
+    closed = pool.list_closing_nodes(now_s + entry.open_s)
     open_devices = pool.idle - sum(node.idle_devices for node in closed)
     if not closed or not open_devices < entry.devices <= pool.idle:
         return Wait(code=Pending.DEVICES)

@@ -14,7 +14,7 @@ from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
 from orchestrator.scheduling.base.time_limits import stop_at_time_limit
-from orchestrator.scheduling.failures.observation import observe_running
+from orchestrator.scheduling.failures.observation import make_running_observation
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
 from orchestrator.scheduling.options.climb import find_faster_option, may_move_to_faster_plan
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
@@ -80,7 +80,7 @@ def empty_nodes(state: State, index: SchedulerIndex) -> Transition:
 def end_expired(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, Stops) that make jobs save and end whose time limit is over."""
     stops = []
-    for job_id in index.expired(state.at_s):
+    for job_id in index.list_over_time_limit(state.at_s):
         job, stop = stop_at_time_limit(index.running[job_id], state.at_s)
         index.update_job(index.running[job_id], job)
         state = with_job(state, job)
@@ -95,7 +95,7 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
         return state, ()
     attempt = job.attempts[-1]
     pool = index.pool_of(attempt)
-    observation = observe_running(job, attempt)
+    observation = make_running_observation(job, attempt)
     if pool is None or observation is None:
         return state, ()
     calibrated = calibration(
@@ -110,7 +110,7 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
     # an index that is made anew knows of no reservation: both look at those of the state
     index.clear_reservations()
     index.reserve(state.reservations)
-    placement = pool.place_again(
+    placement = pool.find_devices_without_attempt(
         attempt.placement, option.shape, state.at_s + option.seconds, option.least_bytes
     )
     if placement is None:
@@ -122,14 +122,14 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
         job, StopCause.FASTER_PLAN, why, state.at_s, placement, next_plan=option.candidate.plan
     )
     index.update_job(job, leaving)
-    index.keep(leaving)
+    index.reserve_for_migration(leaving)
     return with_job(state, leaving), (stop,)
 
 
 def give_up(state: State, index: SchedulerIndex) -> Transition:
     """Return (new state, actions) that fail jobs whose questions went unanswered for too long."""
     actions: list[Action] = []
-    for job_id in index.unanswered(state.at_s):
+    for job_id in index.list_unanswered(state.at_s):
         job = state.jobs.get(job_id)
         if job is not None and job.asks and not job.status.ended and job.asks_until_s <= state.at_s:
             failed = replace(
@@ -177,7 +177,7 @@ def schedule(state: State, index: SchedulerIndex) -> Transition:
         # until deciding once more would change nothing: who starts changes what is left of its
         # team's quota
         has_quotas = state.policy.has_quotas
-        is_settled = not has_quotas or not index.idle or len(index.waiting) == waited
+        is_settled = not has_quotas or not index.idle_devices or len(index.waiting) == waited
     of_array = Counter[str | None]()
     if any(waiting.job.array is not None for waiting in undecided.values()):
         of_array.update(state.jobs[reservation.job_id].array for reservation in state.reservations)
@@ -253,7 +253,7 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[JobStop]) ->
         state = spend_credit(state, STOPS, index.devices, move.cost_device_s)
         index.update_job(move.job, leaving)
         if move.held_placement:
-            index.keep(leaving)
+            index.reserve_for_migration(leaving)
         state = with_job(state, leaving)
         stops.append(stop)
     return state, tuple(stops)
@@ -269,7 +269,7 @@ def _decide_waiting(
     actions: list[Action] = []
     waits: list[WaitingWithReservation] = []
     late: list[WaitingWithDeadline] = []
-    if not (index.idle or index.is_stale or index.stoppable or index.guaranteed):
+    if not (index.idle_devices or index.is_stale or index.stoppable or index.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []

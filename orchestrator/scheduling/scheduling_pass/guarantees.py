@@ -118,7 +118,8 @@ def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservatio
     return {
         reservation.job_id: reservation
         for reservation in slots
-        if reservation.start_s + LATE_S >= state.at_s and index.can_have(reservation, LATE_S)
+        if reservation.start_s + LATE_S >= state.at_s
+        and index.can_meet_reservation(reservation, LATE_S)
     }
 
 
@@ -164,7 +165,7 @@ def _room_for(
         entry = menu.entries[0]
         able = [
             moving
-            for moving in movable(index, index.last_stoppable(), at_s)
+            for moving in movable(index, index.list_stoppable_latest_first(), at_s)
             if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
         stopped = find_victims(pool, able, entry, at_s)

@@ -19,7 +19,7 @@ from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import NodeGroup
 from orchestrator.scheduling.base.time_limits import time_limit_left_s
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
@@ -119,7 +119,7 @@ class OptionCache:
             return UNMEASURED
         family = job.spec.family_name
         if any(
-            ran_out(attempt) for attempt in job.attempts
+            ran_out_of_memory(attempt) for attempt in job.attempts
         ):  # such a job is held to what it needed itself
             return calibration(self._observations, device=device, family=family, job=job.key)
         key = (family, device)

@@ -140,7 +140,7 @@ def scale_up(index: SchedulerIndex, at_s: float) -> JobStop | None:
         key=lambda way: gain_from_s(index, way[1]) > at_s
     )  # who may be stopped now comes first
     for _, moving, entry, seconds in best[:TRIED_MAX]:
-        held_placement = moving.pool.place_again(
+        held_placement = moving.pool.find_devices_without_attempt(
             moving.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes
         )
         if held_placement is not None:
@@ -317,7 +317,7 @@ def _free_share(
     choices: list[tuple[float, str]] = []
     leaving: dict[str, list[Moving]] = {}
     for node, jobs in by_node.items():
-        free = pool.count_idle(node)
+        free = pool.count_idle_devices(node)
         stopped = leaving[node] = []
         for moving in jobs:
             if free >= share:
@@ -347,7 +347,7 @@ def place_after(
     pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float
 ) -> Placement | None:
     """Return devices for a start once these jobs have left; None where there are too few."""
-    return pool.place_again(
+    return pool.find_devices_without_attempt(
         _merge_placements([moving.attempt.placement for moving in stopped]),
         entry.shape,
         at_s + MOVE_GRACE_S + entry.seconds,
@@ -373,7 +373,9 @@ def preempt_for_waiting(
     Who may be stopped now is preferred to who may be later.
     """
     later: JobStop | None = None
-    for moving in movable(index, islice(index.last_stoppable(), TRIED_MAX) if waits else (), at_s):
+    for moving in movable(
+        index, islice(index.list_stoppable_latest_first(), TRIED_MAX) if waits else (), at_s
+    ):
         ahead = _ahead_of(index, moving, waits)
         ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
         if not any(way.is_worth(index.tuning.worth) for way in ways):
@@ -445,7 +447,7 @@ def _ahead_of(
 
 
 def _holds_twice_its_share(index: SchedulerIndex, user: str) -> bool:
-    users = index.users | {job.user for job in index.running.values()}
+    users = index.waiting_users | {job.user for job in index.running.values()}
     used = sum(
         job.attempts[-1].plan.world_size for job in index.running.values() if job.user == user
     )
@@ -491,7 +493,9 @@ def _entry(
 def _could_start(moving: Moving, entry: SizeOption, at_s: float) -> bool:
     end_s = at_s + entry.seconds
     return (
-        moving.pool.place_again(moving.attempt.placement, entry.shape, end_s, entry.least_bytes)
+        moving.pool.find_devices_without_attempt(
+            moving.attempt.placement, entry.shape, end_s, entry.least_bytes
+        )
         is not None
     )
 

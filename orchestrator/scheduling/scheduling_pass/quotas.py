@@ -48,10 +48,10 @@ class QuotaPass:
         self._left: dict[str, int] = {}  # devices that a team may still claim as its own
         self._without: set[str] = set()  # teams that wait and hold nothing
         self._decided_ids: set[str] = set()  # jobs that have their answer
-        self._promised = index.promised_first()
+        self._promised = index.list_guaranteed_first()
         if not self._policy.has_quotas:
             return
-        teams = set(map(self._team_of, index.users))
+        teams = set(map(self._team_of, index.waiting_users))
         if len(teams) > 1:
             devices = held_by_teams(self._policy, index.running.values())
             self._without = {team for team in teams if not devices[team]}
@@ -78,7 +78,7 @@ class QuotaPass:
         )
         index.all_wait = is_calm
         ahead: list[tuple[WaitingJob, float, int | None]] = []
-        idle = index.idle
+        idle = index.idle_devices
         could_start = False
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
@@ -97,7 +97,7 @@ class QuotaPass:
                     if entry[0].job.id not in self._decided_ids:
                         yield entry
                 ahead.clear()
-                idle = index.idle  # without what was given to them
+                idle = index.idle_devices  # without what was given to them
         index.all_wait = is_calm or not (has_claims or could_start)
         if index.closed and idle:
             yield from [

@@ -36,7 +36,7 @@ def reclaim(
         return ()
     used = held_by_teams(policy, index.running.values())
     owned = _own_devices(index)
-    turn = index.place_by_user()
+    turn = index.make_fair_share_lookup()
     tried = 0
     claimed = Counter(used)  # with what is reserved for jobs before
     for waiting, promised in waits:
@@ -50,7 +50,7 @@ def reclaim(
             break
         above = {name: count - owned.get(name, 0) for name, count in used.items()}
         able: list[Moving] = []
-        for moving in movable(index, index.last_stoppable(), at_s):
+        for moving in movable(index, index.list_stoppable_latest_first(), at_s):
             borrower = policy.team_of(moving.job.user).name
             may_leave = moving.priority <= waiting.priority and moving.slack_s == inf
             if not policy.has_quotas:  # whose turn it is counts, so that shares stay as they are
@@ -74,7 +74,7 @@ def _own_devices(index: SchedulerIndex) -> dict[str, int]:
     policy = index.state.policy
     if policy.has_quotas:
         return {team.name: team.quota for team in policy.teams}
-    users = index.users | {job.user for job in index.running.values()}
+    users = index.waiting_users | {job.user for job in index.running.values()}
     shares = {team.name: team.shares for team in map(policy.team_of, users)}
     return {name: index.devices * share // sum(shares.values()) for name, share in shares.items()}
 

@@ -97,7 +97,7 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
         }
         if used <= devices or attempt.status is AttemptStatus.ENDED:
             continue
-        end_s = index.end_of(job, attempt)
+        end_s = index.expected_end_s(job, attempt)
         saved[job.id] = (
             saved_step(index, job, attempt, end_s, state.at_s) if can_be_stopped(job) else None
         )

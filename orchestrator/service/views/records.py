@@ -16,7 +16,7 @@ from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
-from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.service.views.columns import column_values
@@ -309,7 +309,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         else None,
         exit_codes=[end.exit_code for end in evidence.ranks],
         host_oom_kills=evidence.host_oom_kills,
-        warnings=list(warnings(attempt)),
+        warnings=list(list_record_warnings(attempt)),
     )
     return cast(AttemptView, view | column_values(attempt))
 
