@@ -13,8 +13,8 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.rigid import RigidPolicy
 from orchestrator.scheduling.queue.policy import JobStop, Preemption
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
-from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason, options_on
-from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
+from orchestrator.scheduling.scheduling_pass.decide import allowed_options, find_array_wait
+from orchestrator.scheduling.scheduling_pass.preemption import MovableJob, list_movable_jobs
 from orchestrator.specs.attempt import Attempt, AttemptStatus, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
@@ -94,12 +94,15 @@ class TiresiasPolicy(RigidPolicy):
         """Return the waiting jobs to start and the running jobs to stop: greedily by rank, counting open devices."""
         index, at_s = self._index, self._index.state.at_s
         left = {id(pool): self._open_devices(pool) for pool in index.pools}
-        able = {moving.job.id: moving for moving in movable(index, index.stoppable, at_s, REST)}
+        able = {
+            moving.job.id: moving
+            for moving in list_movable_jobs(index, index.stoppable, at_s, REST)
+        }
         for job in index.running.values():
             pool = index.pool_of(job.attempts[-1])
             if job.id not in able and pool is not None and job.attempts[-1].status in HOLDING:
                 left[id(pool)] -= self._held_open(job.attempts[-1])
-        jobs: list[tuple[float, int, WaitingJob | Moving]] = [
+        jobs: list[tuple[float, int, WaitingJob | MovableJob]] = [
             *((self.rank(moving.job), moving.job.order, moving) for moving in able.values()),
             *(
                 (waiting.rank, waiting.job.order, waiting)
@@ -111,17 +114,17 @@ class TiresiasPolicy(RigidPolicy):
         newest: dict[int, WaitingJob] = {}  # the last job that is to start, by pool
         of_array = Counter[str | None]()
         for _, _, entry in sorted(jobs, key=lambda turn: turn[:2]):
-            if isinstance(entry, Moving):
+            if isinstance(entry, MovableJob):
                 devices, ahead = self._held_open(entry.attempt), newest.get(id(entry.pool))
                 if devices > left[id(entry.pool)] and ahead is not None:
                     stops.append(_Stop(entry, ahead))
                 else:
                     left[id(entry.pool)] -= devices
                 continue
-            if array_limit_reason(index, entry.job, of_array) is not None:
+            if find_array_wait(index, entry.job, of_array) is not None:
                 continue
             for pool, menu in index.options.options_of(entry):
-                options = options_on(index, pool, menu) if isinstance(menu, JobOptions) else ()
+                options = allowed_options(index, pool, menu) if isinstance(menu, JobOptions) else ()
                 if options and options[-1].devices <= left[id(pool)]:
                     left[id(pool)] -= options[-1].devices
                     of_array[entry.job.array] += 1
@@ -145,7 +148,7 @@ class TiresiasPolicy(RigidPolicy):
 
 
 class _Stop(NamedTuple):
-    moving: Moving
+    moving: MovableJob
     ahead: WaitingJob  # the job that gets its devices
 
 

@@ -204,7 +204,9 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
         assert pool is not None, attempt.name
         left_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
         entries = [
-            entry for entry in index.options.entries_of(job, pool) if entry.devices == len(claimed)
+            entry
+            for entry in index.options.options_of_running(job, pool)
+            if entry.devices == len(claimed)
         ]
         slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
         end_s = t.after.at_s + pool.launch_cost_s + left_s * slower

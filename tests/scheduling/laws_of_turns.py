@@ -15,7 +15,7 @@ from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
 from orchestrator.scheduling.queue.wait_queue import WaitingJob
-from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
+from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.clock import Window
@@ -209,7 +209,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         bound = (
             closed
             or job.not_before_s > t.after.at_s
-            or array_limit_reason(index, job, of_array) is not None
+            or find_array_wait(index, job, of_array) is not None
         )
         if (
             bound

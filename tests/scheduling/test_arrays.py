@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.scheduling.base.sentences import describe_status
-from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Event, Submitted
 from orchestrator.specs.job.sections import Member
@@ -70,7 +70,7 @@ def test_the_jobs_of_a_comparison_start_in_their_turns_however_long_they_are() -
 def test_a_forecast_lets_the_next_of_an_array_begin_when_one_has_ended() -> None:
     """Launch and training take 130 s; two of five may run at once, though four could."""
     state, _ = played(seen(node(devices=4)), *submissions(5, 2))
-    forecasts = forecast(state)
+    forecasts = make_forecast(state)
     assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [
         1.0,
         1.0,

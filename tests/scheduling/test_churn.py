@@ -11,7 +11,7 @@ from benchmarks.measured import Arrival, simulate
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.base.credit import STOPS, credit_suffices_from_s
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
-from orchestrator.scheduling.reports.morning import morning_report
+from orchestrator.scheduling.reports.morning import make_morning_report
 from orchestrator.scheduling.scheduling_pass import preemption
 from orchestrator.service.commands.simulate import Outcome
 from orchestrator.service.views.report import cost_words
@@ -98,7 +98,7 @@ def test_the_report_counts_each_stop_by_its_cause() -> None:
         submitted(1, elastic({1: 10_000.0})),
         submitted(2, script({1: 9000.0}, priority=5), 500.0),
     )
-    report = morning_report(state, (), 0.0, 1000.0)
+    report = make_morning_report(state, (), 0.0, 1000.0)
     assert report.stops == {"priority": 1}
     assert "jobs stopped that go on: 1 priority" in cost_words(report)
 

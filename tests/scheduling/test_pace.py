@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.backends.attempts.progress import PACE_STEPS, Progress
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.scheduling.scheduling_pass.index import extend_expected_end_s
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import LEARNED_STEPS, Pace
@@ -39,14 +39,14 @@ def test_the_end_of_what_runs_follows_its_own_steps() -> None:
     assert end_s(state) == pytest.approx(LAUNCH_S + 100.0)
     state, _ = step(state, paced(4, 20.0, 80.0))
     assert end_s(state) == pytest.approx(200.0)
-    assert forecast(state)["job-1"].end_s == pytest.approx(200.0)
+    assert make_forecast(state)["job-1"].end_s == pytest.approx(200.0)
 
 
 def test_a_job_is_promised_devices_for_when_they_will_really_be_free() -> None:
     state, _ = played(
         seen(node(devices=2)), submitted(1, JOB, 0.0), paced(4, 20.0, 80.0), submitted(2, JOB, 81.0)
     )
-    assert forecast(state)["job-2"].start_s == pytest.approx(200.0)
+    assert make_forecast(state)["job-2"].start_s == pytest.approx(200.0)
 
 
 def test_late_and_repeated_paces_change_nothing() -> None:

@@ -116,14 +116,14 @@ def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
 
 
 def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
-    true_failed = core._fail
+    true_failed = core._apply_failure
     endless = Retries(oom=64, node=64, startup=64, hang=64, preemption=64)
 
     def lenient(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         rich = replace(job, spec=job.spec.model_copy(update={"retries": endless}))
         return replace(true_failed(rich, attempt, failure, at_s), spec=job.spec)
 
-    patch.setattr(core, "_fail", lenient)
+    patch.setattr(core, "_apply_failure", lenient)
 
 
 def one_budget_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def cancels_unheard(patch: pytest.MonkeyPatch) -> None:
 
 
 def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
-    true_failed = core._fail
+    true_failed = core._apply_failure
 
     def stubborn(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         lost = replace(failure, kind=FailureKind.PREEMPTED)
@@ -149,7 +149,7 @@ def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
             cancelling=job.cancelling,
         )
 
-    patch.setattr(core, "_fail", stubborn)
+    patch.setattr(core, "_apply_failure", stubborn)
 
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def priority_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
-    true_begin = dispatch._begin
+    true_begin = dispatch._start_attempt
 
     def larger(state: Any, index: Any, job: Job, chosen: Any) -> Any:
         plan = chosen.candidate.plan
@@ -180,14 +180,14 @@ def batch_doubled(patch: pytest.MonkeyPatch) -> None:
             state, index, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan))
         )
 
-    patch.setattr(dispatch, "_begin", larger)
+    patch.setattr(dispatch, "_start_attempt", larger)
 
 
 def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
     true_finished = core._apply_finished
 
     def again(state: Any, event: Finished) -> Any:
-        job, attempt = core._find(state, event.job_id, event.number)
+        job, attempt = core._find_attempt(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
             state = with_job(
                 state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
@@ -286,7 +286,7 @@ def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dispatch, "array_limit_reason", lambda *_: None)
+    patch.setattr(dispatch, "find_array_wait", lambda *_: None)
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -380,10 +380,10 @@ def slack_of(seconds: float) -> Plant:
     """Plant: running jobs have this slack, whatever their deadlines."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        movable = elastic.movable
+        movable = elastic.list_movable_jobs
         patch.setattr(
             elastic,
-            "movable",
+            "list_movable_jobs",
             lambda *arguments: [replace(move, slack_s=seconds) for move in movable(*arguments)],
         )
 

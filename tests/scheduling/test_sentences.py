@@ -14,8 +14,8 @@ from orchestrator.scheduling.base import sentences
 from orchestrator.scheduling.base.sentences import SENTENCES, describe_status, waiting_sentence
 from orchestrator.scheduling.options.probe import ONE_SAMPLE, failed_by_batch_of_one
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.morning import morning_report
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.morning import make_morning_report
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.views.records import job_view
 from orchestrator.specs.attempt import (
@@ -111,11 +111,13 @@ def test_no_decision_reads_a_sentence(
 
 
 def reports_of(state: State) -> Mapping[str, Any]:
-    waits = Waits(state)
+    waits = WaitExplainer(state)
     return {
-        "morning": asdict(morning_report(state, (), 0.0, state.at_s)),
+        "morning": asdict(make_morning_report(state, (), 0.0, state.at_s)),
         "jobs": [job_view(job) for job in state.jobs.values()],
-        "waits": [waits.why(job) for job in state.jobs.values() if job.status is JobStatus.QUEUED],
+        "waits": [
+            waits.explain_wait(job) for job in state.jobs.values() if job.status is JobStatus.QUEUED
+        ],
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.log_scan import LogScan
-from orchestrator.scheduling.reports.advice import help_for
+from orchestrator.scheduling.reports.advice import advise_after_failure
 from orchestrator.specs.attempt import (
     Attempt,
     Evidence,
@@ -285,7 +285,7 @@ def test_an_argument_that_a_program_refuses_is_named_with_what_to_write(
     )
     failure = judged(end_of(traceback))
     assert name in failure.reason
-    assert "write the argument that it names" in help_for(failure)
+    assert "write the argument that it names" in advise_after_failure(failure)
 
 
 def test_choices_that_a_message_lists_stand_in_the_reason() -> None:

@@ -14,7 +14,7 @@ from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import NodeDevices
@@ -54,8 +54,8 @@ def test_a_job_waits_for_a_device_that_cannot_be_read_and_says_so(
     assert not launches
     assert pending_code(job, state.at_s) is Pending.UNREADABLE
     assert describe_status(job) == f"waits for devices that cannot be read: {places}"
-    assert places in Waits(state).why(job)
-    assert "other processes" not in Waits(state).why(job)
+    assert places in WaitExplainer(state).explain_wait(job)
+    assert "other processes" not in WaitExplainer(state).explain_wait(job)
     state, launches = played(seen(broken("a", *errors)), submitted(1, spec), seen(node("a")))  # type: ignore[arg-type]
     assert "job-1" in launches, "it starts as soon as the devices can be read again"
 

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.base.start_windows import StartHours
-from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
+from orchestrator.scheduling.reports.forecast import make_forecast, make_quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import decide
 from orchestrator.scheduling.step import step
@@ -91,7 +91,7 @@ def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
     begins_s = {reservation.job_id: reservation.start_s for reservation in state.reservations}
     assert begins_s["job-1"] == 22 * HOUR_S
     assert begins_s["job-3"] == 14 * HOUR_S
-    forecasts = quick_forecast(state)
+    forecasts = make_quick_forecast(state)
     assert [forecasts[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [
         12.0,
         14.0,
@@ -155,7 +155,7 @@ def test_by_day_the_devices_are_for_others_who_leave_them_by_the_evening() -> No
 
 def test_a_forecast_knows_the_hours() -> None:
     state = folded(seen(node(devices=1)), submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S))
-    expected = forecast(state)["job-1"]
+    expected = make_forecast(state)["job-1"]
     assert (expected.start_s, expected.end_s) == (22 * HOUR_S, 22 * HOUR_S + LAUNCH_S + HOUR_S)
 
 

@@ -20,7 +20,7 @@ from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.scheduling.failures.out_of_memory import count_caught_errors
 from orchestrator.scheduling.reports.comparison import Comparison
-from orchestrator.scheduling.reports.comparison_rows import utilisation
+from orchestrator.scheduling.reports.comparison_rows import model_flops_utilisation
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -157,7 +157,7 @@ def attempt_content(
     if attempt.facts.lost:
         tags["not_resumed"] = hide(", ".join(attempt.facts.lost))
     if doubts := list_record_warnings(attempt):
-        tags["list_record_warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
+        tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
     if attempt.facts.unwatched:
         tags["unwatched"] = hide(attempt.facts.unwatched[0])
     if caught := count_caught_errors(attempt.facts):
@@ -330,7 +330,7 @@ def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, f
         metrics["samples_per_s"] = samples_per_s
         if not job.spec.is_script and plan.sequence_length:
             metrics["tokens_per_s"] = samples_per_s * plan.sequence_length
-        metrics["mfu"] = utilisation(job, plan, device, step_s)
+        metrics["mfu"] = model_flops_utilisation(job, plan, device, step_s)
     if attempt.ended_at_s is not None:
         device_s = plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
         metrics["device_seconds"] = device_s

@@ -23,15 +23,15 @@ from orchestrator.scheduling.queue.wait_queue import (
     WaitQueue,
     merge_queues,
 )
-from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
+from orchestrator.scheduling.scheduling_pass.guarantees import preempt_for_guarantee
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
+    find_scale_up,
     preempt_for_deadline,
     preempt_for_priority,
     preempt_for_waiting,
-    scale_up,
 )
-from orchestrator.scheduling.scheduling_pass.reclaim import reclaim
+from orchestrator.scheduling.scheduling_pass.reclaim import find_jobs_to_reclaim
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 
@@ -60,7 +60,9 @@ class AdaptivePolicy:
         """
         if job.spec.guarantee is not None:
             return job.submitted_at_s
-        limit_s = self._index.tuning.aging_factor * self._index.options.size_of(job).balanced_s
+        limit_s = (
+            self._index.tuning.aging_factor * self._index.options.remaining_work_of(job).balanced_s
+        )
         if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
             return job.submitted_at_s + limit_s
         return job.deadline_s + self._index.tuning.aging_late * limit_s
@@ -73,7 +75,7 @@ class AdaptivePolicy:
             return inf
         return (
             job.deadline_s
-            - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
+            - (1 + self._index.tuning.slack) * self._index.options.remaining_work_of(job).duration_s
         )
 
     def in_order(self) -> Iterator[WaitingWithDeadline]:
@@ -190,14 +192,14 @@ class AdaptivePolicy:
         """
         index = self._index
         at_s = state.at_s
-        if (for_promise := room_for_promises(state, index)) is not None:
+        if (for_promise := preempt_for_guarantee(state, index)) is not None:
             return for_promise
         moves = preempt_for_deadline(index, late, at_s) or preempt_for_priority(index, waits, at_s)
-        moves = moves or reclaim(index, waits, at_s)
+        moves = moves or find_jobs_to_reclaim(index, waits, at_s)
         if moves:
             return Preemption(moves)
         move = preempt_for_waiting(index, waits, at_s)
-        move = move or (scale_up(index, at_s) if index.idle_devices else None)
+        move = move or (find_scale_up(index, at_s) if index.idle_devices else None)
         return Preemption() if move is None else Preemption([move])
 
     def reevaluate_at_s(self) -> float | None:

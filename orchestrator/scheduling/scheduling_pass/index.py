@@ -48,7 +48,10 @@ from orchestrator.scheduling.queue.fair_share import (
 )
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.queue.wait_queue import WaitingJob, WaitQueue, merge_queues
-from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache, needs_lengths
+from orchestrator.scheduling.scheduling_pass.option_cache import (
+    OptionCache,
+    needs_learned_durations,
+)
 from orchestrator.specs.attempt import Attempt, StopCause, devices_in
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
@@ -150,7 +153,7 @@ class SchedulerIndex:
         if after is not None and (expiry_s := time_limit_reached_at_s(after)) < inf:
             self._expiries_s[job.id] = expiry_s
         if after is None or after.status.ended or has_other_limit:
-            self.options.forget(job.id)
+            self.options.forget_job(job.id)
         if after is None:
             self._lent.pop(job.id, None)
         if not runs:
@@ -272,7 +275,7 @@ class SchedulerIndex:
         """
         self.state = state
         self.all_wait = False
-        families = self.options.observe(state.observations)
+        families = self.options.read_observations(state.observations)
         self._expect_anew(lambda job: job.spec.family_name in families)
 
     def read_durations(self, state: State) -> None:
@@ -281,8 +284,8 @@ class SchedulerIndex:
         """
         self.state = state
         self.all_wait = False
-        self.options.learn(state.runs)
-        self._expect_anew(lambda job: needs_lengths(job.spec))
+        self.options.read_durations(state.runs)
+        self._expect_anew(lambda job: needs_learned_durations(job.spec))
 
     def _expect_anew(self, concerns: Callable[[Job], bool]) -> None:
         for job in filter(concerns, self.running.values()):
@@ -471,7 +474,7 @@ class SchedulerIndex:
         kept for it.
         """
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
-        size = self.options.size_of(job)
+        size = self.options.remaining_work_of(job)
         priority = self.priority_of(job)
         return WaitingJob(job, rank, size.device_s, priority, self.policy.presses_s(job))
 
@@ -510,7 +513,7 @@ class SchedulerIndex:
         pool = self.pool_of(attempt)
         if pool is None or job.unreadable:
             return None
-        calibrated = self.options.calibrated(job, attempt.device)
+        calibrated = self.options.calibration_of(job, attempt.device)
         return predict_attempt_duration(
             job, attempt, pool.group, calibrated, pool.launch_cost_s, self.options.lengths
         )

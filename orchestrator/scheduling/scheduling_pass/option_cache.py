@@ -41,8 +41,8 @@ from orchestrator.specs.state import RunLength
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs
 
 
-class Size(NamedTuple):
-    """The remaining work of a job: its duration, its device-seconds, and their mean."""
+class RemainingWork(NamedTuple):
+    """The remaining work of a job: its seconds, its device-seconds, and a mean of both."""
 
     # between `duration_s` and `device_s` of the whole cluster: their geometric mean
     balanced_s: float
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 
 class OptionCache:
-    """Cached options (plan and devices) of all jobs of one state, per pool of devices."""
+    """Cached options (plans and devices) of all jobs of a state, per pool of devices."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class OptionCache:
             str, tuple[int, int, Sequence[SizeOption]]
         ] = {}  # of running jobs: attempts, version, entries
         # of each job, with the steps that it had left and its attempts
-        self._sizes: dict[str, tuple[tuple[int | None, int], Size]] = {}
+        self._sizes: dict[str, tuple[tuple[int | None, int], RemainingWork]] = {}
 
-    def observe(self, observations: Sequence[Observation]) -> set[str]:
-        """Read new observations, and return the families whose cached options are stale."""
+    def read_observations(self, observations: Sequence[Observation]) -> set[str]:
+        """Read new observations, and return the families whose cached options are out of date."""
         changed = {id(observation): observation for observation in self._observations}
         for observation in observations:
             if changed.pop(id(observation), None) is None:
@@ -94,8 +94,8 @@ class OptionCache:
             self._calibrated.clear()
         return families
 
-    def learn(self, runs: Sequence[RunLength]) -> None:
-        """Read new lengths; the options of jobs that need them (`needs_lengths`) are stale."""
+    def read_durations(self, runs: Sequence[RunLength]) -> None:
+        """Read new durations of ended jobs; options that depend on them are then computed anew."""
         self.lengths = DurationHistory(runs)
         self._lengths_version += 1
 
@@ -104,16 +104,16 @@ class OptionCache:
         return {device: overhead_of(self._observations, device) for device in devices}
 
     def _version(self, job: Job) -> int:
-        """Return a number that changes as soon as more is known of the job's family or of the devices."""
-        learned = self._lengths_version if needs_lengths(job.spec) else 0
+        """Return a number that changes when more is known about the job's family or the devices."""
+        learned = self._lengths_version if needs_learned_durations(job.spec) else 0
         return self._versions.get(job.spec.family_name, 0) + self._overheads_version + learned
 
-    def forget(self, job_id: str) -> None:
-        """Drop the cache of a job that has ended or changed."""
+    def forget_job(self, job_id: str) -> None:
+        """Drop what is cached for a job that has ended or changed."""
         self._sizes.pop(job_id, None)
         self._entries.pop(job_id, None)
 
-    def calibrated(self, job: Job, device: str) -> Calibration:
+    def calibration_of(self, job: Job, device: str) -> Calibration:
         """Return the calibration of the job's family on this kind of device."""
         if not self._observations:
             return UNMEASURED
@@ -128,14 +128,14 @@ class OptionCache:
         return self._calibrated[key]
 
     def options_of(self, waiting: WaitingJob) -> OptionsByPool:
-        """Return the job's options per pool. Where none is sure to fit, the options that may fit."""
+        """Return the job's options per pool; where no plan surely fits, those that may fit."""
         version = self._version(waiting.job)
         if waiting.version != version:
             waiting.version, waiting.menus = version, self._menus_at(waiting.job, version)
         return waiting.menus
 
-    def entries_of(self, job: Job, pool: AvailabilityProfile) -> Sequence[SizeOption]:
-        """Return the options of a running job, as if it were launched anew."""
+    def options_of_running(self, job: Job, pool: AvailabilityProfile) -> Sequence[SizeOption]:
+        """Return the options that a running job would have on this pool if it were launched anew."""
         version = self._version(job)
         entry = self._entries.get(job.id)
         if entry is None or entry[:2] != (len(job.attempts), version):
@@ -144,8 +144,8 @@ class OptionCache:
             entry = self._entries[job.id] = (len(job.attempts), version, entries)
         return entry[2]
 
-    def size_of(self, job: Job) -> Size:
-        """Return the remaining work of the job, by its prediction before any measurement."""
+    def remaining_work_of(self, job: Job) -> RemainingWork:
+        """Return the remaining work of the job, predicted without any measurement."""
         key = (steps_left(job), len(job.attempts))
         entry = self._sizes.get(job.id)
         if entry is None or entry[0] != key:
@@ -178,12 +178,12 @@ class OptionCache:
         return list_job_options(
             job,
             pool.group,
-            self.calibrated(job, pool.group.hardware.device.name),
+            self.calibration_of(job, pool.group.hardware.device.name),
             pool.launch_cost_s,
             self.lengths,
         )
 
-    def _size(self, job: Job, left: int | None) -> Size:
+    def _size(self, job: Job, left: int | None) -> RemainingWork:
         sizes = [
             (
                 sqrt(candidate.plan.world_size / self._devices) * seconds,
@@ -192,18 +192,21 @@ class OptionCache:
             )
             for pool in self._pools
             for candidate in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + _length_s(job, pool.group, candidate, left)]
+            for seconds in [pool.launch_cost_s + _duration_s(job, pool.group, candidate, left)]
         ]
-        return Size(*min(sizes, default=(0.0, 0.0, 0.0)))
+        return RemainingWork(*min(sizes, default=(0.0, 0.0, 0.0)))
 
 
-def needs_lengths(spec: JobSpec) -> bool:
-    """Return whether the length of the job may follow from those of other jobs."""
+def needs_learned_durations(spec: JobSpec) -> bool:
+    """Return whether the job's duration can follow only from those of other jobs."""
     return spec.is_script and (spec.steps is None or not spec.speeds)
 
 
-def _length_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | None) -> float:
-    """Return the seconds by what was told or the job measured itself: a place in the queue stays."""
+def _duration_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | None) -> float:
+    """Return the job's predicted seconds under this plan, without what other jobs teach.
+
+    So its place in the queue does not change when other jobs end.
+    """
     if left is None:
         return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
     if not has_unknown_step_time(job, candidate.estimate.source):

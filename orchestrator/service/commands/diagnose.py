@@ -18,7 +18,7 @@ from orchestrator.scheduling.failures.log_scan import CALM_LINES, LINE_CHARACTER
 from orchestrator.scheduling.failures.signatures import may_name_failure
 from orchestrator.scheduling.failures.unexplained import join_lines
 from orchestrator.scheduling.failures.verdict import add_verdict
-from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
+from orchestrator.scheduling.reports.advice import ELSEWHERE, advise_after_failure
 from orchestrator.service.client.client import Client
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
@@ -288,7 +288,7 @@ def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) ->
     has_log = failure.kind is FailureKind.DEVICE_OOM and bool(paths) and paths[index].exists()
     project = project_of(paths[index]) if has_log else None
     if project is None:
-        return help_for(failure, ELSEWHERE)
+        return advise_after_failure(failure, ELSEWHERE)
     phase = failure.phase or Phase.TRAINING
     if phase not in project.levers:
         phase = Phase.TRAINING

@@ -142,7 +142,7 @@ class Rows:
             **self._view(job),
             "members": (),
             "position": self._positions.get(job.id),
-            "pending_code": pending_code(job, state.at_s).value
+            "pending": pending_code(job, state.at_s).value
             if job.status is JobStatus.QUEUED
             else "",
             "devices": ", ".join(f"{node}[{','.join(indices)}]" for node, indices in devices),

@@ -18,7 +18,7 @@ from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
+from orchestrator.scheduling.reports.explain import explain_attempt, make_plan_chart
 from orchestrator.service.views.columns import column_values
 from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
@@ -331,7 +331,7 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
 
 def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> ExplanationView:
     """Return predictions, measurements and explanations of the job, with what would start it `sooner`."""
-    picture = picture_of(state, job)
+    picture = make_plan_chart(state, job)
     return ExplanationView(
         job=job_view(job, policy=state.policy),
         sooner=[*sooner],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing_extensions import TypedDict
 
 from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
-from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -48,7 +48,7 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
         policy,
         decayed_device_s_by_user(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()),
     )
-    held_devices = held_by_teams(policy, state.jobs.values())
+    held_devices = count_devices_by_team(policy, state.jobs.values())
     teams = {team.name: team for team in policy.teams} | {
         (default_team := policy.team_of("")).name: default_team
     }
