@@ -21,7 +21,7 @@ from benchmarks.figure import Figure, at_most, informs
 from orchestrator.memory.calibration.calibrate import Calibration
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Action, Launch, Stop
 from orchestrator.specs.attempt import (
@@ -221,7 +221,7 @@ def recovered(draw: random.Random, number: int) -> Recovery | None:
     spec, device, truth = drawn(draw, number)
     cluster = f"name: here\nnodes: [{{name: n, devices: 4, device: {device}, host_memory: 4TiB}}]"
     nodes = idle_nodes(parse_cluster(cluster, "here"))
-    memory, hardware = nodes[0].device.memory, groups_of(nodes)[0].hardware
+    memory, hardware = nodes[0].device.memory, group_equal_nodes(nodes)[0].hardware
     fitting = [
         candidate
         for factor in (1.0, 4.0, 16.0)

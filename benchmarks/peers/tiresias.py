@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.start_windows import is_open
+from orchestrator.scheduling.base.start_windows import may_start_at
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.rigid import RigidPolicy
-from orchestrator.scheduling.queue.policy import Move, Preemption
-from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason, options_on
-from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
+from orchestrator.scheduling.queue.policy import JobStop, Preemption
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
+from orchestrator.scheduling.scheduling_pass.decide import allowed_options, find_array_wait
+from orchestrator.scheduling.scheduling_pass.preemption import MovableJob, list_movable_jobs
 from orchestrator.specs.attempt import Attempt, AttemptStatus, StopCause
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
@@ -40,26 +40,26 @@ class TiresiasPolicy(RigidPolicy):
         """Return the job's queue: 1 once its attempts have used DEMOTED_DEVICE_S device-seconds, else 0."""
         return float(self._attained_device_s(job) >= DEMOTED_DEVICE_S - ROUNDING_DEVICE_S)
 
-    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+    def in_order(self) -> Iterator[tuple[WaitingJob, float]]:
         """Yield (job, infinity) of waiting jobs that should run now: those within the devices, running jobs counted."""
         return ((waiting, inf) for waiting in self._plan().starts)
 
-    def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
+    def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
         """Return True, since a job that should run starts as soon as it can be placed."""
         return True
 
     def preempt(
         self,
         state: State,
-        waits: Sequence[tuple[Waiting, Reservation]],  # noqa: ARG002
-        late: Sequence[tuple[Waiting, float]],  # noqa: ARG002
+        waits: Sequence[tuple[WaitingJob, Reservation]],  # noqa: ARG002
+        late: Sequence[tuple[WaitingJob, float]],  # noqa: ARG002
     ) -> Preemption:
         """Return the running jobs to stop for waiting jobs that come before them."""
         stops = sorted(self._plan().stops, key=lambda stop: stop.moving.from_s)
         ready = [stop for stop in stops if stop.moving.from_s <= state.at_s] or stops[:1]
         return Preemption(
             [
-                Move(
+                JobStop(
                     job=stop.moving.job,
                     from_s=stop.moving.from_s,
                     cause=StopCause.GAIN,
@@ -94,34 +94,37 @@ class TiresiasPolicy(RigidPolicy):
         """Return the waiting jobs to start and the running jobs to stop: greedily by rank, counting open devices."""
         index, at_s = self._index, self._index.state.at_s
         left = {id(pool): self._open_devices(pool) for pool in index.pools}
-        able = {moving.job.id: moving for moving in movable(index, index.stoppable, at_s, REST)}
+        able = {
+            moving.job.id: moving
+            for moving in list_movable_jobs(index, index.stoppable, at_s, REST)
+        }
         for job in index.running.values():
             pool = index.pool_of(job.attempts[-1])
             if job.id not in able and pool is not None and job.attempts[-1].status in HOLDING:
                 left[id(pool)] -= self._held_open(job.attempts[-1])
-        jobs: list[tuple[float, int, Waiting | Moving]] = [
+        jobs: list[tuple[float, int, WaitingJob | MovableJob]] = [
             *((self.rank(moving.job), moving.job.order, moving) for moving in able.values()),
             *(
                 (waiting.rank, waiting.job.order, waiting)
                 for waiting in self.by_rank()
-                if is_open(waiting.job.spec, at_s)
+                if may_start_at(waiting.job.spec, at_s)
             ),
         ]
-        starts, stops = list[Waiting](), list[_Stop]()
-        newest: dict[int, Waiting] = {}  # the last job that is to start, by pool
+        starts, stops = list[WaitingJob](), list[_Stop]()
+        newest: dict[int, WaitingJob] = {}  # the last job that is to start, by pool
         of_array = Counter[str | None]()
         for _, _, entry in sorted(jobs, key=lambda turn: turn[:2]):
-            if isinstance(entry, Moving):
+            if isinstance(entry, MovableJob):
                 devices, ahead = self._held_open(entry.attempt), newest.get(id(entry.pool))
                 if devices > left[id(entry.pool)] and ahead is not None:
                     stops.append(_Stop(entry, ahead))
                 else:
                     left[id(entry.pool)] -= devices
                 continue
-            if array_limit_reason(index, entry.job, of_array) is not None:
+            if find_array_wait(index, entry.job, of_array) is not None:
                 continue
             for pool, menu in index.options.options_of(entry):
-                options = options_on(index, pool, menu) if isinstance(menu, JobOptions) else ()
+                options = allowed_options(index, pool, menu) if isinstance(menu, JobOptions) else ()
                 if options and options[-1].devices <= left[id(pool)]:
                     left[id(pool)] -= options[-1].devices
                     of_array[entry.job.array] += 1
@@ -145,10 +148,10 @@ class TiresiasPolicy(RigidPolicy):
 
 
 class _Stop(NamedTuple):
-    moving: Moving
-    ahead: Waiting  # the job that gets its devices
+    moving: MovableJob
+    ahead: WaitingJob  # the job that gets its devices
 
 
 class _Plan(NamedTuple):
-    starts: Sequence[Waiting]
+    starts: Sequence[WaitingJob]
     stops: Sequence[_Stop]

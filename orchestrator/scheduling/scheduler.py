@@ -1,6 +1,6 @@
-"""Scheduler: holds the state and its index, and replaces both at each event. It has no clock, randomness or I/O.
+"""Scheduler: applies each event to the state and its index. It has no clock, randomness or I/O.
 
-1. apply the event (transitions.py)   2. update the index   3. schedule (scheduling_pass/dispatch.py)
+1. apply the event (transitions.py) 2. update the index 3. schedule (scheduling_pass/dispatch.py)
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.demand import record_demand
 from orchestrator.scheduling.queue.dependencies import on_dependency_ended
 from orchestrator.scheduling.scheduling_pass.dispatch import (
-    climb,
-    empty_nodes,
-    end_expired,
-    give_up,
-    schedule,
+    fail_unanswered,
+    move_to_faster_plan,
+    run_decision_round,
+    stop_leaving_jobs,
+    stop_over_time_limit,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.scheduling.transitions import apply
+from orchestrator.scheduling.transitions import apply_event
 from orchestrator.specs.actions import Action, Record, Transition
 from orchestrator.specs.events import (
     DrainRequested,
@@ -37,10 +37,12 @@ from orchestrator.specs.state import State
 
 
 class Scheduler:
-    """The scheduler of one cluster, which maps each event to actions. All data between calls are in this object.
+    """The scheduler of one cluster: it takes events and returns actions. All its data are in this
+    object.
 
-    The index follows from the state: a Scheduler made anew from any state decides the same. It is carried along because
-    making it visits every job. A Scheduler is not safe for use by several threads at once.
+    The index follows from the state: a Scheduler made anew from a state decides the same. It is
+    kept because making it visits every job. A Scheduler is not safe for use by several threads at
+    once.
     """
 
     def __init__(self, state: State) -> None:
@@ -52,30 +54,32 @@ class Scheduler:
         return self._index.state
 
     def step(self, event: Event) -> tuple[Action, ...]:
-        """Apply `event`, and return the actions to take. Afterwards `state` is the new state.
+        """Apply the event, and return the actions to take; `state` is then the new state.
 
         Late, repeated and unknown events change nothing.
         """
         current = self.state
         before = replace(current, at_s=event.at_s) if event.at_s > current.at_s else current
-        state, immediate = apply(before, event)
+        state, immediate = apply_event(before, event)
         index = self._index = _update_index(self._index, before, state, event)
         state = index.state = _with_demand(before, state, index, event)
         if isinstance(event, Submitted) and event.more:
             return immediate
-        state, expired = end_expired(state, index)
-        state, stopped = empty_nodes(state, index)
+        state, expired = stop_over_time_limit(state, index)
+        state, stopped = stop_leaving_jobs(state, index)
         state, climbing = (
-            climb(state, index, event) if isinstance(event, PaceReported) else (state, ())
+            move_to_faster_plan(state, index, event)
+            if isinstance(event, PaceReported)
+            else (state, ())
         )
-        state, given_up = give_up(state, index)
+        state, given_up = fail_unanswered(state, index)
         actions = (*immediate, *expired, *stopped, *climbing, *given_up)
         news = (*immediate, *given_up)
         while True:
-            state, followed = _tell_followers(state, index, news)
-            state, news = schedule(state, index)
+            state, followed = _update_dependents(state, index, news)
+            state, news = run_decision_round(state, index)
             actions = (*actions, *followed, *news)
-            if not _has_left(
+            if not _has_any_job_left(
                 news
             ):  # otherwise a job was refused, or asks, for which others may wait
                 break
@@ -83,10 +87,11 @@ class Scheduler:
         return actions
 
     def wake_at_s(self) -> float | None:
-        """Return when to send a TimerFired, in seconds since 1970, if no other event comes first; None: never.
+        """Return when to send a TimerFired if no event comes before, in seconds since 1970; None if
+        never.
 
-        At that time a back-off ends, a start window opens, a node closes or opens, a time limit is over, or a job's
-        headroom (devices left for shorter jobs) suffices.
+        At that time a back-off ends, a start window opens, a node closes or opens, a time limit is
+        over, or a job leaves enough devices for shorter jobs (headroom).
         """
         at_s = self.state.at_s
         reevaluate_at_s = self.state.reevaluate_at_s
@@ -98,10 +103,12 @@ class Scheduler:
         return min((time_s for time_s in times_s if time_s > at_s), default=None)
 
     def expected_ends_s(self) -> dict[str, float]:
-        """Return {job id: expected end} of running attempts, in seconds since 1970; infinity where nodes are gone."""
+        """Return {job id: expected end} of running attempts, in seconds since 1970; infinity where
+        nodes are gone.
+        """
         running = ((job, job.last) for job in self._index.running.values())
         return {
-            job.id: self._index.end_of(job, last)
+            job.id: self._index.expected_end_s(job, last)
             for job, last in running
             if last is not None and last.ended_at_s is None
         }
@@ -110,19 +117,19 @@ class Scheduler:
 def _update_index(
     index: SchedulerIndex, before: State, after: State, event: Event
 ) -> SchedulerIndex:
-    """Return the index of the state after the event."""
+    """Return the index for the state after the event."""
     index.state = after
     if after.observations is not before.observations:
-        index.observe(after)
+        index.read_observations(after)
     if after.runs is not before.runs:
-        index.learn(after)
+        index.read_durations(after)
     if after.suspensions is not before.suspensions:
-        index.close(after)
+        index.update_closed_nodes(after)
     match event:
         case NodesSeen():
             index = index.update_nodes(after)
         case DrainRequested():
-            index.close(after)
+            index.update_closed_nodes(after)
         case Observed():
             index.is_stale = True
         case TimerFired():
@@ -144,16 +151,18 @@ def _update_index(
 
 
 def _with_demand(before: State, state: State, index: SchedulerIndex, event: Event) -> State:
-    """Return the state with the submission added to the recent demand."""
+    """Return the state with a submitted job added to the recent demand."""
     waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
     if waiting is None or not index.devices or state.submitted == before.submitted:
         return state
-    _, length_s, device_s = index.options.size_of(waiting.job)
+    _, length_s, device_s = index.options.remaining_work_of(waiting.job)
     return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
 
 
-def _tell_followers(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> Transition:
-    """Return (state, actions) in which jobs that depend on ended jobs stop waiting for them, or end too."""
+def _update_dependents(
+    state: State, index: SchedulerIndex, actions: Sequence[Action]
+) -> Transition:
+    """Return (new state, actions) in which jobs stop waiting for jobs that ended, or are cancelled."""
     done: list[Action] = []
     ended = _ended_jobs(actions)
     for predecessor in ended:
@@ -168,8 +177,10 @@ def _tell_followers(state: State, index: SchedulerIndex, actions: Sequence[Actio
     return state, tuple(done)
 
 
-def _has_left(actions: Sequence[Action]) -> bool:
-    """Return whether a job that was not started left its place: it ended, asks, or waits anew as another training."""
+def _has_any_job_left(actions: Sequence[Action]) -> bool:
+    """Return whether a job left its place in the queue without starting: it ended, asks, or waits
+    anew.
+    """
     records = [action.job for action in actions if isinstance(action, Record)]
     return any(job.status.ended or job.status is JobStatus.QUEUED for job in records)
 

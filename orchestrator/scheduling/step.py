@@ -1,4 +1,4 @@
-"""The scheduler as a pure function: `step(state, event) -> (state, actions)`."""
+"""The scheduler as a pure function from (state, event) to (state, actions)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from orchestrator.specs.state import State
 
 
 def step(state: State, event: Event) -> Transition:
-    """Return (new state, actions) after `event`. It visits every job; a kept Scheduler is faster."""
+    """Return (new state, actions) after the event. It visits every job; a kept `Scheduler` is
+    faster.
+    """
     scheduler = Scheduler(state)
     actions = scheduler.step(event)
     return scheduler.state, actions

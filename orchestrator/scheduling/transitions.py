@@ -1,4 +1,4 @@
-"""State changes by each event, before any scheduling."""
+"""The change of the state by each event, before any scheduling decision."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from orchestrator.memory.calibration.calibrate import select_newest
 from orchestrator.scheduling.base.drain import apply_drain, apply_nodes
 from orchestrator.scheduling.base.holds import apply_update
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
-from orchestrator.scheduling.base.time_limits import is_over, over_limit
-from orchestrator.scheduling.failures.classify import classify
-from orchestrator.scheduling.failures.done_steps import describe_done
-from orchestrator.scheduling.failures.observation import observe, warnings
-from orchestrator.scheduling.failures.places import with_places
+from orchestrator.scheduling.base.time_limits import is_over_time_limit, time_limit_failure
+from orchestrator.scheduling.failures.classify import classify_end
+from orchestrator.scheduling.failures.done_steps import describe_done_steps
+from orchestrator.scheduling.failures.observation import list_record_warnings, make_observation
+from orchestrator.scheduling.failures.places import update_suspensions
 from orchestrator.scheduling.failures.verdict import (
     UNSAVED_ROW,
-    describe_missing,
-    describe_unmatched,
-    judge,
+    add_verdict,
+    describe_missing_checkpoint,
+    describe_unmatched_patterns,
 )
-from orchestrator.scheduling.options.lengths import learn_length
-from orchestrator.scheduling.options.probe import is_of_batch
+from orchestrator.scheduling.options.lengths import learn_duration
+from orchestrator.scheduling.options.probe import failed_by_batch_of_one
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charge_usage
 from orchestrator.specs.actions import Record, Stop, Transition
@@ -59,8 +59,9 @@ BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget
 BACK_OFF_MAX_S = 300.0
 
 
-def apply(state: State, event: Event) -> Transition:
-    """Return (new state, actions) with `event` applied: records and stops only, nothing is scheduled yet.
+def apply_event(state: State, event: Event) -> Transition:
+    """Return (new state, actions) with the event applied. Actions are records and stops; nothing is
+    scheduled.
 
     Late, repeated and unknown events change nothing.
     """
@@ -134,7 +135,9 @@ def _apply_cancel_requested(state: State, event: CancelRequested) -> Transition:
 
 
 def _describe_cancelled(job: Job) -> str:
-    """Return after which attempt a job was cancelled that waited, with the words of that attempt's failure."""
+    """Return text that a waiting job was cancelled, after which attempt, with that attempt's
+    failure.
+    """
     if job.last is None:
         return "cancelled before it ran"
     failure = job.last.failure
@@ -152,7 +155,7 @@ def _apply_retry_requested(state: State, event: RetryRequested) -> State:
 
 
 def _apply_started(state: State, event: Started) -> Transition:
-    job, attempt = _find(state, event.job_id, event.number)
+    job, attempt = _find_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
         return state, ()
     attempt = replace(attempt, status=AttemptStatus.RUNNING, started_at_s=event.at_s)
@@ -161,7 +164,7 @@ def _apply_started(state: State, event: Started) -> Transition:
 
 
 def _apply_pace(state: State, event: PaceReported) -> Transition:
-    job, attempt = _find(state, event.job_id, event.number)
+    job, attempt = _find_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
     if attempt.pace is not None and event.pace.at_s <= attempt.pace.at_s:
@@ -170,7 +173,7 @@ def _apply_pace(state: State, event: PaceReported) -> Transition:
 
 
 def _apply_released(state: State, event: Released) -> Transition:
-    job, attempt = _find(state, event.job_id, event.number)
+    job, attempt = _find_attempt(state, event.job_id, event.number)
     if (
         job is None
         or attempt is None
@@ -183,45 +186,45 @@ def _apply_released(state: State, event: Released) -> Transition:
 
 
 def _apply_finished(state: State, event: Finished) -> Transition:
-    job, attempt = _find(state, event.job_id, event.number)
+    job, attempt = _find_attempt(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
     capacity_bytes = _capacity_bytes(state, attempt)
     attempt = replace(
         attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence
     )
-    failure = classify(job, attempt, event.evidence, capacity_bytes)
+    failure = classify_end(job, attempt, event.evidence, capacity_bytes)
     if failure is not None and not job.cancelling:
-        failure = judge(job, attempt, failure, state.ends, state.nodes)
-    state = with_places(state, job, attempt, failure)
+        failure = add_verdict(job, attempt, failure, state.ends, state.nodes)
+    state = update_suspensions(state, job, attempt, failure)
     attempt = replace(attempt, failure=failure)
     job = _with_attempt(job, attempt)
     job = (
-        _succeed(job, attempt, event.evidence)
+        _apply_success(job, attempt, event.evidence)
         if failure is None
-        else _fail(job, attempt, failure, event.at_s)
+        else _apply_failure(job, attempt, failure, event.at_s)
     )
-    if job.status is JobStatus.QUEUED and is_over(job, event.at_s):
-        over = over_limit(job, attempt)
+    if job.status is JobStatus.QUEUED and is_over_time_limit(job, event.at_s):
+        over = time_limit_failure(job, attempt)
         job = replace(job, status=JobStatus.FAILED, reason=f"{over.kind}: {over.reason}")
     if failure is not None:
-        job = _with_unread(job, event.evidence)
-    runs = learn_length(state.runs, job, attempt, failure)
+        job = _name_unread_files(job, event.evidence)
+    runs = learn_duration(state.runs, job, attempt, failure)
     if runs is not state.runs:
         state = replace(state, runs=runs)
-    observed = observe(job, attempt, capacity_bytes)
+    observed = make_observation(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
-def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
+def _apply_success(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
     lost = (
         f"; its last start did not take up again {', '.join(evidence.lost)}"
         if evidence.lost
         else ""
     )
-    doubts = "".join(f"; {warning}" for warning in warnings(attempt))
-    done = describe_done(job, attempt, evidence)
+    doubts = "".join(f"; {warning}" for warning in list_record_warnings(attempt))
+    done = describe_done_steps(job, attempt, evidence)
     still = ""
     if evidence.hung_for_s is not None:
         waited = format_seconds(evidence.hung_for_s)
@@ -229,13 +232,15 @@ def _succeed(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
     return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{done}{still}{lost}{doubts}")
 
 
-def _with_unread(job: Job, evidence: Evidence) -> Job:
-    """Return the failed job, whose reason names what its attempt left and nobody could read."""
+def _name_unread_files(job: Job, evidence: Evidence) -> Job:
+    """Return the failed job with files of its attempt that could not be read named in its reason."""
     return replace(job, reason="; not read: ".join((job.reason, *evidence.unread)))
 
 
-def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
-    """Return the job after a failure: queued again while the failure's own budget lasts, ended otherwise."""
+def _apply_failure(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
+    """Return the job after a failure: queued again while that failure's budget lasts, ended
+    otherwise.
+    """
     if job.cancelling or failure.kind is FailureKind.CANCELLED:
         reason = job.cancel_reason or "cancelled while it ran"
         return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
@@ -251,7 +256,9 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     if restart is not None and restart.refutes_plan:
         job = replace(job, refuted=job.refuted | {attempt.plan})
     if attempt.probe and (
-        restart is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)
+        restart is not None
+        or failure.kind is FailureKind.PROBED
+        or failed_by_batch_of_one(attempt, failure)
     ):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if verdict is not None:
@@ -261,27 +268,27 @@ def _fail(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     if restart.refutes_plan and job.spec.degrade.keeps_plan:
         reason = f"{failure.kind}: {failure.reason} (degrade.allow is none: no other plan is tried)"
         return replace(job, status=JobStatus.FAILED, reason=reason)
-    used = _count_used(job, restart.budget)
+    used = _count_failures_of_budget(job, restart.budget)
     allowed = getattr(job.spec.retries, restart.budget)
     if used > allowed:
-        return _fail_used_up(job, failure, restart.budget)
+        return _fail_without_budget(job, failure, restart.budget)
     wait_s = 0.0 if restart.at_once else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
     return _restart(job, failure, at_s + wait_s)
 
 
 def _apply_verdict(job: Job, failure: Failure, verdict: Verdict, at_s: float) -> Job:
-    """Return the job after an end that nothing explains, or after a shortage."""
+    """Return the job after an unexplained end or a shortage, as its verdict says."""
     if verdict.wait_s is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
-    if verdict.budget and _count_used(job, verdict.budget) > getattr(
+    if verdict.budget and _count_failures_of_budget(job, verdict.budget) > getattr(
         job.spec.retries, verdict.budget
     ):
-        return _fail_used_up(job, failure, verdict.budget)
+        return _fail_without_budget(job, failure, verdict.budget)
     return _restart(job, failure, at_s + verdict.wait_s)
 
 
-def _count_used(job: Job, budget: str) -> int:
-    """Return how many failures of the job have used that budget, the last one included."""
+def _count_failures_of_budget(job: Job, budget: str) -> int:
+    """Return how many of the job's failures have used that budget, the last one included."""
     failures = [
         attempt.failure for attempt in job.attempts if attempt.failure and not attempt.probe
     ]
@@ -296,7 +303,7 @@ def _count_used(job: Job, budget: str) -> int:
     return sum(used == budget for used in budgets)
 
 
-def _fail_used_up(job: Job, failure: Failure, budget: str) -> Job:
+def _fail_without_budget(job: Job, failure: Failure, budget: str) -> Job:
     allowed = getattr(job.spec.retries, budget)
     return replace(
         job,
@@ -311,7 +318,9 @@ def _restart(job: Job, failure: Failure, not_before_s: float) -> Job:
 
 
 def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
-    """Return what a restart without a checkpoint does again, in words; "" where there is one, or no step was made."""
+    """Return text on the steps that a restart repeats, without a checkpoint; "" where nothing is
+    repeated.
+    """
     steps = max((beat.steps_done for beat in attempt.heartbeats), default=0)
     if attempt.facts.checkpoint_step is not None or not steps:
         return ""
@@ -321,14 +330,14 @@ def _describe_lost_steps(job: Job, attempt: Attempt) -> str:
     verdict = attempt.failure.verdict if attempt.failure is not None else None
     # the verdict has said already that nothing was saved
     is_named = verdict is not None and verdict.row == UNSAVED_ROW
-    missing = "" if is_named else f"; {describe_missing(job.spec)}"
-    return f"{missing}: {again}{describe_unmatched(job.spec, attempt)}"
+    missing = "" if is_named else f"; {describe_missing_checkpoint(job.spec)}"
+    return f"{missing}: {again}{describe_unmatched_patterns(job.spec, attempt)}"
 
 
 # access
 
 
-def _find(state: State, job_id: str, number: int) -> tuple[Job | None, Attempt | None]:
+def _find_attempt(state: State, job_id: str, number: int) -> tuple[Job | None, Attempt | None]:
     job = state.jobs.get(job_id)
     if job is None or not 1 <= number <= len(job.attempts):
         return job, None

@@ -25,7 +25,7 @@ from orchestrator.backends.attempts.evidence import Ending, collect
 from orchestrator.backends.attempts.leftovers import clean_up, mark_of
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.process_census import MARK
-from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.specs.attempt import Evidence, FailureKind
 from orchestrator.specs.events import Finished, Released
 from orchestrator.specs.job.spec import JobSpec
@@ -107,12 +107,12 @@ def test_whatever_raises_while_an_attempt_ends_its_job_ends_and_its_devices_are_
     began_s = time.monotonic()
     finished = reader.await_end(launch)
     assert time.monotonic() - began_s < SECONDS_UNTIL_FREE
-    ended = classify(launch.job, launch.attempt, finished.evidence)
+    ended = classify_end(launch.job, launch.attempt, finished.evidence)
     assert ended is None or ended.kind in (FailureKind.UNKNOWN, FailureKind.STARTUP), ended
     monkeypatch.undo()
     other = launch_of("after", script("exit:0"))  # on the same device
     reader.backend.launch(other)
-    assert classify(other.job, other.attempt, reader.await_end(other).evidence) is None
+    assert classify_end(other.job, other.attempt, reader.await_end(other).evidence) is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_a_rank_does_to_its_folder_does_not_hide_its_end(
     reader, launch = backends(), launch_of("odd", spec)
     reader.backend.launch(launch)
     evidence = reader.await_end(launch).evidence
-    failure = classify(launch.job, launch.attempt, evidence)
+    failure = classify_end(launch.job, launch.attempt, evidence)
     if obstacle == "a folder for its exit code":
         assert [end.exit_code for end in evidence.ranks] == [None]
         assert failure is not None, "nobody knows whether it succeeded"
@@ -217,7 +217,7 @@ def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(
 
 
 def test_an_end_that_nobody_could_read_is_final_and_says_so() -> None:
-    failure = classify(job(), attempt(), Evidence(collect_error="KeyError: 'x'"))
+    failure = classify_end(job(), attempt(), Evidence(collect_error="KeyError: 'x'"))
     assert failure is not None
     assert failure.reason == "its evidence cannot be read: KeyError: 'x'"
     assert failure.verdict is not None
@@ -263,7 +263,7 @@ def test_a_report_is_typed_bounded_and_finite_whatever_a_rank_wrote(tmp_path: Pa
             assert beat.rank == 0
             assert type(beat.step) is type(beat.peak_bytes) is int
             assert len(beat.phase) <= 200
-        assert classify(job(), attempt(), left) is None, poison
+        assert classify_end(job(), attempt(), left) is None, poison
         is_honest = (
             poison.keys() <= {"nested"}
             or isinstance(poison.get("loss"), float)
@@ -293,7 +293,7 @@ def test_no_file_that_a_rank_leaves_changes_how_its_attempt_ended(
     for name in names_of(JobFolder(tmp_path, "lm-1").attempt(1)):
         left = leave(tmp_path, name, text)
         assert left.ranks[0].exit_code == 0
-        assert classify(job(), attempt(), left) is None, name
+        assert classify_end(job(), attempt(), left) is None, name
 
 
 def test_drawn_files_never_raise(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from orchestrator.backends.attempts.evidence import Ending, collect, scan_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, read_reports
 from orchestrator.backends.redaction import without_secrets
-from orchestrator.scheduling.failures.classify import classify
-from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes, oom_reports
+from orchestrator.scheduling.failures.classify import classify_end
+from orchestrator.scheduling.failures.out_of_memory import list_oom_reports, oom_needed_bytes
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.attempt import Cause, ErrorReport, Evidence, FailureKind, Phase, RankEnd
 from orchestrator.specs.job.spec import JobSpec
@@ -131,7 +131,7 @@ def test_a_message_is_understood_in_bytes(reported: dict[str, Any]) -> None:
 def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
     """The message becomes the attempt's account, as the guard would have reported it."""
     evidence = left_behind(tmp_path, OOM)
-    (report,) = oom_reports(evidence)
+    (report,) = list_oom_reports(evidence)
     assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)
     assert report.capacity_bytes == in_bytes("23.64 GiB")
     assert oom_needed_bytes(report) == 4 * 2**30
@@ -183,7 +183,7 @@ def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:
         (5 * 2**30, FailureKind.MEMORY_CONTENTION),
         (3 * 2**30, FailureKind.DEVICE_OOM),
     ):
-        failure = classify(job(script_spec()), attempt(allocated_bytes=predicted), evidence)
+        failure = classify_end(job(script_spec()), attempt(allocated_bytes=predicted), evidence)
         assert failure is not None
         assert failure.kind is kind
         assert "2.00 GiB" in failure.reason

@@ -11,7 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.published_rows import FOLDER, read_rows
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import list_plans
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.plan import parse_plan
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import job_from_data
@@ -30,7 +30,7 @@ def test_the_plan_of_a_row_is_one_that_the_search_makes() -> None:
     for row in read_rows()[::4]:
         spec = job_from_data({"name": row.name, **row.job}, row.source)
         plan = parse_plan(spec, [(key, str(value)) for key, value in row.plan.items()])
-        (group,) = groups_of(idle_nodes(row.cluster))
+        (group,) = group_equal_nodes(idle_nodes(row.cluster))
         assert plan in set(list_plans(read_request(spec), group.hardware)), row.name
 
 

@@ -22,7 +22,7 @@ from orchestrator.planning.render import accelerate_config, deepspeed_config, sc
 from orchestrator.planning.request import read_request, read_script
 from orchestrator.planning.search import list_plans
 from orchestrator.planning.trust import trust
-from orchestrator.scheduling.base.shape import shape_of
+from orchestrator.scheduling.base.shape import find_gang_shape
 from orchestrator.scheduling.failures.degrade import bytes_per_parameter
 from orchestrator.specs.choices import Engine, Precision, ZeroStage
 from orchestrator.specs.device_kind import DeviceKind
@@ -93,7 +93,7 @@ ROWS: dict[str, Reader] = {
     "order": lambda plan: pareto(
         [Timed(plan, 1.0, 1, 0.0), Timed(plan, 2.0, 1, 0.0)], lambda _: ESTIMATE, inf
     ),
-    "shape on nodes": lambda plan: shape_of(plan, 8, 1),
+    "shape on nodes": lambda plan: find_gang_shape(plan, 8, 1),
     "script's command": lambda plan: script_command(
         read_script(SCRIPT_JOB), plan, output_dir="", resume_from=None, deepspeed_config_path=None
     ),

@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks.draws import stream
 from benchmarks.measured import PacedBackend
 from orchestrator.backends.simulated.process import SIGTERM, Process
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import (
     LEARNED_STEPS,
@@ -349,7 +349,7 @@ class FaultyBackend(PacedBackend):
 
     def _start(self, process: Process) -> None:
         super()._start(process)
-        is_learned = any(ran_out(attempt) for attempt in process.job.attempts)
+        is_learned = any(ran_out_of_memory(attempt) for attempt in process.job.attempts)
         if process.evidence is None and is_learned:
             self._after(LEARNED_STEPS * process.step_s, partial(self._pace, process, LEARNED_STEPS))
 

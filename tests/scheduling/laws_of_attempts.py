@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.calibration.correction import corrected_bytes
-from orchestrator.scheduling.base.time_limits import spent_s
+from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Archive, Launch, Record, Stop
@@ -223,7 +223,7 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
                 continue
             if (
                 job.spec.time_limit is not None
-                and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+                and total_run_time_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
             ):
                 continue
             budget = _budget_of(failures[-1])
@@ -313,7 +313,7 @@ def _limits_are_kept(t: Transition) -> Iterator[str]:
     for job in t.after.jobs.values():
         if job.spec.time_limit is None or job.last is None:
             continue
-        left_s = job.spec.time_limit - spent_s(job, t.after.at_s)
+        left_s = job.spec.time_limit - total_run_time_s(job, t.after.at_s)
         if left_s <= 0 and job.last.status is AttemptStatus.RUNNING:
             yield f"{job.last.name} runs on {-left_s} s past the limit of its job"
         wake_s = Scheduler(t.state).wake_at_s()

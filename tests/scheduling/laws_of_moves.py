@@ -8,9 +8,9 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.base.drain import suspensions
+from orchestrator.scheduling.base.drain import list_active_suspensions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.time_limits import spent_s
+from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.specs.actions import Launch, Stop
@@ -51,7 +51,7 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
         )
         is_over = (
             job.spec.time_limit is not None
-            and spent_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
+            and total_run_time_s(job, t.after.at_s) >= job.spec.time_limit - 1e-6
         )
         climbs = job.last.climbs_to is not None  # tests/scheduling/test_climb.py
         if not (
@@ -150,7 +150,7 @@ def _too_soon(t: Transition, job: Job, attempt: Attempt) -> str | None:
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """A job that meets its deadline makes way only for an earlier one, and still meets its own after that."""
     index, at_s = index_of(t.after), t.after.at_s
-    end_s = index.end_of(job, replace(attempt, leaves_by_s=None))
+    end_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None))
     if job.deadline_s is None or end_s > job.deadline_s:
         return
     other = t.after.jobs.get(attempt.moved_for.partition("make way for ")[2].partition(":")[0])
@@ -159,7 +159,7 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
         return
     menus = [
         menu
-        for _, menu in index.options.options_of(index.queue_entry(other))
+        for _, menu in index.options.options_of(index.make_queue_entry(other))
         if isinstance(menu, JobOptions)
     ]
     shortest_s = min(entry.seconds for menu in menus for entry in menu.entries)
@@ -202,9 +202,11 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
             {(part.node, i) for part in attempt.held_placement for i in part.devices},
         )
         assert pool is not None, attempt.name
-        left_s = index.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
+        left_s = index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
         entries = [
-            entry for entry in index.options.entries_of(job, pool) if entry.devices == len(claimed)
+            entry
+            for entry in index.options.options_of_running(job, pool)
+            if entry.devices == len(claimed)
         ]
         slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
         end_s = t.after.at_s + pool.launch_cost_s + left_s * slower
@@ -227,7 +229,7 @@ def _drained_nodes_get_nothing(t: Transition) -> Iterator[str]:
 
 def _suspended_places_get_nothing(t: Transition) -> Iterator[str]:
     for launch in of(Launch, t.actions):
-        for entry in suspensions(t.after):
+        for entry in list_active_suspensions(t.after):
             if any((entry.node, entry.device) == place or (entry.node == place[0] and entry.device is None)
                    for place in devices(launch.attempt)):  # fmt: skip
                 yield f"{launch.attempt.name} is launched on {entry.place}, which is suspended"
@@ -249,7 +251,7 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
         index = index_of(t.after)
         for attempt in launches:
             job = t.after.jobs[attempt.job_id]
-            length = index.length_of(job, attempt)
+            length = index.predict_duration(job, attempt)
             lasts_s = 0.0 if length is None else length.open_s
             if _can_be_saved(job) and not attempt.probe:
                 launch_s = max(nodes[name].launch_cost_s for name in nodes_of(attempt))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from benchmarks.peers import Peer, tiresias
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
+from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.order import Order
@@ -98,7 +98,7 @@ def deadline(job: Job, _state: State) -> float:
 
 
 def length(job: Job, state: State) -> float:
-    return index_of(state).options.size_of(job).duration_s
+    return index_of(state).options.remaining_work_of(job).duration_s
 
 
 def attained(job: Job, state: State) -> float:
@@ -131,7 +131,7 @@ def _eligible(state: State) -> list[Job]:
             waiting.job.spec.start_window is None
             or waiting.job.spec.start_window.span(at_s)[0] <= at_s
         )
-        and array_limit_reason(index, waiting.job, promised) is None
+        and find_array_wait(index, waiting.job, promised) is None
     ]
 
 
@@ -139,7 +139,7 @@ def _widths(state: State, job: Job) -> list[int]:
     index = index_of(state)
     menus = [
         menu
-        for _, menu in index.options.options_of(index.queue_entry(job))
+        for _, menu in index.options.options_of(index.make_queue_entry(job))
         if isinstance(menu, JobOptions)
     ]
     return [menu.entries[-1].devices for menu in menus]
@@ -149,8 +149,8 @@ def _could_run(state: State, job: Job) -> bool:
     """Return whether present nodes, open for ever, could hold the job at the width that it requests."""
     index = index_of(state)
     return any(
-        pool.could_hold(menu.entries[-1].shape, menu.entries[-1].least_bytes)
-        for pool, menu in index.options.options_of(index.queue_entry(job))
+        pool.can_ever_hold(menu.entries[-1].shape, menu.entries[-1].least_bytes)
+        for pool, menu in index.options.options_of(index.make_queue_entry(job))
         if isinstance(menu, JobOptions) and not index.closed
     )
 

@@ -13,9 +13,9 @@ from orchestrator.scheduling.base.credit import AGED, PRESSING, credit_device_s
 from orchestrator.scheduling.base.migration import held_placement_of
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
-from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
+from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
+from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.clock import Window
@@ -144,13 +144,13 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
 def _is_overdue(t: Transition, launch: Launch) -> bool:
     """Return whether a job is due: a due job passes the quotas once its team holds nothing."""
     has_quotas = t.after.policy.has_quotas
-    return has_quotas and index_of(t.after).queue_entry(launch.job).rank <= t.after.at_s
+    return has_quotas and index_of(t.after).make_queue_entry(launch.job).rank <= t.after.at_s
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
     """Priority; then who used less per share, first of the teams, where there are any, and then of their users."""
-    tree = fair_tree(state.policy, used_s(state, state.jobs.values()))
-    return lambda job: (-priority_of(state, job), *tree.place(job.user), job.order)
+    tree = make_fair_tree(state.policy, decayed_device_s_by_user(state, state.jobs.values()))
+    return lambda job: (-priority_of(state, job), *tree.place_of_user(job.user), job.order)
 
 
 def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
@@ -167,7 +167,7 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
         return
     index = index_of(t.after)
     for launch in launches:
-        end_s = index.end_of(t.after.jobs[launch.job.id], launch.attempt)
+        end_s = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt)
         for reservation in promised:
             shared = set(devices(launch.attempt)) & {
                 (part.node, i) for part in reservation.placement for i in part.devices
@@ -197,7 +197,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
     )  # `idle`: before they started
     promised = {reservation.job_id for reservation in t.after.reservations}
     ahead = {
-        waiting.job.id for waiting in idle.promised_first()
+        waiting.job.id for waiting in idle.list_guaranteed_first()
     }  # due before a guaranteed job came, or guaranteed
     of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
     for waiting in index.waiting.values():
@@ -209,7 +209,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         bound = (
             closed
             or job.not_before_s > t.after.at_s
-            or array_limit_reason(index, job, of_array) is not None
+            or find_array_wait(index, job, of_array) is not None
         )
         if (
             bound
@@ -230,7 +230,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 
 
-def _is_covered(t: Transition, index: SchedulerIndex, waiting: Waiting) -> bool:
+def _is_covered(t: Transition, index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether the credit covers all jobs past their limits but those of the same user that came later."""
     at_s, job = t.after.at_s, waiting.job
     before = replace(t.before, at_s=at_s)
@@ -254,11 +254,11 @@ def _nothing_is_spent_while_in_debt(t: Transition) -> Iterator[str]:
             yield f"{fund.name} spends {before - after} device-seconds in debt"
 
 
-def _could_be_held(index: SchedulerIndex, waiting: Waiting) -> bool:
+def _could_be_held(index: SchedulerIndex, waiting: WaitingJob) -> bool:
     """Return whether the time at which enough devices come free is known; for a drained node it is not."""
     return any(
-        pool.could_hold(entry.shape, entry.least_bytes)
-        and pool.earliest(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes)
+        pool.can_ever_hold(entry.shape, entry.least_bytes)
+        and pool.find_earliest_slot(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes)
         is not None
         for pool, menu in index.options.options_of(waiting)
         for entry in (menu.entries if isinstance(menu, JobOptions) else ())
@@ -324,7 +324,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         local = datetime.fromtimestamp(begin_s, ZoneInfo(window.zone or "UTC"))
         if not _shows(window, local):
             yield f"{launch.attempt.name} starts at {local:%a %H:%M}, outside of {window}"
-        seconds = index.end_of(t.after.jobs[launch.job.id], launch.attempt) - begin_s
+        seconds = index.expected_end_s(t.after.jobs[launch.job.id], launch.attempt) - begin_s
         spans = [window.span(begin_s + day * 86400) for day in range(7)]
         has_end = launch.job.spec.optimizer_steps is not None
         if (

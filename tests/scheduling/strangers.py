@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.log_scan import LogScan
-from orchestrator.scheduling.failures.verdict import REFUSED_WAITS_S, judge
+from orchestrator.scheduling.failures.verdict import REFUSED_WAITS_S, add_verdict
 from orchestrator.specs.attempt import Evidence, Failure, FailureKind, RankEnd
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.replace import replace
@@ -72,7 +72,7 @@ def ends_of(case: dict[str, Any]) -> tuple[RankEnd, ...]:
         scan = LogScan()
         offset = 0
         for line in text.splitlines():
-            scan.feed(line, offset)
+            scan.read_line(line, offset)
             offset += len(line.encode()) + 1
         end = RankEnd(
             rank=rank,
@@ -90,10 +90,10 @@ def failure_of(case: dict[str, Any]) -> Failure | None:
     """Return the failure of a case's first attempt with its verdict; None where it counts as a success."""
     evidence = Evidence(ranks=ends_of(case), host_oom_kills=case.get("oom_kills", 0))
     record, ended = job(script_spec()), replace(attempt(), ended_at_s=ELAPSED_S)
-    failure = classify(record, ended, evidence, capacity_bytes=case.get("capacity"))
+    failure = classify_end(record, ended, evidence, capacity_bytes=case.get("capacity"))
     if failure is None:
         return None
-    return judge(record, replace(ended, evidence=evidence), failure, (), NODES)
+    return add_verdict(record, replace(ended, evidence=evidence), failure, (), NODES)
 
 
 def action_after(failure: Failure | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from orchestrator.memory.calibration.correction import observed_correction
 from orchestrator.planning.picture import Mark
-from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
+from orchestrator.scheduling.reports.explain import explain_attempt, make_plan_chart
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.units import format_bytes
 from tests.scheduling.factories import MIB, decoder_spec, script_spec
@@ -81,13 +81,13 @@ def test_an_unknown_script_is_not_said_to_have_been_predicted() -> None:
     state, _ = run(NODES, submitted(script_spec(gpus=1)), finished(SUCCESS))
     job = only_job(state)
     assert explain_attempt(state, job, job.attempts[0])[0].startswith("predicted: nothing")
-    assert picture_of(state, job) is None
+    assert make_plan_chart(state, job) is None
 
 
 def test_the_picture_marks_what_ran_out_what_was_chosen_and_what_is_too_big() -> None:
     state, _ = run(NODES, submitted(), finished(oom()), released())
     job = only_job(state)
-    picture = picture_of(state, job)
+    picture = make_plan_chart(state, job)
     assert picture is not None
     by_label = {point.label: point.mark for point in picture.points if point.label}
     assert by_label == {"1": Mark.REFUTED, "2": Mark.CHOSEN}
@@ -98,7 +98,7 @@ def test_the_picture_marks_what_ran_out_what_was_chosen_and_what_is_too_big() ->
 
 def test_a_plan_that_ran_stands_where_it_was_measured() -> None:
     state, _ = run(NODES, submitted(), finished(SUCCESS))
-    picture = picture_of(state, only_job(state))
+    picture = make_plan_chart(state, only_job(state))
     assert picture is not None
     (chosen,) = (point for point in picture.points if point.mark is Mark.CHOSEN)
     assert chosen.needed_bytes == 90 * MIB
@@ -106,7 +106,7 @@ def test_a_plan_that_ran_stands_where_it_was_measured() -> None:
 
 def test_a_job_without_nodes_has_no_picture() -> None:
     state, _ = run(submitted())
-    assert picture_of(state, only_job(state)) is None
+    assert make_plan_chart(state, only_job(state)) is None
 
 
 def test_a_measured_peak_above_the_prediction_is_a_lesson_although_it_fitted() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.base.pending import pending
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Event, Submitted
 from orchestrator.specs.job.sections import Member
@@ -35,10 +35,10 @@ def test_the_next_of_an_array_starts_when_one_has_left_its_devices() -> None:
     state, launches = played(*events)
     assert set(launches) == {"job-1", "job-2"}
     assert (
-        reason_of(state.jobs["job-3"])
+        describe_status(state.jobs["job-3"])
         == "waits for others of the array job-1: at most 2 run at once"
     )
-    assert pending(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
+    assert pending_code(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
     assert "job-3" in played(*events, *gone(2, 50.0))[1]
 
 
@@ -61,14 +61,16 @@ def test_the_jobs_of_a_comparison_start_in_their_turns_however_long_they_are() -
     for number in range(1, 6):
         state, launches = played(*events)
         assert list(launches) == [f"job-{order}" for order in range(1, number + 1)]
-        assert reason_of(state.jobs["job-6"]).startswith("waits for others of the array job-1: ")
+        assert describe_status(state.jobs["job-6"]).startswith(
+            "waits for others of the array job-1: "
+        )
         events += gone(number, 100.0 * number)
 
 
 def test_a_forecast_lets_the_next_of_an_array_begin_when_one_has_ended() -> None:
     """Launch and training take 130 s; two of five may run at once, though four could."""
     state, _ = played(seen(node(devices=4)), *submissions(5, 2))
-    forecasts = forecast(state)
+    forecasts = make_forecast(state)
     assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [
         1.0,
         1.0,

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import quotas
-from orchestrator.scheduling.scheduling_pass.decide import cannot_start
+from orchestrator.scheduling.scheduling_pass.decide import has_no_startable_option
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.quotas import LOOKED_AT_MAX
 from orchestrator.specs.actions import Action, Launch
@@ -30,13 +30,13 @@ def counted() -> Iterator[Callable[[], int]]:
     """Count the waiting jobs that passes look at, from now on."""
     count = 0
 
-    def count_looks(index: SchedulerIndex, waiting: quotas.Waiting) -> bool:
+    def count_looks(index: SchedulerIndex, waiting: quotas.WaitingJob) -> bool:
         nonlocal count
         count += 1
-        return cannot_start(index, waiting)
+        return has_no_startable_option(index, waiting)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quotas, "cannot_start", count_looks)
+        patch.setattr(quotas, "has_no_startable_option", count_looks)
         yield lambda: count
 
 

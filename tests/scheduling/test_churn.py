@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.measured import Arrival, simulate
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.scheduling.base.credit import STOPS, credit_from_s
+from orchestrator.scheduling.base.credit import STOPS, credit_suffices_from_s
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
-from orchestrator.scheduling.reports.morning import morning_report
+from orchestrator.scheduling.reports.morning import make_morning_report
 from orchestrator.scheduling.scheduling_pass import preemption
 from orchestrator.service.commands.simulate import Outcome
 from orchestrator.service.views.report import cost_words
@@ -72,11 +72,11 @@ def test_between_two_stops_of_a_job_for_a_gain_are_ten_minutes() -> None:
 def test_a_credit_fills_at_a_share_of_the_devices_and_covers_no_more_than_it_holds() -> None:
     empty = Credit(fund=STOPS.name, device_s=0.0, at_s=1000.0)
     state = replace(State(), at_s=1000.0, credits=(empty,))
-    assert credit_from_s(state, STOPS, 100, 20.0) == 1000.0 + 20.0 / (STOPS.share * 100)
-    assert credit_from_s(replace(state, at_s=1010.0), STOPS, 100, 20.0) == 1010.0
+    assert credit_suffices_from_s(state, STOPS, 100, 20.0) == 1000.0 + 20.0 / (STOPS.share * 100)
+    assert credit_suffices_from_s(replace(state, at_s=1010.0), STOPS, 100, 20.0) == 1010.0
     full_device_s = STOPS.full_device_s(100)
-    assert credit_from_s(State(), STOPS, 100, full_device_s) == 0.0
-    assert credit_from_s(State(), STOPS, 100, full_device_s + 1.0) == float("inf")
+    assert credit_suffices_from_s(State(), STOPS, 100, full_device_s) == 0.0
+    assert credit_suffices_from_s(State(), STOPS, 100, full_device_s + 1.0) == float("inf")
 
 
 def test_a_stop_for_a_gain_is_paid_and_one_for_a_priority_is_not() -> None:
@@ -98,7 +98,7 @@ def test_the_report_counts_each_stop_by_its_cause() -> None:
         submitted(1, elastic({1: 10_000.0})),
         submitted(2, script({1: 9000.0}, priority=5), 500.0),
     )
-    report = morning_report(state, (), 0.0, 1000.0)
+    report = make_morning_report(state, (), 0.0, 1000.0)
     assert report.stops == {"priority": 1}
     assert "jobs stopped that go on: 1 priority" in cost_words(report)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes
 from orchestrator.specs.attempt import (
     ErrorReport,
@@ -337,7 +337,7 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ("kind", "evidence"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
 def test_evidence_means(kind: FailureKind | None, evidence: Evidence) -> None:
-    failure = classify(
+    failure = classify_end(
         job(), attempt(allocated_bytes=100 * MIB), evidence, capacity_bytes=256 * MIB
     )
     assert (failure.kind if failure else None) == kind
@@ -345,13 +345,13 @@ def test_evidence_means(kind: FailureKind | None, evidence: Evidence) -> None:
 
 def test_a_stop_that_was_asked_for_is_a_cancellation() -> None:
     stopped = Evidence(ranks=ends(-15, -15), stopped=True)
-    failure = classify(replace(job(), cancelling=True), attempt(), stopped)
+    failure = classify_end(replace(job(), cancelling=True), attempt(), stopped)
     assert failure is not None
     assert failure.kind is FailureKind.CANCELLED
 
 
 def test_a_bug_shows_its_own_traceback() -> None:
-    failure = classify(job(), attempt(), Evidence(ranks=ends(1), errors=(BUG,)))
+    failure = classify_end(job(), attempt(), Evidence(ranks=ends(1), errors=(BUG,)))
     assert failure is not None
     assert failure.excerpt == BUG.traceback
 
@@ -360,7 +360,7 @@ def test_a_launchers_worker_shows_its_own_traceback_the_first_to_fail_first() ->
     launcher = replace(ends(1)[0], root_rank=3, root_exit_code=1)
     later = replace(BUG, rank=1, type="ValueError", traceback="Traceback ...\nValueError: 2")
     complaint = replace(BUG, type="RuntimeError", traceback=GLOO)
-    failure = classify(
+    failure = classify_end(
         job(),
         attempt(),
         Evidence(ranks=(launcher,), errors=(complaint, later, replace(BUG, rank=3))),
@@ -370,7 +370,7 @@ def test_a_launchers_worker_shows_its_own_traceback_the_first_to_fail_first() ->
 
 
 def test_a_rank_that_ended_by_itself_answers_for_itself() -> None:
-    failure = classify(
+    failure = classify_end(
         job(),
         attempt(),
         Evidence(ranks=ends(2, 1), errors=(replace(BUG, rank=1),), first_ended_rank=0),
@@ -380,14 +380,16 @@ def test_a_rank_that_ended_by_itself_answers_for_itself() -> None:
 
 
 def test_out_of_memory_says_rank_step_phase_and_bytes() -> None:
-    failure = classify(job(), attempt(), Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,)))
+    failure = classify_end(job(), attempt(), Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,)))
     assert failure is not None
     for fact in ("rank 1", "step 3", "backward", "8.00 MiB", "250.00 MiB", "256.00 MiB"):
         assert fact in failure.reason
 
 
 def test_a_guard_that_was_not_there_names_the_process_and_what_to_do() -> None:
-    failure = classify(job(), attempt(), Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True))
+    failure = classify_end(
+        job(), attempt(), Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True)
+    )
     assert failure is not None
     for phrase in ("python -I inner.py", "PYTHONPATH and ORC_GUARD", "-I, -E and -S"):
         assert phrase in failure.reason
@@ -396,8 +398,8 @@ def test_a_guard_that_was_not_there_names_the_process_and_what_to_do() -> None:
 def test_a_job_accepts_what_its_script_catches_unless_it_stands_still_after_it() -> None:
     accepts = job(script_spec(on_caught_oom="accept"))
     caught = Evidence(ranks=ends(0), caught=(CAUGHT,), heartbeats=(BEAT,))
-    assert classify(accepts, attempt(), caught) is None
-    stood = classify(accepts, attempt(), replace(caught, ranks=ends(-9), hung_for_s=600.0))
+    assert classify_end(accepts, attempt(), caught) is None
+    stood = classify_end(accepts, attempt(), replace(caught, ranks=ends(-9), hung_for_s=600.0))
     assert stood is not None
     assert stood.kind is FailureKind.DEVICE_OOM
 
@@ -409,7 +411,7 @@ LEAVES = {"steps": 20, "success": {"artifacts": ["model.pt"]}}
 def test_a_program_that_stays_after_its_last_step_has_finished_where_it_left_what_it_names() -> (
     None
 ):
-    assert classify(job(script_spec(**LEAVES)), attempt(), STOOD) is None
+    assert classify_end(job(script_spec(**LEAVES)), attempt(), STOOD) is None
     others = [
         (LEAVES, replace(STOOD, missing_artifacts=("model.pt",))),
         (LEAVES, replace(STOOD, heartbeats=(replace(BEAT, step=19),))),
@@ -421,8 +423,8 @@ def test_a_program_that_stays_after_its_last_step_has_finished_where_it_left_wha
         ({"steps": 20}, STOOD),
     ]
     for changes, evidence in others:
-        assert classify(job(script_spec(**changes)), attempt(), evidence) is not None, evidence
-    failure = classify(job(script_spec(steps=20)), attempt(), STOOD)
+        assert classify_end(job(script_spec(**changes)), attempt(), evidence) is not None, evidence
+    failure = classify_end(job(script_spec(steps=20)), attempt(), STOOD)
     assert failure is not None
     assert "success.artifacts" in failure.reason
 
@@ -434,7 +436,7 @@ def test_the_steps_before_a_checkpoint_count_where_its_name_tells_them(
     evidence = replace(STOOD, heartbeats=(replace(BEAT, step=8),))
     first = replace(attempt(), evidence=Evidence(ranks=ends(-9), checkpoint_step=saved))
     resumed = replace(job(script_spec(**LEAVES)), attempts=(first, attempt(2)))
-    assert (classify(resumed, attempt(2), evidence) is None) == is_finished
+    assert (classify_end(resumed, attempt(2), evidence) is None) == is_finished
 
 
 @pytest.mark.parametrize(
@@ -451,7 +453,7 @@ def test_nobody_knows_the_last_steps_of_an_attempt_that_a_signal_ended(
     first = replace(attempt(), evidence=Evidence(ranks=(end,), heartbeats=(beat,)))
     resumed = replace(job(spec), attempts=(first, attempt(2)))
     ended = Evidence(ranks=ends(0), heartbeats=(replace(beat, step=10),))
-    assert (classify(resumed, attempt(2), ended) is not None) == is_short
+    assert (classify_end(resumed, attempt(2), ended) is not None) == is_short
 
 
 def test_what_context_and_communicators_hold_is_no_part_of_what_a_tensor_would_have_needed() -> (

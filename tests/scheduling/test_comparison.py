@@ -7,8 +7,13 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.planning.picture import Mark
-from orchestrator.scheduling.reports.comparison import Comparison, comparison
-from orchestrator.scheduling.reports.comparison_rows import Curve, Outcome, curve_of, strategy_of
+from orchestrator.scheduling.reports.comparison import Comparison, make_comparison
+from orchestrator.scheduling.reports.comparison_rows import (
+    LossCurve,
+    Outcome,
+    describe_strategy,
+    parse_loss_curve,
+)
 from orchestrator.scheduling.reports.intervals import geometric_interval, ratio_interval
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import (
@@ -88,12 +93,12 @@ def refused(number: int, pins: dict[str, object], **changes: object) -> Job:
     )
 
 
-def of(*jobs: Job, curves: dict[str, Curve] | None = None) -> Comparison:
-    return comparison(STATE, jobs, curves or {})
+def of(*jobs: Job, curves: dict[str, LossCurve] | None = None) -> Comparison:
+    return make_comparison(STATE, jobs, curves or {})
 
 
 def test_a_row_has_what_was_predicted_and_measured_and_what_it_cost() -> None:
-    curve = Curve(losses={1: 3.0, 2: 2.5}, tokens=(512, 512))
+    curve = LossCurve(losses={1: 3.0, 2: 2.5}, tokens=(512, 512))
     (row,) = of(measured_job(1, ON_TWO, 0.5), curves={"lm-1": curve}).rows
     assert (row.predicted_peak_bytes, row.peak_bytes, row.predicted_step_s, row.step_s) == (
         100 * MIB,
@@ -144,7 +149,10 @@ def test_the_verdict_tells_whether_losses_agree_up_to_rounding() -> None:
         (2.01, "Losses agree: they differ by at most 0.01 "),
         (2.1, "The losses of ZeRO-2 on 2 differ"),
     ):
-        curves = {"lm-1": Curve(losses={1: 3.0, 2: 2.0}), "lm-2": Curve(losses={1: 3.0, 2: last})}
+        curves = {
+            "lm-1": LossCurve(losses={1: 3.0, 2: 2.0}),
+            "lm-2": LossCurve(losses={1: 3.0, 2: last}),
+        }
         assert sentence in of(*jobs, curves=curves).verdict
 
 
@@ -178,9 +186,9 @@ def test_what_memory_excludes_is_a_row_and_told_with_its_bytes() -> None:
 
 def test_the_distance_is_the_largest_between_curves_at_the_same_step() -> None:
     curves = {
-        "lm-1": Curve(losses={1: 3.0, 2: 2.0, 3: 1.0}),
-        "lm-2": Curve(losses={1: 3.0, 2: 2.25}),
-        "lm-3": Curve(losses={}),
+        "lm-1": LossCurve(losses={1: 3.0, 2: 2.0, 3: 1.0}),
+        "lm-2": LossCurve(losses={1: 3.0, 2: 2.25}),
+        "lm-3": LossCurve(losses={}),
     }
     result = of(
         measured_job(1, ON_ONE, 0.6),
@@ -234,7 +242,7 @@ def test_a_comparison_is_complete_when_every_job_has_ended() -> None:
     ],
 )
 def test_a_strategy_is_named_by_what_it_shards_and_its_devices(plan: Plan, name: str) -> None:
-    assert strategy_of(plan) == name
+    assert describe_strategy(plan) == name
 
 
 def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> None:
@@ -261,7 +269,7 @@ def test_a_curve_survives_broken_lines() -> None:
         "[]",
         '{"step": 3, "lo',
     ]
-    assert curve_of(lines) == Curve(losses={1: 2.5}, tokens=(8,))
+    assert parse_loss_curve(lines) == LossCurve(losses={1: 2.5}, tokens=(8,))
 
 
 def test_of_many_strategies_that_do_not_fit_three_are_named() -> None:
@@ -364,8 +372,8 @@ def test_rows_of_two_learning_rates_are_told_apart_and_losses_are_compared_withi
             spec = script_spec().model_copy(update={"knobs": knobs, "plan": pins})
         jobs.append(replace(measured, spec=spec))
     losses = {"lm-1": 2.0, "lm-2": 3.0, "lm-3": 2.001, "lm-4": 3.002}
-    curves = {job_id: Curve(losses={5: loss}) for job_id, loss in losses.items()}
-    view = comparison(STATE, jobs, curves)
+    curves = {job_id: LossCurve(losses={5: loss}) for job_id, loss in losses.items()}
+    view = make_comparison(STATE, jobs, curves)
     assert [row.learning_rate for row in view.rows] == [1e-3, 1e-4, 1e-3, 1e-4]
     assert len({row.strategy for row in view.rows}) == 4
     assert [row.loss_distance for row in view.rows] == pytest.approx([0, 0, 0.001, 0.002])

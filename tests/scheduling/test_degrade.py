@@ -8,9 +8,9 @@ import pytest
 
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.failures.degrade import (
-    answered_by_phase,
     bytes_per_parameter,
     candidates_for_oom,
+    find_lowerable_phase,
     phase_batch_sizes,
 )
 from orchestrator.scheduling.step import step
@@ -128,9 +128,9 @@ def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing
 
 
 def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
-    assert answered_by_phase(PARLER, burst(DDP, Phase.ENCODING)) is Phase.ENCODING
-    assert answered_by_phase(PARLER, burst(DDP, Phase.EVALUATION)) is None
-    assert answered_by_phase(script_spec(), burst(DDP, Phase.EVALUATION)) is None
+    assert find_lowerable_phase(PARLER, burst(DDP, Phase.ENCODING)) is Phase.ENCODING
+    assert find_lowerable_phase(PARLER, burst(DDP, Phase.EVALUATION)) is None
+    assert find_lowerable_phase(script_spec(), burst(DDP, Phase.EVALUATION)) is None
     assert candidates_for_oom(PARLER, [burst(DDP, Phase.EVALUATION)], MENU) == MENU
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.queue.demand import devices_wanted, record_demand
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.queue.demand import devices_used_by_shorter_jobs, record_demand
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, TimerFired
@@ -32,15 +32,15 @@ def test_what_is_remembered_is_the_mean_and_fades() -> None:
     demand = None
     for hour in range(100):
         demand = record_demand(demand, 3600.0 * hour, 600.0, 4 * 3600.0)
-    assert devices_wanted(demand, 99 * 3600.0)[10] == pytest.approx(4.0, rel=0.1)
-    assert devices_wanted(demand, 99 * 3600.0)[9] == 0.0
-    assert devices_wanted(demand, 99 * 3600.0 + 5 * tuning.TUNING.memory_s)[-1] < 0.1
+    assert devices_used_by_shorter_jobs(demand, 99 * 3600.0)[10] == pytest.approx(4.0, rel=0.1)
+    assert devices_used_by_shorter_jobs(demand, 99 * 3600.0)[9] == 0.0
+    assert devices_used_by_shorter_jobs(demand, 99 * 3600.0 + 5 * tuning.TUNING.memory_s)[-1] < 0.1
 
 
 def test_a_first_burst_is_no_rate() -> None:
     """Eight device-hours asked for in the first second are eight devices for an hour, not thousands."""
     assert (
-        devices_wanted(record_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1]
+        devices_used_by_shorter_jobs(record_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1]
         < 8 * 3600.0 / tuning.TUNING.least_s * 1.2
     )
 
@@ -52,7 +52,7 @@ def test_two_long_jobs_do_not_close_a_cluster_that_short_ones_come_to() -> None:
     state, launched = played(*before, submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
     assert "job-11" in launched
     assert "job-12" not in launched
-    assert "room for shorter jobs" in reason_of(state.jobs["job-12"])
+    assert "room for shorter jobs" in describe_status(state.jobs["job-12"])
     state, launched = played(
         *before,
         submitted(11, long, 10_020.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.scheduling_pass import index as desks
 from orchestrator.scheduling.step import step
 from orchestrator.service.server.controller import Controller
@@ -54,7 +54,7 @@ def test_a_job_starts_when_the_last_of_those_before_it_has_succeeded() -> None:
     ]
     state, launches = played(*events, *gone(1, 50.0))
     assert set(launches) == {"job-1", "job-2"}
-    assert reason_of(state.jobs["job-3"]) == "waits for job-2 to succeed"
+    assert describe_status(state.jobs["job-3"]) == "waits for job-2 to succeed"
     _, launches = played(*events, *gone(1, 50.0), *gone(2, 60.0))
     assert launches["job-3"].launched_at_s == 60.0
 

@@ -8,8 +8,8 @@ from math import inf
 import pytest
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, SAVE_S
-from orchestrator.scheduling.reports.forecast import forecast
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.forecast import make_forecast
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
@@ -43,7 +43,7 @@ def maintained(name: str, *windows: tuple[float, float], devices: int = 1) -> No
 
 
 def why(state: State, job_id: str) -> str:
-    return Waits(state).why(state.jobs[job_id])
+    return WaitExplainer(state).explain_wait(state.jobs[job_id])
 
 
 def test_a_drained_node_gets_nothing_and_what_runs_there_goes_on() -> None:
@@ -62,7 +62,9 @@ def test_a_drained_node_gets_nothing_and_what_runs_there_goes_on() -> None:
     assert launches["job-2"].placement[0].node == "b"
     assert "job-3" not in launches
     assert state.drained == ("a",)
-    assert forecast(state)["job-3"].start_s >= launches["job-2"].launched_at_s + LAUNCH_S + 100.0
+    assert (
+        make_forecast(state)["job-3"].start_s >= launches["job-2"].launched_at_s + LAUNCH_S + 100.0
+    )
 
 
 def test_a_drain_survives_the_nodes_absence_and_takes_effect_on_whatever_is_seen_later() -> None:
@@ -86,7 +88,7 @@ def test_what_does_not_end_before_a_maintenance_waits_and_the_gap_before_is_used
     ]
     state, launches = played(*events)
     assert set(launches) == {"job-2"}
-    assert forecast(state)["job-1"].start_s == ends_s
+    assert make_forecast(state)["job-1"].start_s == ends_s
     woken: list[Event] = [
         *gone(2, 600.0),
         TimerFired(at_s=begins_s - MOVE_GRACE_S),
@@ -127,7 +129,7 @@ def test_a_gang_of_two_nodes_starts_when_both_are_open_long_enough() -> None:
         seen(a, b), submitted(1, script({2: 500.0})), submitted(2, script({2: 120.0}), 2.0)
     )
     assert launches == {}
-    forecasts = forecast(state)
+    forecasts = make_forecast(state)
     assert forecasts["job-1"].start_s == 2000.0
     assert forecasts["job-2"].start_s == 1000.0, "the short one fits between"
 

@@ -10,7 +10,7 @@ from benchmarks.measured import Arrival, simulate
 from benchmarks.scheduler import cluster_of
 from benchmarks.trace_files import job_spec_from_trace
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
+from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
 from orchestrator.scheduling.step import step
 from orchestrator.specs.events import Event, NodesSeen, Released, TimerFired
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
@@ -36,7 +36,7 @@ def seen(devices: int, policy: PolicySpec = POLICY) -> NodesSeen:
 
 
 def ranked(used: dict[str, float], policy: PolicySpec = POLICY) -> list[str]:
-    return sorted(("ada", "bob", "cyd", "dan"), key=fair_tree(policy, used).place)
+    return sorted(("ada", "bob", "cyd", "dan"), key=make_fair_tree(policy, used).place_of_user)
 
 
 def test_teams_are_ranked_before_their_users() -> None:
@@ -49,10 +49,10 @@ def test_what_was_used_counts_half_after_a_half_life() -> None:
     events = [seen(1), submitted(1, script({1: 100.0}, user="ada"), 0.0), *gone(1, 1000.0)]
     state, _ = played(*events)
     counted = DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S))
-    assert used_s(state, ()) == pytest.approx({"ada": counted})
+    assert decayed_device_s_by_user(state, ()) == pytest.approx({"ada": counted})
     assert 990 < counted < 1000
     state, _ = step(state, TimerFired(at_s=1000.0 + DAY_S))
-    assert used_s(state, ()) == pytest.approx({"ada": counted / 2})
+    assert decayed_device_s_by_user(state, ()) == pytest.approx({"ada": counted / 2})
 
 
 def test_what_runs_counts_before_it_ends_and_once() -> None:
@@ -62,10 +62,10 @@ def test_what_runs_counts_before_it_ends_and_once() -> None:
         TimerFired(at_s=1000.0),
     ]
     state, _ = played(*events)
-    running = used_s(state, state.jobs.values())["ada"]
+    running = decayed_device_s_by_user(state, state.jobs.values())["ada"]
     assert running == pytest.approx(2 * DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S)))
     ended, _ = played(*events, *gone(1, 1000.0))
-    assert used_s(ended, ended.jobs.values())["ada"] == pytest.approx(running)
+    assert decayed_device_s_by_user(ended, ended.jobs.values())["ada"] == pytest.approx(running)
     again, _ = step(ended, Released(job_id="job-1", number=1, at_s=1000.0))
     assert again == ended
 

@@ -16,12 +16,12 @@ from orchestrator.backends.simulated.traces import Trace
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import (
     SUPPOSED_SPREAD,
-    Play,
-    _longer,
-    forecast,
-    quick_forecast,
-    spread_of,
-    with_paces,
+    QueueSimulation,
+    _duration_beyond,
+    duration_log_spread,
+    make_forecast,
+    make_quick_forecast,
+    with_measured_paces,
 )
 from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, outcomes_of
 from orchestrator.service.server.controller import Controller
@@ -69,7 +69,7 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(
         controller = Controller(NullJournal(), backend, backend.now)
         controller.turn(0.0)
         controller.submit_all([(arrival.spec, None) for arrival in trace.arrivals])
-        expected, begun_s = forecast(controller.state), backend.now()
+        expected, begun_s = make_forecast(controller.state), backend.now()
         ids = list(controller.state.jobs)
         while controller.state.jobs:
             controller.turn(FOREVER_S)
@@ -121,10 +121,10 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
             )
             queue.append(submitted(number, spec, 8 * 3600.0 + 600 * number))
         state, _ = played(*queue)
-        forecasts = quick_forecast(state)
-        plays = Play(state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0).until_ended(
-            [*forecasts]
-        )
+        forecasts = make_quick_forecast(state)
+        plays = QueueSimulation(
+            state, index_of(state), dict.fromkeys(state.jobs, 0.0), 0
+        ).run_until_ended([*forecasts])
         off_h += [
             abs(forecasts[job_id].end_s - play.end_s) / 3600 for job_id, play in plays.items()
         ]
@@ -145,7 +145,7 @@ def test_what_comes_after_others_is_expected_when_the_last_of_them_has_ended() -
         *(submitted(i, spec, 0.0) for i, spec in enumerate(chain, 1)),
     ]
     state, _ = played(*events)
-    forecasts = forecast(state)
+    forecasts = make_forecast(state)
     assert [forecasts[f"job-{number}"].start_s for number in range(1, 6)] == [
         0.0,
         0.0,
@@ -173,7 +173,7 @@ def test_who_pauses_after_a_failure_is_expected_when_the_pause_is_over() -> None
     state, _ = played(seen(node(devices=1)), submitted(1, script({1: 100.0})), *failed)
     job = state.jobs["job-1"]
     assert job.not_before_s > 50.0
-    assert forecast(state)["job-1"].start_s == job.not_before_s
+    assert make_forecast(state)["job-1"].start_s == job.not_before_s
 
 
 def test_of_what_runs_where_nobody_looks_no_end_is_expected() -> None:
@@ -185,7 +185,7 @@ def test_of_what_runs_where_nobody_looks_no_end_is_expected() -> None:
         NodesSeen(nodes=(node("b", devices=1),), at_s=10.0),
         submitted(2, night, 11.0),
     )
-    forecasts = forecast(state)
+    forecasts = make_forecast(state)
     assert state.jobs["job-1"].attempts[0].placement[0].node == "a"
     assert (forecasts["job-1"].end_s, forecasts["job-1"].end_range_s) == (inf, None)
     assert forecasts["job-2"].start_range_s == (state.at_s, state.at_s)
@@ -195,9 +195,9 @@ def test_measured_steps_of_the_family_set_the_range() -> None:
     asking = job()
     exact = [observation(number=number, step_ratio=1.5) for number in range(1, 33)]
     wild = [observation(number=number, step_ratio=exp((-1) ** number)) for number in range(1, 33)]
-    assert spread_of((), asking) == pytest.approx(SUPPOSED_SPREAD)
-    assert spread_of(exact, asking) < 0.4 * SUPPOSED_SPREAD
-    assert spread_of(wild, asking) > 4 * SUPPOSED_SPREAD
+    assert duration_log_spread((), asking) == pytest.approx(SUPPOSED_SPREAD)
+    assert duration_log_spread(exact, asking) < 0.4 * SUPPOSED_SPREAD
+    assert duration_log_spread(wild, asking) > 4 * SUPPOSED_SPREAD
 
 
 def test_on_virtual_devices_no_end_is_told_before_a_step_was_measured_and_then_for_twins_too() -> (
@@ -207,14 +207,14 @@ def test_on_virtual_devices_no_end_is_told_before_a_step_was_measured_and_then_f
     spec = factories.decoder_spec(gpus=1)
     queue: list[Event] = [seen(virtual), submitted(1, spec), submitted(2, spec)]
     state, _ = played(*queue)
-    expected = forecast(state)
+    expected = make_forecast(state)
     assert [expected[job_id].knows_end for job_id in ("job-1", "job-2")] == [False, False]
     assert not expected["job-2"].knows_start
     queue.append(Started(job_id="job-1", number=1, at_s=2.0))
     pace = Pace(steps_done=20, step_s=1.0, at_s=25.0)
     queue.append(PaceReported(job_id="job-1", number=1, pace=pace, at_s=25.0))
     state, _ = played(*queue)
-    paced = forecast(with_paces(state))
+    paced = make_forecast(with_measured_paces(state))
     assert [paced[job_id].knows_end for job_id in ("job-1", "job-2")] == [True, True]
     steps = spec.optimizer_steps
     assert steps is not None
@@ -231,15 +231,17 @@ def test_what_runs_is_expected_to_end_later_than_now() -> None:
         Started(job_id="job-1", number=1, at_s=250.0),
     )
     early_range, late_range = (
-        forecast(snapshot)["job-1"].end_range_s for snapshot in (state, late)
+        make_forecast(snapshot)["job-1"].end_range_s for snapshot in (state, late)
     )
     assert early_range is not None
     assert late_range is not None
-    assert early_range[0] < forecast(state)["job-1"].end_s < early_range[1]
+    assert early_range[0] < make_forecast(state)["job-1"].end_s < early_range[1]
     assert late_range[0] >= 250.0
 
 
 def test_the_shares_of_a_length_are_those_of_its_distribution() -> None:
-    assert _longer(100.0, 0.0, 0.2, 0.5) == pytest.approx(100.0)
-    assert _longer(100.0, 0.0, 0.2, 0.1) == pytest.approx(100.0 * exp(-1.2816 * 0.2), rel=1e-3)
-    assert _longer(100.0, 110.0, 0.2, 0.001) == pytest.approx(110.0, rel=1e-2)
+    assert _duration_beyond(100.0, 0.0, 0.2, 0.5) == pytest.approx(100.0)
+    assert _duration_beyond(100.0, 0.0, 0.2, 0.1) == pytest.approx(
+        100.0 * exp(-1.2816 * 0.2), rel=1e-3
+    )
+    assert _duration_beyond(100.0, 110.0, 0.2, 0.001) == pytest.approx(110.0, rel=1e-2)

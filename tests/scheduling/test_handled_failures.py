@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.specs.attempt import (
     ErrorReport,
     Evidence,
@@ -114,7 +114,7 @@ BEAT = Heartbeat(
 
 
 def judged(**fields: object) -> Failure | None:
-    return classify(job(script_spec()), attempt(), Evidence(**fields))  # type: ignore[arg-type]
+    return classify_end(job(script_spec()), attempt(), Evidence(**fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("accepts", ["recover", "accept"])
@@ -128,7 +128,7 @@ def test_an_exception_after_a_caught_out_of_memory_error_is_what_it_is(accepts: 
         errors=(report,),
         heartbeats=(BEAT,),
     )
-    failure = classify(job(script_spec(on_caught_oom=accepts)), attempt(), evidence)
+    failure = classify_end(job(script_spec(on_caught_oom=accepts)), attempt(), evidence)
     assert failure is not None
     assert (failure.kind, failure.near_limit) == (FailureKind.UNKNOWN, True)
     assert "KeyError: 'labels'" in failure.reason
@@ -157,7 +157,7 @@ def test_an_exit_with_0_after_a_signal_is_the_end_only_of_a_complete_training(
     evidence = Evidence(
         ranks=(RankEnd(rank=0, exit_code=0),), heartbeats=(replace(BEAT, signal=signal),)
     )
-    failure = classify(job(script_spec(steps=steps)), attempt(), evidence)
+    failure = classify_end(job(script_spec(steps=steps)), attempt(), evidence)
     assert (None if failure is None else failure.kind) is kind
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.calibration.belief import belief
-from orchestrator.scheduling.options.hedge import pick_soonest
+from orchestrator.scheduling.options.hedge import pick_first_plan_to_try
 from tests.memory.test_calibration import observation
 
 BURST = replace(
@@ -79,4 +79,4 @@ def test_every_further_failure_raises_the_bound() -> None:
 def test_the_plan_that_comes_first_is_that_of_the_soonest_expected_end(
     plans: list[tuple[float, float]], restart_s: float, first: int
 ) -> None:
-    assert pick_soonest(plans, restart_s) == first
+    assert pick_first_plan_to_try(plans, restart_s) == first

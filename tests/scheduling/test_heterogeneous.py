@@ -17,9 +17,9 @@ from orchestrator.planning.frontier import EVEN, needed_bytes, node_host_bytes
 from orchestrator.planning.profiles import find_profile
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier, list_plans
-from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.base.pending import pending
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
+from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.specs.actions import Launch, Record
@@ -79,7 +79,7 @@ def with_free(nodes: tuple[Node, ...], name: str, free_gib: tuple[int, ...]) -> 
 
 def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
     spec = decoder(2048, {"min": 1, "max": 8})
-    large, small = groups_of(mixed())
+    large, small = group_equal_nodes(mixed())
     assert [(group.devices, group.hardware.device.name) for group in (large, small)] == [
         (8, "a100-80gb"),
         (2, "rtx4090-24gb"),
@@ -196,9 +196,13 @@ def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_f
     try:
         decision = plan_job(spec, nodes)
     except SpecError:
-        assert all(group.devices < least or not tried(spec, group) for group in groups_of(nodes))
+        assert all(
+            group.devices < least or not tried(spec, group) for group in group_equal_nodes(nodes)
+        )
         return
-    by_kind = [(group.hardware.device.name, tried(spec, group)) for group in groups_of(nodes)]
+    by_kind = [
+        (group.hardware.device.name, tried(spec, group)) for group in group_equal_nodes(nodes)
+    ]
     taken = None if decision["chosen"] is None else decision["frontier"][decision["chosen"]]
     fitting = [
         (kind, min(times_s))
@@ -238,10 +242,10 @@ def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() 
     )
     assert not any(isinstance(action, Launch) for action in actions)
     assert (
-        reason_of(state.jobs["lm-1"])
+        describe_status(state.jobs["lm-1"])
         == "waits for memory that other processes hold on rtx4090-24gb"
     )
-    assert pending(state.jobs["lm-1"], state.at_s) is Pending.FOREIGN_MEMORY
+    assert pending_code(state.jobs["lm-1"], state.at_s) is Pending.FOREIGN_MEMORY
 
 
 class Tried(NamedTuple):
@@ -254,7 +258,7 @@ class Tried(NamedTuple):
     holds: bool  # what is free holds it without its margin
 
 
-def tried(spec: JobSpec, group: Group) -> list[Tried]:
+def tried(spec: JobSpec, group: NodeGroup) -> list[Tried]:
     """Return every legal plan of the job on one kind of device."""
     device = group.hardware.device
     free_bytes = sorted((free for node in group.nodes for free in node.free_bytes), reverse=True)

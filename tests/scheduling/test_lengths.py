@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.scheduling import transitions
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
+from orchestrator.scheduling.reports.forecast import make_forecast, make_quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.forecasts import expected_jobs
 from orchestrator.specs.attempt import Evidence, Heartbeat, RankEnd
@@ -106,7 +106,7 @@ def test_a_script_takes_as_long_for_a_step_as_its_last_run() -> None:
         seen(node(devices=1)), *first, submitted(2, untold(steps=400), 2 * HOUR_S)
     )
     start_s = launches["job-2"].launched_at_s
-    assert forecast(state)["job-2"].end_s - start_s == pytest.approx(2 * HOUR_S + LAUNCH_S)
+    assert make_forecast(state)["job-2"].end_s - start_s == pytest.approx(2 * HOUR_S + LAUNCH_S)
 
 
 def test_an_end_that_nothing_tells_is_not_known_on_any_surface() -> None:
@@ -147,7 +147,7 @@ def test_seven_jobs_of_minutes_are_forecast_to_end_in_minutes() -> None:
             scheduler.step(event)
             state = scheduler.state
             if isinstance(event, Finished) and len(state.jobs) == len(steps):
-                expected = forecast(state)
+                expected = make_forecast(state)
                 if all(row.knows_end for row in expected.values()) and len(expected) == len(steps):
                     ratios.append(max(row.end_s for row in expected.values()) / true_s)
     assert len(ratios) >= 3
@@ -168,13 +168,13 @@ def test_an_index_made_anew_has_learned_the_same_lengths() -> None:
         scheduler.step(event)
     assert scheduler.state.runs
     assert scheduler.expected_ends_s() == Scheduler(scheduler.state).expected_ends_s()
-    assert quick_forecast(scheduler.state)["job-2"].knows_end
+    assert make_quick_forecast(scheduler.state)["job-2"].knows_end
 
 
 def test_a_length_that_is_never_learned_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transitions, "learn_length", lambda runs, *_: runs)
+    monkeypatch.setattr(transitions, "learn_duration", lambda runs, *_: runs)
     with pytest.raises(AssertionError):
         test_a_script_takes_as_long_for_a_step_as_its_last_run()
 

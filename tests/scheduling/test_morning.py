@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.reports.advice import BY_ABOUT, help_for
+from orchestrator.scheduling.reports.advice import BY_ABOUT, advise_after_failure
 from orchestrator.scheduling.reports.morning import (
     NOT_LOST,
     MorningReport,
     ended_at_s,
-    morning_report,
+    make_morning_report,
 )
 from orchestrator.specs.attempt import About, FailureKind
 from orchestrator.specs.job.sections import Member
@@ -49,7 +49,7 @@ def report_of(
     """The report of the whole night, or of a part of it."""
     begin_s = min(job.submitted_at_s for job in state.jobs.values())
     end_s = max(ended_at_s(job) for job in state.jobs.values())
-    return morning_report(
+    return make_morning_report(
         state,
         state.jobs.values(),
         begin_s if since_s is None else since_s,
@@ -245,7 +245,7 @@ def test_advice_names_what_the_failure_is_about(line: str, about: About | None) 
     assert failure is not None
     assert failure.about is about
     if about is not None:
-        assert help_for(failure) == BY_ABOUT[about]
+        assert advise_after_failure(failure) == BY_ABOUT[about]
 
 
 def test_jobs_that_left_their_cards_idle_are_named_with_what_would_fill_them(state: State) -> None:
@@ -262,7 +262,7 @@ def test_jobs_that_left_their_cards_idle_are_named_with_what_would_fill_them(sta
         lasted_s = (last.ended_at_s or last.started_at_s) - last.started_at_s
         if busy_percent is not None and busy_percent < 50 and lasted_s >= 600:
             expected_ids.add(job.id)
-    report = morning_report(replace(state, jobs=Jobs(jobs)), (), 0.0, 1e12)
+    report = make_morning_report(replace(state, jobs=Jobs(jobs)), (), 0.0, 1e12)
     assert {line.id for line in report.idle} == expected_ids
     for line in report.idle:
         assert "% of the time, measured" in line.sentence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, Heartbeat, OomReport, RankEnd
 from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.state import State
@@ -48,7 +48,7 @@ def test_an_unexplained_end_near_the_limit_is_tried_with_less_memory_once() -> N
     )
     # no plan is refuted: the first may run again
     assert [entry.plan for entry in launches(actions)] in ([], [first.plan])
-    assert state.jobs["lm-1"].attempts[1].failure is not None, reason_of(state.jobs["lm-1"])
+    assert state.jobs["lm-1"].attempts[1].failure is not None, describe_status(state.jobs["lm-1"])
 
 
 def test_an_end_far_from_the_limit_keeps_its_plan() -> None:

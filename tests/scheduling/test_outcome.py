@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.failures.observation import measured_bytes, observe, warnings
+from orchestrator.scheduling.failures.observation import (
+    list_record_warnings,
+    make_observation,
+    measured_peak_bytes,
+)
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,
@@ -48,13 +52,15 @@ def ended_attempt(phase: Phase | None, report: OomReport | None = TOLD) -> Attem
 
 
 def test_a_message_without_a_guards_report_is_an_observation() -> None:
-    observation = observe(job(script_spec()), ended_attempt(Phase.TRAINING), 256 * MIB)
+    observation = make_observation(job(script_spec()), ended_attempt(Phase.TRAINING), 256 * MIB)
     assert observation is not None
     assert (observation.measured_bytes, observation.ran_out) == (290 * MIB, True)
 
 
 def test_a_message_without_numbers_is_more_than_the_device_leaves() -> None:
-    assert measured_bytes(ended_attempt(Phase.TRAINING, report=None), 256 * MIB) == 256 * MIB + 1
+    assert (
+        measured_peak_bytes(ended_attempt(Phase.TRAINING, report=None), 256 * MIB) == 256 * MIB + 1
+    )
 
 
 def test_what_a_device_holds_beside_the_allocator_is_that_of_the_worst_rank_that_tells() -> None:
@@ -69,7 +75,7 @@ def test_what_a_device_holds_beside_the_allocator_is_that_of_the_worst_rank_that
             replace(BEAT, rank=rank, allocator_room_bytes=room) for rank, room in enumerate(rooms)
         )
         evidence = Evidence(ranks=(), heartbeats=beats, free_before_bytes=free_before)
-        observation = observe(
+        observation = make_observation(
             job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB
         )
         assert observation is not None
@@ -78,7 +84,7 @@ def test_what_a_device_holds_beside_the_allocator_is_that_of_the_worst_rank_that
 
 @pytest.mark.parametrize("phase", [Phase.ENCODING, Phase.EVALUATION])
 def test_trap_15_what_evaluation_needs_teaches_nothing_of_training(phase: Phase) -> None:
-    assert observe(job(script_spec()), ended_attempt(phase), 256 * MIB) is None
+    assert make_observation(job(script_spec()), ended_attempt(phase), 256 * MIB) is None
 
 
 @pytest.mark.parametrize(("steps_done", "is_proof"), [(5, True), (3, True), (2, False)])
@@ -88,7 +94,9 @@ def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(
     evidence = Evidence(
         ranks=(RankEnd(rank=0, exit_code=0),), heartbeats=(replace(BEAT, steps_done=steps_done),)
     )
-    observation = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+    observation = make_observation(
+        job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB
+    )
     assert observation is not None
     assert observation.finished is is_proof
     broken = replace(
@@ -97,7 +105,7 @@ def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(
         evidence=evidence,
         failure=Failure(kind=FailureKind.NODE_LOST, reason=""),
     )
-    stopped = observe(job(), broken, 256 * MIB)
+    stopped = make_observation(job(), broken, 256 * MIB)
     assert stopped is not None
     assert not stopped.finished
 
@@ -111,7 +119,7 @@ def test_a_script_that_went_on_is_no_proof_by_the_few_steps_it_had_left() -> Non
     asking = replace(job(script_spec()), attempts=(before,))
     for steps, is_proof in ((20, False), (400, True)):
         evidence = Evidence(ranks=(), heartbeats=(replace(BEAT, step=steps, steps_done=steps),))
-        observation = observe(
+        observation = make_observation(
             asking, replace(attempt(number=2), ended_at_s=9.0, evidence=evidence), 256 * MIB
         )
         assert observation is not None
@@ -120,16 +128,20 @@ def test_a_script_that_went_on_is_no_proof_by_the_few_steps_it_had_left() -> Non
 
 def test_nothing_is_learned_from_an_attempt_that_nobody_watched_and_its_record_says_so() -> None:
     watched = replace(ended_attempt(None), failure=None, evidence=Evidence(heartbeats=(BEAT,)))
-    observation = observe(job(script_spec()), watched, 256 * MIB)
+    observation = make_observation(job(script_spec()), watched, 256 * MIB)
     assert observation is not None
-    assert (observation.finished, watched.peak_bytes, warnings(watched)) == (True, 90 * MIB, ())
+    assert (observation.finished, watched.peak_bytes, list_record_warnings(watched)) == (
+        True,
+        90 * MIB,
+        (),
+    )
     unseen = replace(
         watched,
         evidence=Evidence(heartbeats=(BEAT,), unwatched=("'python -I inner.py' has no guard",)),
     )
-    assert observe(job(script_spec()), unseen, 256 * MIB) is None
+    assert make_observation(job(script_spec()), unseen, 256 * MIB) is None
     assert unseen.peak_bytes is None
-    (warning,) = warnings(unseen)
+    (warning,) = list_record_warnings(unseen)
     assert "unwatched: 'python -I inner.py' has no guard" in warning
 
 
@@ -142,11 +154,11 @@ def test_a_truncated_peak_is_a_lower_bound_and_never_that_of_an_ended_training(
 ) -> None:
     evidence = Evidence(heartbeats=(BEAT,), caught=(replace(TOLD, foreign_bytes=foreign_bytes),))
     lossy = replace(ended_attempt(None), failure=None, evidence=evidence)
-    observation = observe(job(script_spec(on_caught_oom=accepts)), lossy, 256 * MIB)
+    observation = make_observation(job(script_spec(on_caught_oom=accepts)), lossy, 256 * MIB)
     assert (observation and observation.measured_bytes) == learned
     if observation is not None:
         assert (observation.ran_out, observation.finished) == (True, False)
-    (warning,) = warnings(lossy)
+    (warning,) = list_record_warnings(lossy)
     assert "the script caught 1 out-of-memory error and completed 5 steps" in warning
 
 
@@ -157,4 +169,4 @@ def test_an_attempt_that_ended_otherwise_after_a_caught_error_teaches_nothing() 
         evidence=evidence,
         failure=Failure(kind=FailureKind.USER_ERROR, reason="KeyError"),
     )
-    assert observe(job(script_spec()), bug, 256 * MIB) is None
+    assert make_observation(job(script_spec()), bug, 256 * MIB) is None

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.scheduling.failures.log_scan import LogScan, read_log
-from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_frames
+from orchestrator.scheduling.failures.log_scan import LogScan, find_log_findings
+from orchestrator.scheduling.failures.phases import PhaseMarkers, TracebackFrame, phase_of_frames
 from orchestrator.specs.attempt import Phase
 from tests.scheduling.corpus import REPORTED
 
@@ -26,7 +26,7 @@ def test_tells_the_phase_of_a_reported_traceback(reported: dict[str, Any]) -> No
     if reported["cause"] == "user_error":  # reported without its last line
         last = text.splitlines()[-1]
         text += f"\n{last[: last.index(']') + 3] if last.startswith('[rank') else ''}{OOM}"
-    assert read_log(text)[0].phase == reported["phase"]
+    assert find_log_findings(text)[0].phase == reported["phase"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_innermost_telling_frame_decides(
         "c": Phase.CHECKPOINTING,
         "s": "startup",
     }
-    assert phase_of_frames(Frame(file, function) for file, function in frames) == (
+    assert phase_of_frames(TracebackFrame(file, function) for file, function in frames) == (
         letters[phase] if phase else None
     )
 
@@ -109,11 +109,11 @@ def test_a_programs_own_words_tell_its_phase() -> None:
         "***** Running training *****",
         "Evaluating - x",
     ]
-    markers, silent = Markers(PARLER), Markers({})
+    markers, silent = PhaseMarkers(PARLER), PhaseMarkers({})
     phases = []
     for line in lines:
-        markers.read(line)
-        silent.read(line)
+        markers.read_line(line)
+        silent.read_line(line)
         phases.append(markers.phase)
     assert phases == [Phase.STARTUP, Phase.ENCODING, Phase.TRAINING, Phase.EVALUATION]
     assert silent.phase is None
@@ -127,5 +127,5 @@ def test_frames_know_more_than_the_programs_words() -> None:
         "    f(",
         OOM,
     ):
-        scan.feed(line)
+        scan.read_line(line)
     assert scan.findings[0].phase is Phase.OPTIMIZER

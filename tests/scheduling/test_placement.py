@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.shape import shape_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
+from orchestrator.scheduling.base.shape import find_gang_shape
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.choices import Engine, ParallelLayout
@@ -20,7 +20,7 @@ from tests.scheduling.factories import node
 
 def pool(idle: dict[str, list[int]]) -> AvailabilityProfile:
     """Nodes of eight devices of which only these are idle."""
-    (group,) = groups_of([node(name, devices=8) for name in idle])
+    (group,) = group_equal_nodes([node(name, devices=8) for name in idle])
     made = AvailabilityProfile(group)
     for name, devices in idle.items():
         made.occupy(name, [device for device in range(8) if device not in devices], until_s=100.0)
@@ -51,9 +51,9 @@ def test_places(
     count: int, free: dict[str, list[int]], expected: dict[str, tuple[int, ...]] | None
 ) -> None:
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=count), micro_batch_size=1)
-    shape = shape_of(plan, 8, len(free))
+    shape = find_gang_shape(plan, 8, len(free))
     assert shape is not None or expected is None
-    placement = pool(free).place(shape, 10.0, 0) if shape is not None else None
+    placement = pool(free).find_devices_now(shape, 10.0, 0) if shape is not None else None
     wanted: Placement | None = expected and tuple(
         NodeDevices(node=n, devices=d) for n, d in expected.items()
     )
@@ -66,15 +66,15 @@ def test_a_gang_of_several_nodes_spans_as_few_racks_as_it_can(
 ) -> None:
     """Whatever is idle: no other choice of as many nodes spans fewer."""
     idle = {f"n{number}": data.draw(st.sampled_from([[], [0, 1]])) for number in range(len(racks))}
-    (group,) = groups_of(
+    (group,) = group_equal_nodes(
         [replace(node(name, devices=2), rack=rack) for name, rack in zip(idle, racks, strict=True)]
     )
     made = AvailabilityProfile(group)
     for name, devices in idle.items():
         made.occupy(name, [device for device in range(2) if device not in devices], until_s=100.0)
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2 * nodes), micro_batch_size=1)
-    shape = shape_of(plan, 2, len(racks))
-    placement = made.place(shape, 10.0, 0) if shape is not None else None
+    shape = find_gang_shape(plan, 2, len(racks))
+    placement = made.find_devices_now(shape, 10.0, 0) if shape is not None else None
     rack_of = dict(zip(idle, racks, strict=True))
     choices = [
         [rack_of[name] for name in chosen]
@@ -94,10 +94,10 @@ def test_tensor_parallel_ranks_stay_inside_a_node() -> None:
         micro_batch_size=1,
         gradient_accumulation_steps=2,
     )
-    shape = shape_of(plan, 8, 4)
+    shape = find_gang_shape(plan, 8, 4)
     assert shape is not None
-    assert pool({"a": [0, 1, 2], "b": [1, 2, 3]}).place(shape, 10.0, 0) == (
+    assert pool({"a": [0, 1, 2], "b": [1, 2, 3]}).find_devices_now(shape, 10.0, 0) == (
         NodeDevices(node="a", devices=(0, 1)),
         NodeDevices(node="b", devices=(1, 2)),
     )
-    assert pool({"a": [0, 1, 2], "b": [1], "c": [1]}).place(shape, 10.0, 0) is None
+    assert pool({"a": [0, 1, 2], "b": [1], "c": [1]}).find_devices_now(shape, 10.0, 0) is None

@@ -23,7 +23,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
-from orchestrator.scheduling.queue.fair_share import equal_place
+from orchestrator.scheduling.queue.fair_share import equal_fair_share_place
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
@@ -86,44 +86,44 @@ def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
             if attempt.status is not AttemptStatus.ENDED
         }
 
-    patch.setattr(index, "_attempts_of", live)
+    patch.setattr(index, "_attempts_holding_devices", live)
     patch.setattr(index, "waits_for_devices", lambda job: job.status is JobStatus.QUEUED)
 
 
 def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
-    judge = core.judge
+    judge = core.add_verdict
     again = Verdict(row=9, wait_s=0.0)
 
     def lenient(*arguments: Any) -> Failure:
         failure = judge(*arguments)
         return failure if failure.ending is None else replace(failure, verdict=again)
 
-    patch.setattr(core, "judge", lenient)
+    patch.setattr(core, "add_verdict", lenient)
 
 
 def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
     for kind in FailureKind:
         patch.setattr(kind, "restart", kind.restart and kind.restart._replace(refutes_plan=False))
-    patch.setattr(core, "observe", lambda *_: None)
+    patch.setattr(core, "make_observation", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
 
 
 def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
-    patch.setattr(core, "observe", lambda *_: None)
+    patch.setattr(core, "make_observation", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
-    patch.setattr(job_options, "_hedge", lambda *arguments: arguments[3])
+    patch.setattr(job_options, "_keep_likely_to_fit", lambda *arguments: arguments[3])
 
 
 def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
-    true_failed = core._fail
+    true_failed = core._apply_failure
     endless = Retries(oom=64, node=64, startup=64, hang=64, preemption=64)
 
     def lenient(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         rich = replace(job, spec=job.spec.model_copy(update={"retries": endless}))
         return replace(true_failed(rich, attempt, failure, at_s), spec=job.spec)
 
-    patch.setattr(core, "_fail", lenient)
+    patch.setattr(core, "_apply_failure", lenient)
 
 
 def one_budget_for_all(patch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def cancels_unheard(patch: pytest.MonkeyPatch) -> None:
 
 
 def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
-    true_failed = core._fail
+    true_failed = core._apply_failure
 
     def stubborn(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         lost = replace(failure, kind=FailureKind.PREEMPTED)
@@ -149,12 +149,12 @@ def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
             cancelling=job.cancelling,
         )
 
-    patch.setattr(core, "_fail", stubborn)
+    patch.setattr(core, "_apply_failure", stubborn)
 
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        line.Waiting,
+        line.WaitingJob,
         "sort_key",
         property(lambda waiting: (-waiting.rank, -waiting.job.order, waiting.job.id)),
     )
@@ -171,7 +171,7 @@ def priority_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
-    true_begin = dispatch._begin
+    true_begin = dispatch._start_attempt
 
     def larger(state: Any, index: Any, job: Job, chosen: Any) -> Any:
         plan = chosen.candidate.plan
@@ -180,14 +180,14 @@ def batch_doubled(patch: pytest.MonkeyPatch) -> None:
             state, index, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan))
         )
 
-    patch.setattr(dispatch, "_begin", larger)
+    patch.setattr(dispatch, "_start_attempt", larger)
 
 
 def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
     true_finished = core._apply_finished
 
     def again(state: Any, event: Finished) -> Any:
-        job, attempt = core._find(state, event.job_id, event.number)
+        job, attempt = core._find_attempt(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
             state = with_job(
                 state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING))
@@ -199,14 +199,14 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def nodes_lost_blamed_on_users(patch: pytest.MonkeyPatch) -> None:
-    true_classify = core.classify
+    true_classify = core.classify_end
 
     def blind(job: Any, attempt: Any, evidence: Any, capacity_bytes: Any = None) -> Any:
         failure = true_classify(job, attempt, evidence, capacity_bytes)
         lost = failure is not None and failure.kind is FailureKind.NODE_LOST
         return replace(failure, kind=FailureKind.USER_ERROR) if lost else failure
 
-    patch.setattr(core, "classify", blind)
+    patch.setattr(core, "classify_end", blind)
 
 
 def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
@@ -215,17 +215,17 @@ def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
-    true_place = AvailabilityProfile.place
+    true_place = AvailabilityProfile.find_devices_now
 
     def short(self: AvailabilityProfile, *arguments: Any) -> Any:
         first, *others = true_place(self, *arguments) or (None,)
         return first and (replace(first, devices=first.devices[:-1] or first.devices), *others)
 
-    patch.setattr(AvailabilityProfile, "place", short)
+    patch.setattr(AvailabilityProfile, "find_devices_now", short)
 
 
 def everything_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(job_options, "free_bytes_for", lambda *_: 0)
+    patch.setattr(job_options, "needed_free_bytes", lambda *_: 0)
 
 
 def refused_after_running(patch: pytest.MonkeyPatch) -> None:
@@ -273,34 +273,34 @@ def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_never_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(windows.Hours, "start_s", lambda _self, from_s, _seconds: from_s)
+    patch.setattr(windows.StartHours, "start_s", lambda _self, from_s, _seconds: from_s)
 
 
 def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     """Plant: reservations for later are open to all later jobs."""
     patch.setattr(
         AvailabilityProfile,
-        "_begins_s",
+        "_unreserved_from_s",
         lambda self, number, device, start_s, _: max(start_s, self._free_from(number)[device]),
     )
 
 
 def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dispatch, "array_limit_reason", lambda *_: None)
+    patch.setattr(dispatch, "find_array_wait", lambda *_: None)
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "place_by_user", lambda _: equal_place)
+    patch.setattr(SchedulerIndex, "make_fair_share_lookup", lambda _: equal_fair_share_place)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
-    true_places = SchedulerIndex.place_by_user
+    true_places = SchedulerIndex.make_fair_share_lookup
 
     def turned(self: SchedulerIndex) -> Any:
         place = true_places(self)
         return lambda user: tuple(-used for used in place(user))
 
-    patch.setattr(SchedulerIndex, "place_by_user", turned)
+    patch.setattr(SchedulerIndex, "make_fair_share_lookup", turned)
 
 
 def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -343,20 +343,20 @@ def drained_nodes_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AvailabilityProfile, "close", lambda *_: None)
+    patch.setattr(AvailabilityProfile, "set_closed_windows", lambda *_: None)
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(index, "leave_times", lambda *_: {})
+    patch.setattr(index, "leave_time_by_job", lambda *_: {})
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:
-    true_classify = core.classify
+    true_classify = core.classify_end
 
     def forgetful(job: Any, attempt: Any, evidence: Any, capacity_bytes: Any = None) -> Any:
         return true_classify(job, replace(attempt, moved_for=""), evidence, capacity_bytes)
 
-    patch.setattr(core, "classify", forgetful)
+    patch.setattr(core, "classify_end", forgetful)
 
 
 def moved_without_rest(patch: pytest.MonkeyPatch) -> None:
@@ -368,9 +368,11 @@ def everybody_moved(patch: pytest.MonkeyPatch) -> None:
 
 
 def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:
-    place = AvailabilityProfile.place_again
+    place = AvailabilityProfile.find_devices_without_attempt
     patch.setattr(
-        AvailabilityProfile, "place_again", lambda *where: place(*where[:3], 0.0, where[4])
+        AvailabilityProfile,
+        "find_devices_without_attempt",
+        lambda *where: place(*where[:3], 0.0, where[4]),
     )
 
 
@@ -378,10 +380,10 @@ def slack_of(seconds: float) -> Plant:
     """Plant: running jobs have this slack, whatever their deadlines."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        movable = elastic.movable
+        movable = elastic.list_movable_jobs
         patch.setattr(
             elastic,
-            "movable",
+            "list_movable_jobs",
             lambda *arguments: [replace(move, slack_s=seconds) for move in movable(*arguments)],
         )
 
@@ -390,7 +392,7 @@ def slack_of(seconds: float) -> Plant:
 
 def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Plant: devices that are kept for a moving job are promised to no job."""
-    patch.setattr(SchedulerIndex, "keep", lambda *_: None)
+    patch.setattr(SchedulerIndex, "reserve_for_migration", lambda *_: None)
 
 
 def parents_wait_like_others(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from benchmarks.peers.edf import EdfPolicy
 from benchmarks.peers.sjf import SjfPolicy
 from benchmarks.peers.tiresias import TiresiasPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
-from orchestrator.scheduling.queue.policy import Move, Preemption
+from orchestrator.scheduling.queue.policy import JobStop, Preemption
 from orchestrator.specs.attempt import AttemptStatus, StopCause
 from orchestrator.specs.order import Order
 from orchestrator.specs.state import State
@@ -85,7 +85,7 @@ def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
             if job.attempts[-1].status is AttemptStatus.RUNNING
         ]
         moves = (
-            [Move(job=running[0], from_s=state.at_s, cause=StopCause.GAIN, why="planted")]
+            [JobStop(job=running[0], from_s=state.at_s, cause=StopCause.GAIN, why="planted")]
             if waits and running
             else []
         )
@@ -103,7 +103,7 @@ def a_job_is_stopped_for_a_later_one(patch: pytest.MonkeyPatch) -> None:
         ]
         first = min(running, key=lambda job: (policy.rank(job), job.order), default=None)
         moves = (
-            [Move(job=first, from_s=state.at_s, cause=StopCause.GAIN, why="planted")]
+            [JobStop(job=first, from_s=state.at_s, cause=StopCause.GAIN, why="planted")]
             if first and policy._index.waiting
             else []
         )

@@ -10,9 +10,9 @@ import pytest
 from orchestrator.memory.calibration.calibrate import PROBES_MAX, calibration, select_newest
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.options.asks import with_allowed
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.options.asks import apply_permissions
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import (
@@ -419,7 +419,10 @@ def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> N
 
 def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several() -> None:
     line = MeasuredLine(fixed_bytes=80 * MIB, sample_bytes=MIB, is_of_one_rank=True)
-    spec, two = unknown(gpus={"min": 1, "max": 2}), groups_of(idle_nodes(CLUSTERS[1]))[0].hardware
+    spec, two = (
+        unknown(gpus={"min": 1, "max": 2}),
+        group_equal_nodes(idle_nodes(CLUSTERS[1]))[0].hardware,
+    )
     for measured, added in ((line, 20 * MIB), (replace(line, is_of_one_rank=False), 0)):
         candidates = frontier(
             read_request(spec.model_copy(update={"measured": measured})), two
@@ -499,13 +502,15 @@ def test_a_job_that_only_a_smaller_batch_would_save_holds_nothing_asks_and_goes_
     night.submit(unknown("other", global_batch_size=1, knobs=other))
     night.end()
     job = night.job()
-    assert (job.status, reason_of(job)) == (JobStatus.QUEUED, f"asks: {job.asks}")
+    assert (job.status, describe_status(job)) == (JobStatus.QUEUED, f"asks: {job.asks}")
     assert "`orc retry unknown-1 --global-batch-size 8`" in job.asks
     assert job.answer == (("global_batch_size", 8),)
     assert night.launched[-1].job_id == "other-2", "who waited has its device"
     night.end()
     night.tell(
-        RetryRequested(job_id="unknown-1", spec=with_allowed(job.spec, None, 8), at_s=night.tick())
+        RetryRequested(
+            job_id="unknown-1", spec=apply_permissions(job.spec, None, 8), at_s=night.tick()
+        )
     )
     assert night.end().plan.global_batch_size == 8
     assert "unknown-1" not in night.state.jobs, "it has ended"
@@ -520,8 +525,8 @@ def test_what_is_allowed_is_less_than_what_was_asked_for_and_something() -> None
     spec = unknown(global_batch_size=16)
     for allowed in ((None, None), (None, 17)):
         with pytest.raises(SpecError):
-            with_allowed(spec, *allowed)
-    numeric = with_allowed(spec, "numeric", None)
+            apply_permissions(spec, *allowed)
+    numeric = apply_permissions(spec, "numeric", None)
     assert numeric.degrade.allow == "numeric"
     with pytest.raises(SpecError):
-        with_allowed(numeric, "numeric", None)
+        apply_permissions(numeric, "numeric", None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.base.pending import pending
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.scheduling.scheduling_pass.guarantees import START_WITHIN_S
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.specs.errors import SpecError
@@ -93,8 +93,10 @@ def test_it_waits_for_the_nodes_of_its_request_while_they_are_away() -> None:
     ]
     state, launches = played(*events)
     assert ("job-2" in launches, state.jobs["job-2"].status) == (False, JobStatus.QUEUED)
-    assert reason_of(state.jobs["job-2"]) == "waits for nodes with virtual-256mib to come back"
-    assert pending(state.jobs["job-2"], state.at_s) is Pending.NODES_AWAY
+    assert (
+        describe_status(state.jobs["job-2"]) == "waits for nodes with virtual-256mib to come back"
+    )
+    assert pending_code(state.jobs["job-2"], state.at_s) is Pending.NODES_AWAY
     _, launches = played(*events, NodesSeen(nodes=tuple(whole), declared=tuple(whole), at_s=700.0))
     assert launches["job-2"].plan.world_size == 4
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import quotas
 from orchestrator.scheduling.step import step
@@ -124,7 +124,7 @@ def test_what_is_promised_to_those_whom_nobody_could_pass_changes_no_start(seed:
 def decided_in_order(state: State, event: Event) -> Sequence[Action]:
     """Return the decisions of `step` where no job is put off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quotas, "cannot_start", lambda *_: False)
+        patch.setattr(quotas, "has_no_startable_option", lambda *_: False)
         return step(state, event)[1]
 
 
@@ -276,7 +276,7 @@ def test_a_forecast_says_what_then_happens() -> None:
         *(submitted(i, spec, 0.0) for i, spec in enumerate(jobs, 1)),
     ]
     state, launches = played(*events)
-    forecasts = forecast(state)
+    forecasts = make_forecast(state)
     assert set(forecasts) == {"job-1", "job-2", "job-3", "job-4"}
     for _ in range(len(jobs)):
         running = {

@@ -7,8 +7,8 @@ import pytest
 from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
+from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.specs.choices import Precision
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import JobStatus
@@ -35,13 +35,13 @@ def script(
 
 def planned_bytes(spec: JobSpec, night: Night) -> dict[Plan, int]:
     """Return the predicted bytes of each plan, corrected by what the night has taught."""
-    (group,) = groups_of(night.state.nodes)
+    (group,) = group_equal_nodes(night.state.nodes)
     hardware = group.hardware
     calibrated = calibration(
         night.state.observations, device=hardware.device.name, family=spec.family_name
     )
     front = frontier(
-        read_request(measured_spec(spec, calibrated)),
+        read_request(with_measured_memory(spec, calibrated)),
         hardware,
         calibrated,
     )

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from orchestrator.scheduling.base import sentences
-from orchestrator.scheduling.base.sentences import SENTENCES, reason_of, waiting_sentence
-from orchestrator.scheduling.options.probe import ONE_SAMPLE, is_of_batch
+from orchestrator.scheduling.base.sentences import SENTENCES, describe_status, waiting_sentence
+from orchestrator.scheduling.options.probe import ONE_SAMPLE, failed_by_batch_of_one
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.morning import morning_report
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.morning import make_morning_report
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.views.records import job_view
 from orchestrator.specs.attempt import (
@@ -111,11 +111,13 @@ def test_no_decision_reads_a_sentence(
 
 
 def reports_of(state: State) -> Mapping[str, Any]:
-    waits = Waits(state)
+    waits = WaitExplainer(state)
     return {
-        "morning": asdict(morning_report(state, (), 0.0, state.at_s)),
+        "morning": asdict(make_morning_report(state, (), 0.0, state.at_s)),
         "jobs": [job_view(job) for job in state.jobs.values()],
-        "waits": [waits.why(job) for job in state.jobs.values() if job.status is JobStatus.QUEUED],
+        "waits": [
+            waits.explain_wait(job) for job in state.jobs.values() if job.status is JobStatus.QUEUED
+        ],
     }
 
 
@@ -172,9 +174,11 @@ def test_a_probe_that_one_sample_cannot_train_is_known_by_what_the_program_said(
     _, launches = played(seen(node()), submitted(1, script({1: 10.0})))
     attempt = replace(launches["job-1"], evidence=evidence)
     attempt = replace(attempt, plan=replace(attempt.plan, micro_batch_size=1))
-    assert is_of_batch(attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD))
+    assert failed_by_batch_of_one(attempt, Failure(kind=FailureKind.USER_ERROR, reason=WORD))
     empty = replace(attempt, evidence=Evidence())
-    assert not is_of_batch(empty, Failure(kind=FailureKind.USER_ERROR, reason=ONE_SAMPLE))
+    assert not failed_by_batch_of_one(
+        empty, Failure(kind=FailureKind.USER_ERROR, reason=ONE_SAMPLE)
+    )
 
 
 def test_a_sentence_has_the_facts_that_its_key_names() -> None:
@@ -203,8 +207,8 @@ def test_a_sentence_that_an_older_version_kept_is_shown_as_it_is() -> None:
         facts=(),
         reason="waits for two devices",
     )
-    assert reason_of(older) == "waits for two devices"
-    assert reason_of(replace(older, reason="")) == "waits for devices"
+    assert describe_status(older) == "waits for two devices"
+    assert describe_status(replace(older, reason="")) == "waits for devices"
 
 
 def test_what_a_job_waits_for_outranks_its_last_event() -> None:
@@ -214,6 +218,6 @@ def test_what_a_job_waits_for_outranks_its_last_event() -> None:
         submitted(2, script({1: 10.0}).model_copy(update={"depends_on": (AFTER,)})),
     )
     released = replace(state.jobs["job-2"], reason="was released")
-    assert reason_of(released) == "waits for job-1 to succeed"
+    assert describe_status(released) == "waits for job-1 to succeed"
     more = replace(released, waits_for=(AFTER,) * 5)
-    assert reason_of(more).endswith("job-1 to succeed and 2 more")
+    assert describe_status(more).endswith("job-1 to succeed and 2 more")

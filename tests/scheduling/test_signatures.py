@@ -13,16 +13,16 @@ from orchestrator.backends.attempts.left_files import LINE_BYTES_MAX
 from orchestrator.scheduling.failures.log_scan import (
     CALM_LINES,
     LogScan,
+    find_log_findings,
     last_traceback,
-    read_log,
 )
 from orchestrator.scheduling.failures.signatures import (
     NEEDLES,
     RULES,
     TELLING,
     broken_extent,
-    first_cause,
-    is_telling,
+    find_catalogue_cause,
+    may_name_failure,
 )
 from orchestrator.specs.attempt import Cause, Extent, Finding, Phase
 from tests.scheduling.corpus import ORDINARY, REAL_LOGS, REPORTED, names
@@ -35,13 +35,13 @@ WATCHDOG = "[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(S
 def scan(lines: Iterable[str], **fields: Any) -> LogScan:
     read = LogScan(**fields)
     for offset, line in enumerate(lines):
-        read.feed(line, offset)
+        read.read_line(line, offset)
     return read
 
 
 def find_cause(text: str) -> Finding | None:
     """The decisive finding of a text, where its cause is known."""
-    finding = next(iter(read_log(text)), None)
+    finding = next(iter(find_log_findings(text)), None)
     return None if finding is None or finding.cause is Cause.RAISED else finding
 
 
@@ -100,9 +100,9 @@ def test_no_line_with_a_cause_is_dismissed_unread() -> None:
     lines = [line for report in REPORTED for line in report["text"].splitlines()]
     for needle, (_, rule) in zip(NEEDLES, RULES, strict=True):
         assert any(telling in needle for telling in TELLING), needle
-        assert all(needle in line and is_telling(line) for line in lines if rule.search(line)), (
-            needle
-        )
+        assert all(
+            needle in line and may_name_failure(line) for line in lines if rule.search(line)
+        ), needle
 
 
 def test_no_rule_takes_long_for_any_line_that_is_read() -> None:
@@ -142,7 +142,7 @@ def test_pinned_memory_is_the_hosts_and_pytorchs_allocator_is_the_devices(
     ],
 )
 def test_a_driver_serves_its_whole_node(line: str, extent: Extent) -> None:
-    assert first_cause(line) is Cause.HARDWARE
+    assert find_catalogue_cause(line) is Cause.HARDWARE
     assert broken_extent(line) is extent
 
 

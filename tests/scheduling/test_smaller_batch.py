@@ -7,7 +7,7 @@ import yaml
 
 from orchestrator.planning.render import script_command
 from orchestrator.planning.request import read_script
-from orchestrator.scheduling.options.asks import with_allowed, with_global_batch
+from orchestrator.scheduling.options.asks import apply_permissions, with_global_batch
 from orchestrator.specs.actions import Archive
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import CancelRequested, RetryRequested
@@ -89,7 +89,7 @@ def test_a_job_that_does_not_allow_another_training_asks_and_goes_on_by_its_rule
     assert "`orc retry unknown-1 --allow semantic`" in job.asks
     assert "8 samples a step and a smaller learning rate 0.05" in job.asks
     assert job.answer == (("allow", "semantic"),)
-    allowed = with_allowed(job.spec, "semantic", None)
+    allowed = apply_permissions(job.spec, "semantic", None)
     night.tell(RetryRequested(job_id=job.id, spec=allowed, at_s=night.tick()))
     assert night.launched[-1].plan.global_batch_size == 8
     assert night.job().spec.learning_rate == pytest.approx(0.05)
@@ -155,7 +155,7 @@ def test_who_allows_a_smaller_batch_is_told_the_learning_rate_that_follows_and_g
     assert job.asks is not None
     assert "--global-batch-size 8` goes on with 8 samples a step and the same" in job.asks
     assert "`--learning-rate linear` beside it makes that 0.05" in job.asks
-    spec = with_allowed(job.spec, None, 8, "linear")
+    spec = apply_permissions(job.spec, None, 8, "linear")
     assert spec.learning_rate == 0.05
     night.tell(RetryRequested(job_id=job.id, spec=spec, at_s=night.tick()))
     changes = {change.setting: change.after for change in night.launched[-1].change}
@@ -171,7 +171,7 @@ def test_a_rule_of_the_learning_rate_without_effect_is_refused(
 ) -> None:
     spec = unknown(global_batch_size=16, knobs={"micro_batch_size": KNOBS["micro_batch_size"]})
     with pytest.raises(SpecError, match=what):
-        with_allowed(spec, None if batch else "semantic", batch, "linear")
+        apply_permissions(spec, None if batch else "semantic", batch, "linear")
 
 
 def test_the_learning_rate_of_our_own_training_follows_with_the_end_of_its_schedule() -> None:

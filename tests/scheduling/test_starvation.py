@@ -122,7 +122,7 @@ def delayed(
     by them. Devices for a job ahead with hours are reserved from their opening: a job that would not end before waits
     for them, at most its own length.
     """
-    sentences, numbers = [], tuning.tuned_for(objective)
+    sentences, numbers = [], tuning.select_tuning(objective)
     for number, (arrival, outcome) in enumerate(zip(trace.arrivals, outcomes, strict=True)):
         assert outcome.started_at_s is not None
         assert outcome.ended_at_s is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Action, Archive, Launch, Record, Stop
@@ -420,7 +420,7 @@ def test_no_job_behind_takes_the_devices_that_one_ahead_waits_for() -> None:
     later = submitted(decoder_spec(gpus=1, training={"max_steps": 2000}), job_id="later-3")
     state, actions = run(NODES, narrow, gang, later)
     assert launches(actions) == []
-    assert "2 free" in Waits(state).why(state.jobs["gang-2"])
+    assert "2 free" in WaitExplainer(state).explain_wait(state.jobs["gang-2"])
     state, actions = run(finished(SUCCESS, job_id="one-1"), released(job_id="one-1"), state=state)
     assert [attempt.job_id for attempt in launches(actions)] == ["gang-2"]
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.log_scan import LogScan
-from orchestrator.scheduling.reports.advice import help_for
+from orchestrator.scheduling.reports.advice import advise_after_failure
 from orchestrator.specs.attempt import (
     Attempt,
     Evidence,
@@ -39,7 +39,7 @@ def read(
 ) -> LogScan:
     scan = LogScan(command=command, markers=markers)
     for offset, line in enumerate(text.splitlines()):
-        scan.feed(line, offset)
+        scan.read_line(line, offset)
     return scan
 
 
@@ -59,7 +59,7 @@ def judged(
     *ends: RankEnd, job_: Job | None = None, attempt_: Attempt | None = None, **fields: object
 ) -> Failure:
     evidence = Evidence(ranks=ends, **fields)  # type: ignore[arg-type]
-    failure = classify(
+    failure = classify_end(
         job_ or job(script_spec()), attempt_ or attempt(), evidence, capacity_bytes=24 * GIB
     )
     assert failure is not None
@@ -285,7 +285,7 @@ def test_an_argument_that_a_program_refuses_is_named_with_what_to_write(
     )
     failure = judged(end_of(traceback))
     assert name in failure.reason
-    assert "write the argument that it names" in help_for(failure)
+    assert "write the argument that it names" in advise_after_failure(failure)
 
 
 def test_choices_that_a_message_lists_stand_in_the_reason() -> None:

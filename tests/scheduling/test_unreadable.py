@@ -9,12 +9,12 @@ from math import inf
 import pytest
 from pydantic import TypeAdapter
 
-from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.scheduling.base.pending import pending
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.base.shape import Shape
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
+from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import NodeDevices
@@ -52,10 +52,10 @@ def test_a_job_waits_for_a_device_that_cannot_be_read_and_says_so(
     state, launches = played(seen(broken("a", *errors)), submitted(1, spec))  # type: ignore[arg-type]
     job = state.jobs["job-1"]
     assert not launches
-    assert pending(job, state.at_s) is Pending.UNREADABLE
-    assert reason_of(job) == f"waits for devices that cannot be read: {places}"
-    assert places in Waits(state).why(job)
-    assert "other processes" not in Waits(state).why(job)
+    assert pending_code(job, state.at_s) is Pending.UNREADABLE
+    assert describe_status(job) == f"waits for devices that cannot be read: {places}"
+    assert places in WaitExplainer(state).explain_wait(job)
+    assert "other processes" not in WaitExplainer(state).explain_wait(job)
     state, launches = played(seen(broken("a", *errors)), submitted(1, spec), seen(node("a")))  # type: ignore[arg-type]
     assert "job-1" in launches, "it starts as soon as the devices can be read again"
 
@@ -72,7 +72,7 @@ def test_a_job_that_waits_for_others_is_not_told_of_the_driver() -> None:
         submitted(2, TWO),
         seen(broken("a", "", LOST)),
     )
-    assert pending(state.jobs["job-2"], state.at_s) is Pending.DEVICES
+    assert pending_code(state.jobs["job-2"], state.at_s) is Pending.DEVICES
 
 
 @pytest.mark.parametrize("errors", [(NO_DRIVER, NO_DRIVER), (LOST, "")])
@@ -98,12 +98,12 @@ def test_what_runs_goes_on_where_the_driver_breaks_and_nothing_follows_it_there(
 
 def test_devices_that_nobody_can_use_are_not_devices_that_others_hold() -> None:
     """Else the room that is kept for short jobs would keep a long one from the devices that are left, for ever."""
-    (group,) = groups_of([broken("a", LOST, "")])
+    (group,) = group_equal_nodes([broken("a", LOST, "")])
     pool = AvailabilityProfile(group)
     pool.occupy("a", (0,), inf)
-    assert pool.held_until_s(0) == -inf
+    assert pool.held_at_most_from_s(0) == -inf
     pool.occupy("a", (1,), 50.0)
-    assert (pool.held_until_s(0), pool.held_until_s(1)) == (50.0, -inf)
+    assert (pool.held_at_most_from_s(0), pool.held_at_most_from_s(1)) == (50.0, -inf)
 
 
 def test_since_when_a_device_cannot_be_read_is_kept_until_a_reading_shows_otherwise() -> None:
@@ -139,11 +139,16 @@ def test_many_broken_nodes_are_told_in_a_bounded_text() -> None:
 
 
 def test_an_attempt_is_not_placed_again_on_a_device_that_cannot_be_read() -> None:
-    (group,) = groups_of([broken("a", LOST, "")])
+    (group,) = group_equal_nodes([broken("a", LOST, "")])
     pool = AvailabilityProfile(group)
     for device, until_s in ((0, 50.0), (1, 50.0)):
         pool.occupy("a", (device,), until_s)
     placement = (NodeDevices(node="a", devices=(0, 1)),)
-    assert pool.place_again(placement, Shape(devices=2, shares=(2,)), 100.0, 0) is None
-    again = pool.place_again(placement, Shape(devices=1, shares=(1,)), 100.0, 0)
+    assert (
+        pool.find_devices_without_attempt(placement, GangShape(devices=2, shares=(2,)), 100.0, 0)
+        is None
+    )
+    again = pool.find_devices_without_attempt(
+        placement, GangShape(devices=1, shares=(1,)), 100.0, 0
+    )
     assert again == (NodeDevices(node="a", devices=(1,)),)

@@ -10,10 +10,10 @@ import pytest
 
 from orchestrator.scheduling import scheduler, transitions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.pending import pending
-from orchestrator.scheduling.base.sentences import shown_reason
+from orchestrator.scheduling.base.pending import pending_code
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.base.time_limits import with_team_limit
-from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import index
 from orchestrator.service.server.verbs import UPDATABLE, hold, update
@@ -104,7 +104,7 @@ def test_forecasts_end_a_job_at_its_limit() -> None:
         submitted(1, script({1: 5000.0}, time_limit="100s")),
         submitted(2, script({1: 50.0}), 2.0),
     )
-    seen_ahead = forecast(state)
+    seen_ahead = make_forecast(state)
     assert seen_ahead["job-1"].end_s < 200.0 <= 400.0
     assert seen_ahead["job-2"].start_s == seen_ahead["job-1"].end_s
 
@@ -115,9 +115,12 @@ def test_a_held_job_lets_others_pass_and_starts_once_it_is_released() -> None:
     held_first = [*events, held(state, "ada", 3.0), ONE]
     state, launches = played(*held_first)
     assert [*launches] == ["job-2"]
-    assert shown_reason(state.jobs["job-1"]) == "held by ada; `orc release job-1` lets it start"
-    assert pending(state.jobs["job-1"], state.at_s) is Pending.HELD
-    assert "job-1" not in forecast(state)
+    assert (
+        describe_status_with_holder(state.jobs["job-1"])
+        == "held by ada; `orc release job-1` lets it start"
+    )
+    assert pending_code(state.jobs["job-1"], state.at_s) is Pending.HELD
+    assert "job-1" not in make_forecast(state)
     _, launches = played(*held_first, held(state, None, 4.0), *gone(2, 200.0))
     assert [*launches] == ["job-2", "job-1"]
 
@@ -133,7 +136,7 @@ def test_a_suspended_job_saves_leaves_its_devices_and_goes_on_at_no_cost() -> No
     state, launches = played(*suspended)
     job = state.jobs["job-1"]
     expected = "suspended by ada; saved at step 6; `orc resume job-1` lets it go on"
-    assert shown_reason(job) == expected
+    assert describe_status_with_holder(job) == expected
     assert (job.attempts[0].failure.kind, job.status) == (FailureKind.MOVED, JobStatus.QUEUED)
     assert [*launches] == ["job-1", "job-2"]
     _, launches = played(*suspended, *gone(2, 99.0), held(state, None, 100.0))
@@ -245,11 +248,11 @@ def held_jobs_start(patch: pytest.MonkeyPatch) -> None:
 
 
 def limits_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "end_expired", lambda state, _index: (state, ()))
+    patch.setattr(scheduler, "stop_over_time_limit", lambda state, _index: (state, ()))
 
 
 def tried_again_past_the_limit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transitions, "is_over", lambda *_: False)
+    patch.setattr(transitions, "is_over_time_limit", lambda *_: False)
 
 
 def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
@@ -282,4 +285,4 @@ def test_a_retry_that_continues_is_expected_to_do_only_what_is_left() -> None:
     retry = replace(
         submitted(1, script({1: 1000.0})), continues_from="job-0", continues_step=9
     )  # of 10 steps
-    assert forecast(played(ONE, retry)[0])["job-1"].end_s < 300.0
+    assert make_forecast(played(ONE, retry)[0])["job-1"].end_s < 300.0

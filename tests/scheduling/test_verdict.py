@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.failures.endings import ending_of
-from orchestrator.scheduling.failures.places import devices_to_avoid, with_places
-from orchestrator.scheduling.failures.verdict import judge
+from orchestrator.scheduling.base.drain import list_active_suspensions
+from orchestrator.scheduling.failures.endings import make_ending
+from orchestrator.scheduling.failures.places import device_sets_to_avoid, update_suspensions
+from orchestrator.scheduling.failures.verdict import add_verdict
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,
@@ -67,7 +67,7 @@ def judged(
     record = replace(spec or job(script_spec()), attempts=attempts[:-1])
     last = attempts[-1]
     assert last.failure is not None
-    return judge(record, last, last.failure, others, NODES)
+    return add_verdict(record, last, last.failure, others, NODES)
 
 
 def with_verdict(before: Attempt, *earlier: Attempt) -> Attempt:
@@ -150,7 +150,7 @@ def test_what_a_network_refused_accuses_no_place_and_is_no_bug_however_often_ali
     again = judged(first, ended_attempt(REFUSED, 2), others=(elsewhere("x", EARLY, ("a", 0)),))
     assert again.verdict is not None
     assert (again.verdict.row, again.verdict.wait_s) == (11, 1200.0)
-    assert devices_to_avoid(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
+    assert device_sets_to_avoid(replace(job(), attempts=(first,)), NODES, 1000.0) == ()
 
 
 def test_a_bug_within_training_costs_one_more_attempt_at_once() -> None:
@@ -179,7 +179,9 @@ def test_exit_codes_limit_what_on_error_allows() -> None:
 def state_after(*steps: tuple[Job, Attempt, Failure | None]) -> State:
     state = State(nodes=NODES)
     for record, last, failure in steps:
-        state = with_places(replace(state, at_s=last.ended_at_s or 0.0), record, last, failure)
+        state = update_suspensions(
+            replace(state, at_s=last.ended_at_s or 0.0), record, last, failure
+        )
     return state
 
 
@@ -192,10 +194,12 @@ def test_a_device_is_suspended_by_two_jobs_and_trusted_after_a_success() -> None
     suspect = judged(other, others=(elsewhere(named("x").key, STRANGE, ("a", 0)),))
     steps = [(named("x"), first, judged(first)), (named("y"), other, suspect)]
     suspended = state_after(*steps)
-    assert [(entry.place, entry.until_s) for entry in suspensions(suspended)] == [
+    assert [(entry.place, entry.until_s) for entry in list_active_suspensions(suspended)] == [
         ("device 0 of a", 3800.0)
     ]
-    assert not suspensions(state_after(*steps, (named("z"), replace(other, failure=None), None)))
+    assert not list_active_suspensions(
+        state_after(*steps, (named("z"), replace(other, failure=None), None))
+    )
 
 
 def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
@@ -215,7 +219,7 @@ def test_a_job_that_ends_alike_elsewhere_takes_back_what_it_accused() -> None:
             judged(replace(other, number=1, failure=suspect), replace(again, number=2)),
         ),
     )
-    assert not suspensions(cleared)
+    assert not list_active_suspensions(cleared)
 
 
 def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor_ever_the_last_place() -> (
@@ -224,20 +228,22 @@ def test_a_log_that_names_broken_hardware_accuses_and_suspends_nothing_alone_nor
     failure = Failure(kind=FailureKind.NODE_LOST, reason="ECC", rank=0, broken=Extent.DEVICE)
     last = ended_attempt(STRANGE)
     first, second = (named("x"), last, failure), (named("y"), last, failure)
-    assert not suspensions(state_after(first)), "any script can print it"
-    assert not suspensions(state_after(first, first)), "however often"
-    assert [entry.place for entry in suspensions(state_after(first, second))] == ["device 0 of a"]
+    assert not list_active_suspensions(state_after(first)), "any script can print it"
+    assert not list_active_suspensions(state_after(first, first)), "however often"
+    assert [entry.place for entry in list_active_suspensions(state_after(first, second))] == [
+        "device 0 of a"
+    ]
     virtual = replace(last, evidence=Evidence(virtual=True))
-    assert not suspensions(
+    assert not list_active_suspensions(
         state_after((named("x"), virtual, failure), (named("y"), virtual, failure))
     )
-    assert devices_to_avoid(
+    assert device_sets_to_avoid(
         replace(job(), attempts=(replace(last, failure=failure),)), NODES, 1000.0
     )
     alone = State(nodes=NODES[:1], at_s=1000.0)
     both = replace(last, placement=(NodeDevices(node="a", devices=(0, 1)),))
     for key in "xy":
-        alone = with_places(alone, named(key), both, failure)
+        alone = update_suspensions(alone, named(key), both, failure)
     assert not alone.suspensions
 
 
@@ -250,11 +256,13 @@ def test_a_sweep_whose_trials_all_end_alike_suspends_nothing_and_no_crowd_suspen
         ended_attempt(STRANGE, place=place) for place in (("a", 0), ("a", 1), ("b", 0), ("b", 1))
     ]
     for number, last in enumerate((*everywhere, *everywhere)):
-        state = with_places(state, replace(named("trial"), id=f"trial-{number}"), last, failure)
+        state = update_suspensions(
+            state, replace(named("trial"), id=f"trial-{number}"), last, failure
+        )
     assert not state.suspensions
     for number, last in enumerate((*everywhere, *everywhere)):
-        state = with_places(state, named(f"job{number}"), last, failure)
-    assert len(suspensions(state)) == 2
+        state = update_suspensions(state, named(f"job{number}"), last, failure)
+    assert len(list_active_suspensions(state)) == 2
 
 
 def full_disk(number: int, at_s: float, ran_s: float = 60.0, saved: int | None = None) -> Attempt:
@@ -269,7 +277,7 @@ def test_a_full_disk_is_waited_for_longer_and_longer_and_not_for_ever() -> None:
     while True:
         last = full_disk(len(record.attempts) + 1, at_s)
         assert last.failure is not None
-        failure = judge(record, last, last.failure, (), NODES)
+        failure = add_verdict(record, last, last.failure, (), NODES)
         assert failure.verdict is not None
         assert failure.kind is FailureKind.DISK_FULL
         if failure.verdict.wait_s is None:
@@ -299,7 +307,7 @@ def test_the_wait_for_space_begins_anew_after_an_attempt_that_left_a_newer_check
     for number, step in enumerate(saved, 1):
         last = full_disk(number, number * 22_000.0, saved=step)
         assert last.failure is not None
-        failure = judge(record, last, last.failure, (), NODES)
+        failure = add_verdict(record, last, last.failure, (), NODES)
         assert failure.verdict is not None
         waited.append(failure.verdict.wait_s)
         record = replace(record, attempts=(*record.attempts, replace(last, failure=failure)))
@@ -312,7 +320,7 @@ def test_no_attempt_follows_a_full_disk_that_kept_nothing_of_hours(
 ) -> None:
     last = full_disk(1, 50_000.0, ran_s=3 * 3600.0, saved=saved)
     assert last.failure is not None
-    failure = judge(job(script_spec()), last, last.failure, (), NODES)
+    failure = add_verdict(job(script_spec()), last, last.failure, (), NODES)
     assert failure.verdict is not None
     assert (failure.verdict.wait_s is not None) == waits
 
@@ -328,7 +336,7 @@ def test_the_programs_own_line_is_the_place_and_a_phase_only_without_one(
     cause = Cause.NOT_OOM
     finding = Finding(cause=cause, line="KeyError: 'labels'", excerpt=text)
     endings = [
-        ending_of(
+        make_ending(
             attempt(),
             Evidence(),
             RankEnd(rank=0, exit_code=1),

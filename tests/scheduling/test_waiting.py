@@ -12,11 +12,11 @@ from functools import cache
 import pytest
 
 from benchmarks.peers import Peer
-from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.waiting import Waits
-from orchestrator.scheduling.scheduling_pass.decide import cannot_start
+from orchestrator.scheduling.reports.waiting import WaitExplainer
+from orchestrator.scheduling.scheduling_pass.decide import has_no_startable_option
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.events import DrainRequested, Event
 from orchestrator.specs.job_record import Job, JobStatus
@@ -49,7 +49,7 @@ def waits(scenario: Scenario) -> Iterator[tuple[State, Job, str]]:
     journal = MemoryJournal()
     play(scenario, journal, backend_of(scenario))
     for state in (transition.state for transition in history(journal.events)):
-        reasons = Waits(state)
+        reasons = WaitExplainer(state)
         for job in state.jobs.values():
             is_ready = (
                 job.status is JobStatus.QUEUED
@@ -57,13 +57,13 @@ def waits(scenario: Scenario) -> Iterator[tuple[State, Job, str]]:
                 and job.not_before_s <= state.at_s
             )
             if is_ready and state.nodes and all(attempt.released for attempt in job.attempts):
-                yield state, job, reasons.why(job)
+                yield state, job, reasons.explain_wait(job)
 
 
 def free_of(state: State) -> Counter[str]:
     """Free devices of the group that has most of them, by the name of the device."""
-    places, free = holders(state), Counter[str]()
-    for group in groups_of(state.nodes):
+    places, free = job_id_by_held_device(state), Counter[str]()
+    for group in group_equal_nodes(state.nodes):
         count = sum(
             (node.name, index) not in places
             for node in group.nodes
@@ -110,13 +110,16 @@ def falsehoods(state: State, job: Job, reason: str) -> Iterator[str]:
             for part in reservation.placement
             for index in part.devices
         }
-        if not idle - {*holders(state)} or local_text(promised[0].start_s, "UTC") != text:
+        if (
+            not idle - {*job_id_by_held_device(state)}
+            or local_text(promised[0].start_s, "UTC") != text
+        ):
             yield f"nothing free is kept for {job_id} from {text}"
     if named and not any(
         phrase in reason for phrase in ("not together", "other processes", "it ended on")
     ):
         index = index_of(unhindered(state))
-        if cannot_start(index, index.queue_entry(job)):
+        if has_no_startable_option(index, index.make_queue_entry(job)):
             yield "it could not start there if nothing were kept or closed"
 
 
@@ -175,9 +178,11 @@ def test_a_reservation_is_named_with_its_job_and_time() -> None:
     ]
     state, launches = played(*events)
     assert set(launches) == {"job-1"}
-    assert Waits(state).why(state.jobs["job-2"]) == "waits for 3 free virtual-256mib"
+    assert (
+        WaitExplainer(state).explain_wait(state.jobs["job-2"]) == "waits for 3 free virtual-256mib"
+    )
     start = local_text(state.reservations[0].start_s, "UTC")
-    assert Waits(state).why(state.jobs["job-3"]) == (
+    assert WaitExplainer(state).explain_wait(state.jobs["job-3"]) == (
         f"2 virtual-256mib are free and kept for job-2, which starts about {start}"
     )
 
@@ -185,7 +190,7 @@ def test_a_reservation_is_named_with_its_job_and_time() -> None:
 def sooner(events: list[Event], job_id: str) -> tuple[str, ...]:
     state, launches = played(*events)
     assert job_id not in launches
-    return Waits(state).sooner(state.jobs[job_id])
+    return WaitExplainer(state).list_remedies(state.jobs[job_id])
 
 
 def test_the_start_of_a_job_is_told_with_the_ends_that_it_waits_for() -> None:

@@ -8,9 +8,9 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.base.start_windows import Hours
-from orchestrator.scheduling.reports.forecast import forecast, quick_forecast
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.base.start_windows import StartHours
+from orchestrator.scheduling.reports.forecast import make_forecast, make_quick_forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import decide
 from orchestrator.scheduling.step import step
@@ -42,7 +42,8 @@ def test_a_job_waits_for_its_hours_and_is_woken_when_they_begin() -> None:
     assert launches == {}
     assert Scheduler(state).wake_at_s() == 22 * HOUR_S
     assert (
-        reason_of(state.jobs["job-1"]) == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
+        describe_status(state.jobs["job-1"])
+        == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
     )
     _, launches = played(*events, TimerFired(at_s=22 * HOUR_S))
     assert launches["job-1"].launched_at_s == 22 * HOUR_S
@@ -90,7 +91,7 @@ def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
     begins_s = {reservation.job_id: reservation.start_s for reservation in state.reservations}
     assert begins_s["job-1"] == 22 * HOUR_S
     assert begins_s["job-3"] == 14 * HOUR_S
-    forecasts = quick_forecast(state)
+    forecasts = make_quick_forecast(state)
     assert [forecasts[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [
         12.0,
         14.0,
@@ -154,7 +155,7 @@ def test_by_day_the_devices_are_for_others_who_leave_them_by_the_evening() -> No
 
 def test_a_forecast_knows_the_hours() -> None:
     state = folded(seen(node(devices=1)), submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S))
-    expected = forecast(state)["job-1"]
+    expected = make_forecast(state)["job-1"]
     assert (expected.start_s, expected.end_s) == (22 * HOUR_S, 22 * HOUR_S + LAUNCH_S + HOUR_S)
 
 
@@ -210,6 +211,8 @@ def test_hours_that_end_are_awaited() -> None:
 
 def test_an_end_that_is_not_foreseen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: a job that starts within its hours may end at any time."""
-    monkeypatch.setattr(decide, "hours_of", lambda spec, *_, **__: Hours(spec.start_window))
+    monkeypatch.setattr(
+        decide, "start_hours_of", lambda spec, *_, **__: StartHours(spec.start_window)
+    )
     with pytest.raises(AssertionError, match="could end within it"):
         test_it_ends_within_its_hours_if_it_can(3.0, 22.0)

@@ -21,7 +21,7 @@ from mlflow import MlflowClient
 from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.tracker import MlflowTracker
 from orchestrator.backends.ports import Lookups
-from orchestrator.scheduling.reports.advice import help_for
+from orchestrator.scheduling.reports.advice import advise_after_failure
 from orchestrator.specs.actions import Record
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
@@ -207,7 +207,9 @@ def run(
         mlflow=_tracked(job, MlflowTracker(uri, home, lookups), uri),
         wall_s=round(time.monotonic() - began_s),
         processor_s=round(drive.processor_s),
-        advice=help_for(job.attempts[-1].failure) if job.status is JobStatus.FAILED else "",
+        advice=advise_after_failure(job.attempts[-1].failure)
+        if job.status is JobStatus.FAILED
+        else "",
         wrong="",
     )
     return replace(row, wrong=_wrong(case, row, story(job)))

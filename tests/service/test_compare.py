@@ -21,7 +21,7 @@ from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.cli import main
-from orchestrator.scheduling.reports.comparison_rows import Curve
+from orchestrator.scheduling.reports.comparison_rows import LossCurve
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.lifecycle import write_service_file
 from orchestrator.service.commands.compare import STEPS, choose_strategies, comparison_jobs
@@ -192,7 +192,8 @@ def compared_view() -> ComparisonView:
     )
     jobs = (*repeated(1, ON_ONE, 0.500, 0.504, 0.508), *repeated(2, ON_TWO, 0.2, 0.5, 0.9), burst)
     curves = {
-        job.id: Curve(losses={1: 3.0, 2: 2 + job.order / 100}, tokens=(512,)) for job in jobs[:6]
+        job.id: LossCurve(losses={1: 3.0, 2: 2 + job.order / 100}, tokens=(512,))
+        for job in jobs[:6]
     }
     return comparison_view(of(*jobs, curves=curves), None)
 

@@ -13,9 +13,9 @@ import pytest
 
 from orchestrator.backends.attempts import left_files
 from orchestrator.backends.attempts.evidence import Ending, collect, end_of, write_ending
-from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan
-from orchestrator.scheduling.failures.verdict import judge
+from orchestrator.scheduling.failures.verdict import add_verdict
 from orchestrator.service.commands import diagnose as work
 from orchestrator.service.commands.diagnose import diagnose
 from orchestrator.service.intake.intake import read_job
@@ -170,7 +170,7 @@ def test_lines_that_are_passed_over_change_no_diagnosis(
     path = write(tmp_path / "log", "".join(map(str, parts)))
     scan = LogScan(log=path.name)
     for offset, line in left_files.log_lines(path):
-        scan.feed(line, offset)
+        scan.read_line(line, offset)
     expected = end_of(path, 0, 1, scan, scan.findings)
     for block_bytes in (2000, 5000, 16384):
         monkeypatch.setattr(left_files, "BLOCK_BYTES", block_bytes)
@@ -218,9 +218,9 @@ def test_a_line_that_is_passed_over_by_itself_is_no_part_of_any_complaint(text: 
     """The smallest blocks: each line that may be passed over alone is."""
     fed, scan = LogScan(), LogScan()
     for offset, line in enumerate(text.splitlines()):
-        fed.feed(line, offset)
-        if not scan.pass_over(f"{line}\n"):
-            scan.feed(line, offset)
+        fed.read_line(line, offset)
+        if not scan.skip_ordinary_lines(f"{line}\n"):
+            scan.read_line(line, offset)
     assert (scan.findings, scan.root_rank) == (fed.findings, fed.root_rank)
 
 
@@ -338,9 +338,9 @@ def test_the_folder_of_an_attempt_is_judged_as_the_service_judges_it(
     record = job(script_spec(launch="ranks"))
     ended = replace(attempt(), placement=placement, ended_at_s=0.0, launched_at_s=0.0)
     evidence = collect(record.spec, ended, jobs, ending)
-    failure = classify(record, ended, evidence)
+    failure = classify_end(record, ended, evidence)
     if failure is not None:
-        failure = judge(record, replace(ended, evidence=evidence), failure, (), ())
+        failure = add_verdict(record, replace(ended, evidence=evidence), failure, (), ())
     diagnosis = diagnose([jobs.attempt(1).path], (), 0)
     if failure is None:
         # the service counts it as a success; only a log that shows an exception is told

@@ -9,7 +9,7 @@ import pytest
 from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier, list_plans
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.service.commands.plan import GIVEN, estimate_plan, parse_plan, plan_job
 from orchestrator.specs.choices import Engine, Optimizer
 from orchestrator.specs.cluster import idle_nodes
@@ -115,7 +115,9 @@ def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> 
         assert (point["rejected"] is None) == (point["fit_probability"] >= CONFIDENCE)
     first = next(
         candidate
-        for candidate in frontier(read_request(spec), groups_of(nodes)[0].hardware).candidates
+        for candidate in frontier(
+            read_request(spec), group_equal_nodes(nodes)[0].hardware
+        ).candidates
     )
     failed = observation(
         plan=first.plan,

@@ -6,7 +6,7 @@ import socket
 
 from fastapi import FastAPI
 
-from orchestrator.scheduling.reports.morning import _use
+from orchestrator.scheduling.reports.morning import _classify_use
 from orchestrator.service.server.daemon import serve_http
 from orchestrator.service.server.health import Health
 from orchestrator.specs.attempt import FailureKind
@@ -33,7 +33,7 @@ def test_a_problem_that_delays_no_job_is_told_and_stands_in_no_reason() -> None:
 
 
 def test_a_cancelled_attempt_is_no_loss_by_failure() -> None:
-    uses = {kind: _use(kind.value) for kind in FailureKind}
+    uses = {kind: _classify_use(kind.value) for kind in FailureKind}
     assert uses[FailureKind.CANCELLED] == "cancelled"
     assert uses[FailureKind.DEVICE_OOM] == "lost"
     assert uses[FailureKind.PROBED] == "probing"

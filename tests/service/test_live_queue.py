@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.reports.forecast import make_forecast
 from orchestrator.service.commands.live_queue import play_queue
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.state import State
@@ -46,7 +46,7 @@ def test_the_live_queue_is_played_as_it_is_forecast_to_the_second(
                 (job for job in state.jobs.values() if not job.status.ended),
                 key=lambda job: job.order,
             )
-            expected = forecast(state)
+            expected = make_forecast(state)
             for job, outcome in zip(live, outcomes, strict=True):
                 if outcome.ended_at_s is not None:
                     assert expected[job.id].end_s - state.at_s == pytest.approx(

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from pydantic import TypeAdapter
 
-from orchestrator.scheduling.reports.morning import Line, MorningReport
+from orchestrator.scheduling.reports.morning import MorningReport, ReportLine
 from orchestrator.service.client.client import read_answer
 from orchestrator.service.server.ended import REPORT_S, REPORTS_MAX, Reports, make_report
 from orchestrator.service.views.report import SHOWN_MAX, html, markdown, parse_since, sections
@@ -114,7 +114,7 @@ class Tags(HTMLParser):
 
 
 def hostile(view: MorningReport) -> MorningReport:
-    line = Line(id=HOSTILE, name=HOSTILE, user=HOSTILE, sentence=HOSTILE)
+    line = ReportLine(id=HOSTILE, name=HOSTILE, user=HOSTILE, sentence=HOSTILE)
     return replace(view, failed=(line,), to_do=(HOSTILE,), summary=HOSTILE)
 
 
@@ -132,7 +132,8 @@ def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: MorningReport) 
 
 def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: MorningReport) -> None:
     many = [
-        Line(id=f"job-{number}", name="", user="", sentence="x") for number in range(SHOWN_MAX + 5)
+        ReportLine(id=f"job-{number}", name="", user="", sentence="x")
+        for number in range(SHOWN_MAX + 5)
     ]
     long = replace(view, waiting=tuple(many))
     for heading, _ in sections(long):

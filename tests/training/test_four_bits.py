@@ -14,7 +14,7 @@ from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.frontier import fitting
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import job_from_data, parse_cluster
 from orchestrator.training.models.hf_adapters import hold_tables_in
@@ -94,7 +94,7 @@ def test_what_people_train_by_four_bits_has_plans(sizes: dict[str, int], memory:
     speed = "bf16_tflops: 100, fp32_tflops: 30, memory_bandwidth: 900GB/s, link_bandwidth: 30GB/s"
     device = f"{{name: card, kind: cuda, memory: {memory}, {speed}}}"
     cluster = f"name: one\nnodes: [{{name: n, devices: 1, device: {device}, host_memory: 256GiB}}]"
-    hardware = groups_of(idle_nodes(parse_cluster(cluster, "cluster")))[0].hardware
+    hardware = group_equal_nodes(idle_nodes(parse_cluster(cluster, "cluster")))[0].hardware
     config = {"model_type": "llama", "vocab_size": 32000, **sizes}
     data = {
         "name": "qlora",

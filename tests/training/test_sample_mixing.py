@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.specs.attempt import Attempt, Evidence, Heartbeat
 from orchestrator.specs.replace import replace
 from orchestrator.specs.settings import Change
@@ -70,6 +70,6 @@ def test_a_record_says_where_another_micro_batch_changed_the_training(
         mixing=(NORM,),
     )
     cut: Attempt = replace(attempt(), change=(changed,), evidence=Evidence(heartbeats=(beat,)))
-    sentences = [text for text in warnings(cut) if NORM in text]
+    sentences = [text for text in list_record_warnings(cut) if NORM in text]
     assert bool(sentences) == told
     assert all("micro-batch 8 instead of 128" in text for text in sentences)

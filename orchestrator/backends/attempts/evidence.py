@@ -326,10 +326,10 @@ def scan_log(spec: JobSpec, path: Path) -> LogScan:
 def feed_log(scan: LogScan, path: Path) -> None:
     """Feed a whole log to its analysis: ordinary lines block by block, others one by one."""
     for offset, block in log_blocks(path):
-        if scan.pass_over(block.decode("utf-8", errors="replace")):
+        if scan.skip_ordinary_lines(block.decode("utf-8", errors="replace")):
             continue
         for line in block[:-1].split(b"\n"):
-            scan.feed(line[:LINE_BYTES_MAX].decode("utf-8", errors="replace"), offset)
+            scan.read_line(line[:LINE_BYTES_MAX].decode("utf-8", errors="replace"), offset)
             offset += len(line) + 1
 
 

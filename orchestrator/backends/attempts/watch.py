@@ -37,7 +37,7 @@ from orchestrator.backends.attempts.script_output import FileAccess, output_fold
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 from orchestrator.backends.redaction import without_secrets
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, devices_in
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import ServiceError
@@ -326,7 +326,7 @@ class AttemptWatch:
         gang.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
-        recovered = any(map(ran_out, self._job.attempts))
+        recovered = any(map(ran_out_of_memory, self._job.attempts))
         progress = Progress(
             spec,
             self._folder,

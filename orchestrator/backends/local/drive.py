@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.job_updates import with_job
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.events import Event, Finished, Started
@@ -42,7 +42,7 @@ class Drive:
         state = self.scheduler.state
         assert self.job is not None, "an attempt was started"
         job = state.jobs[self.job.id]
-        group, *_ = groups_of(state.nodes)
+        group, *_ = group_equal_nodes(state.nodes)
         attempt = job.attempts[-1]
         typed = attempt.relative_to
         if typed is None or typed.micro_batch_size == attempt.plan.micro_batch_size:

@@ -16,11 +16,11 @@ from orchestrator.backends.redaction import Hide
 from orchestrator.backends.text_templates import load_text_template
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
-from orchestrator.scheduling.base.sentences import shown_reason
-from orchestrator.scheduling.failures.observation import warnings
-from orchestrator.scheduling.failures.out_of_memory import caught_count
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
+from orchestrator.scheduling.failures.observation import list_record_warnings
+from orchestrator.scheduling.failures.out_of_memory import count_caught_errors
 from orchestrator.scheduling.reports.comparison import Comparison
-from orchestrator.scheduling.reports.comparison_rows import utilisation
+from orchestrator.scheduling.reports.comparison_rows import model_flops_utilisation
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -93,7 +93,7 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
         spec |= {"env": {name: "(not shown)" for name, _ in job.spec.env}}
     tags = {
         "status": job.status,
-        "reason": hide(shown_reason(job)),
+        "reason": hide(describe_status_with_holder(job)),
         "job_spec": hide(json.dumps(spec)),
         "mlflow.note.content": hide(_note(job, compare)),
         **source_tags(job, hide),
@@ -156,11 +156,11 @@ def attempt_content(
         tags["probe"] = "true"
     if attempt.facts.lost:
         tags["not_resumed"] = hide(", ".join(attempt.facts.lost))
-    if doubts := warnings(attempt):
+    if doubts := list_record_warnings(attempt):
         tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
     if attempt.facts.unwatched:
         tags["unwatched"] = hide(attempt.facts.unwatched[0])
-    if caught := caught_count(attempt.facts):
+    if caught := count_caught_errors(attempt.facts):
         tags["caught_ooms"] = str(caught)
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
@@ -330,7 +330,7 @@ def _rates(job: Job, attempt: Attempt, device: DeviceSpec | None) -> dict[str, f
         metrics["samples_per_s"] = samples_per_s
         if not job.spec.is_script and plan.sequence_length:
             metrics["tokens_per_s"] = samples_per_s * plan.sequence_length
-        metrics["mfu"] = utilisation(job, plan, device, step_s)
+        metrics["mfu"] = model_flops_utilisation(job, plan, device, step_s)
     if attempt.ended_at_s is not None:
         device_s = plan.world_size * (attempt.ended_at_s - attempt.launched_at_s)
         metrics["device_seconds"] = device_s
@@ -368,7 +368,7 @@ def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
 def _note(job: Job, compare: str) -> str:
     """Return the job's description in Markdown, shown above its run."""
     last = job.attempts[-NOTED_ATTEMPTS:]
-    return _write("job", job, shown_reason(job), compare, last, predicted_peak_bytes)
+    return _write("job", job, describe_status_with_holder(job), compare, last, predicted_peak_bytes)
 
 
 def comparison_note(comparison: Comparison, link: str) -> str:

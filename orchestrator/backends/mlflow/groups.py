@@ -21,8 +21,8 @@ from orchestrator.backends.mlflow.content import (
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import Hide
-from orchestrator.scheduling.reports.comparison import compared_ids, comparison
-from orchestrator.scheduling.reports.comparison_rows import curve_of, strategy_of
+from orchestrator.scheduling.reports.comparison import list_compared_job_ids, make_comparison
+from orchestrator.scheduling.reports.comparison_rows import describe_strategy, parse_loss_curve
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job
@@ -151,7 +151,8 @@ class Groups:
         run_id = tags["mlflow.parentRunId"]
         member_count = job.spec.member.of
         found_jobs = [
-            job if job_id == job.id else self._lookups.job(job_id) for job_id in compared_ids(job)
+            job if job_id == job.id else self._lookups.job(job_id)
+            for job_id in list_compared_job_ids(job)
         ]
         jobs = [member for member in found_jobs if member is not None]
         if len(jobs) < member_count or not all(member.status.ended for member in jobs):
@@ -162,8 +163,8 @@ class Groups:
             < member_count
         ):
             return
-        curves = {member.id: curve_of(metric_lines(self._home, member)) for member in jobs}
-        report = comparison(self._lookups.state(), jobs, curves)
+        curves = {member.id: parse_loss_curve(metric_lines(self._home, member)) for member in jobs}
+        report = make_comparison(self._lookups.state(), jobs, curves)
         link = compare_url(
             self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id
         )
@@ -180,7 +181,7 @@ def member_name(job: Job, attempt: Attempt) -> str:
     """Return the name of an attempt's run within a comparison or sweep."""
     if job.spec.trial is None:
         member = job.spec.member
-        strategy = strategy_of(attempt.plan)
+        strategy = describe_strategy(attempt.plan)
         return (
             f"{strategy}, repeat {member.repeat}"
             if member is not None and member.repeats > 1

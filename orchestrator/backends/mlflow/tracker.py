@@ -30,8 +30,12 @@ from orchestrator.backends.mlflow.models import Outputs
 from orchestrator.backends.mlflow.server import ADDRESS, MlflowServer, register_socket, want_server
 from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
-from orchestrator.scheduling.base.node_groups import device_of
-from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
+from orchestrator.scheduling.base.node_groups import find_device_spec
+from orchestrator.scheduling.reports.explain import (
+    explain_attempt,
+    find_observation,
+    make_plan_chart,
+)
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
@@ -170,8 +174,8 @@ class MlflowTracker(Tracker):
                 if attempt.status is AttemptStatus.ENDED
                 else ()
             )
-            observation = observation_of(state, job, attempt)
-            device = device_of(state, attempt.device)
+            observation = find_observation(state, job, attempt)
+            device = find_device_spec(state, attempt.device)
             content = attempt_content(job, attempt, hide, explanation, observation, device)
             if compared:
                 content = replace(
@@ -193,7 +197,7 @@ class MlflowTracker(Tracker):
         compare = (
             compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
         )
-        picture = picture_of(state, job) if job.status.ended and job.attempts else None
+        picture = make_plan_chart(state, job) if job.status.ended and job.attempts else None
         content = job_content(job, hide, compare, picture)
         if is_unstarted:
             self._end_run(contact, run_key(job, 0), content)

@@ -9,7 +9,7 @@ from dataclasses import field
 
 from orchestrator.backends.ports import Decided
 from orchestrator.backends.redaction import hider
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.events import Event, Finished
@@ -74,7 +74,7 @@ def _of_record(event: Event, record: Record) -> Iterator[Notice]:
         if failure is not None and failure.kind is FailureKind.NODE_LOST:
             nodes = ", ".join(sorted({part.node for part in attempt.placement}))
             reason = f"Attempt {attempt.number} ran on {nodes}: {failure.reason}."
-            reason += f" The job is {job.status}: {reason_of(job)}"
+            reason += f" The job is {job.status}: {describe_status(job)}"
             key = f"{job.key}/{attempt.number}"
             yield job_notice(NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", reason)
     if job.asks:

@@ -18,7 +18,10 @@ ALWAYS: tuple[Window, ...] = ((-inf, inf),)
 
 
 def apply_drain(state: State, event: DrainRequested) -> State:
-    """Return the new state with the node drained. With `undo` it is open again, and its suspensions are lifted."""
+    """Return the state with the event's node drained: no attempt starts there any more.
+
+    With `undo` the node is open again, and its suspensions are lifted.
+    """
     others = set(state.drained) - {event.node}
     if not event.undo:
         return replace(state, drained=tuple(sorted({*others, event.node})))
@@ -29,13 +32,20 @@ def apply_drain(state: State, event: DrainRequested) -> State:
     return replace(state, drained=tuple(sorted(others)), suspensions=trusted, ends=ends)
 
 
-def closures(state: State) -> dict[str, tuple[Window, ...]]:
-    """Return the windows (begin, end) in which nothing may start, in order, for each live node that has any.
+def closed_windows_by_node(state: State) -> dict[str, tuple[Window, ...]]:
+    """Return {node: windows (begin, end) in which no attempt may start there}, in seconds since
+    1970.
 
-    A window that has begun starts at minus infinity. A suspended node is closed until its suspension ends.
+    Only live nodes with such windows are keys; the windows are in order of time. The begin of a
+    window that has begun is minus infinity. A suspended node is closed until its suspension ends, a
+    drained one for ever.
     """
     closed = {}
-    suspended = {entry.node: entry.until_s for entry in suspensions(state) if entry.device is None}
+    suspended = {
+        entry.node: entry.until_s
+        for entry in list_active_suspensions(state)
+        if entry.device is None
+    }
     for node in state.nodes:
         ahead = ((start_s, end_s) for start_s, end_s in _windows(node) if end_s > state.at_s)
         windows = tuple(
@@ -48,14 +58,16 @@ def closures(state: State) -> dict[str, tuple[Window, ...]]:
     return closed
 
 
-def suspended_devices(state: State) -> dict[tuple[str, int], float]:
-    """Return until when each closed device takes no new attempt, by (node, index), in seconds since 1970.
+def suspended_until_s_by_device(state: State) -> dict[tuple[str, int], float]:
+    """Return {(node, device index): when a new attempt may start there again}, in seconds since
+    1970.
 
-    A device that the driver cannot read is closed for ever: no time is known at which it can be read again.
+    The keys are suspended devices, and devices that the driver cannot read. Of these no time is
+    known: it is infinity.
     """
     suspended = {
         (entry.node, entry.device): entry.until_s
-        for entry in suspensions(state)
+        for entry in list_active_suspensions(state)
         if entry.device is not None
     }
     for node in state.nodes:
@@ -64,7 +76,12 @@ def suspended_devices(state: State) -> dict[tuple[str, int], float]:
 
 
 def apply_nodes(state: State, event: NodesSeen) -> State:
-    """Return the state with these nodes. A device counts as unreadable until a reading of its node shows otherwise."""
+    """Return the state with the event's nodes and policy, and an updated list of unreadable
+    devices.
+
+    A device of a lost node stays in that list until its node comes back and shows that it can be
+    read.
+    """
     alive = {node.name: node for node in event.nodes}
     declared = {node.name for node in event.declared}
     since_s = {(entry.node, entry.device): entry.since_s for entry in state.unreadable}
@@ -88,15 +105,17 @@ def apply_nodes(state: State, event: NodesSeen) -> State:
     )
 
 
-def suspensions(state: State) -> list[Suspension]:
-    """Return the suspensions that are still in force."""
+def list_active_suspensions(state: State) -> list[Suspension]:
+    """Return the suspensions of nodes and devices that have not ended yet at the state's time."""
     return [entry for entry in state.suspensions if entry.until_s > state.at_s]
 
 
-def leave_times(state: State, running: Iterable[Job]) -> dict[str, float]:
-    """Return {job id: when} of the next maintenance for which each job must leave its nodes.
+def leave_time_by_job(state: State, running: Iterable[Job]) -> dict[str, float]:
+    """Return {job id: when the job must leave its nodes for their next maintenance}, in seconds
+    since 1970.
 
-    Jobs of one node leave one after another, so that they do not save all at once.
+    `running` are the running jobs. Jobs of one node leave one after another, so that they do not
+    all save at once.
     """
     windows = {
         node.name: ahead[0]
@@ -114,8 +133,10 @@ def leave_times(state: State, running: Iterable[Job]) -> dict[str, float]:
     return times
 
 
-def next_change_s(state: State) -> float:
-    """Return when the next node or device closes or opens, in seconds since 1970; infinity: never."""
+def next_closing_or_opening_s(state: State) -> float:
+    """Return when the next node or device closes or opens, in seconds since 1970; infinity if none
+    will.
+    """
     times_s = [time_s for node in state.nodes for window in _windows(node) for time_s in window]
     return min(
         (s for s in (*times_s, *(entry.until_s for entry in state.suspensions)) if s > state.at_s),
@@ -124,5 +145,7 @@ def next_change_s(state: State) -> float:
 
 
 def _windows(node: Node) -> tuple[Window, ...]:
-    """Return the node's maintenance windows, each with the time before it that stopping takes."""
+    """Return the node's maintenance windows; each begins earlier by the time that stopping a job
+    takes.
+    """
     return tuple((start_s - MOVE_GRACE_S, end_s) for start_s, end_s in node.maintenance)

@@ -8,10 +8,11 @@ from orchestrator.specs.attempt import Device, devices_in
 from orchestrator.specs.state import State
 
 
-def holders(state: State) -> Mapping[Device, str]:
-    """Return the id of the job by device, also of an ended job until its memory is reported free again.
+def job_id_by_held_device(state: State) -> Mapping[Device, str]:
+    """Return {device: id of the job whose attempt holds it}.
 
-    A job that still runs has a last attempt whose status is not ENDED.
+    A running attempt holds its devices, and an ended one does until their memory is reported free
+    again.
     """
     return {
         device: job.id

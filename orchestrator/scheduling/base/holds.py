@@ -13,9 +13,11 @@ from orchestrator.specs.state import State
 
 
 def apply_update(state: State, event: UpdateRequested) -> Transition:
-    """Return (new state, actions) after a person's update of a job. A hold stops its running attempt.
+    """Return (new state, actions) after a person changed a job's spec, or put it on hold or
+    released it.
 
-    A hold also gives up the job's `guarantee`.
+    A hold stops the job's running attempt and gives up its `guarantee`. An ended job stays
+    unchanged.
     """
     job = state.jobs.get(event.job_id)
     if job is None or job.status.ended or job.cancelling or job.unreadable:

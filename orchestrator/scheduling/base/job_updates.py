@@ -9,12 +9,16 @@ from orchestrator.specs.state import State
 
 
 def with_job(state: State, job: Job) -> State:
-    """Return the state with `job` in the place of its earlier version."""
+    """Return the state with this version of the job in place of the earlier one."""
     return replace(state, jobs=state.jobs.with_job(job))
 
 
 def archive_if_done(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]:
-    """Return (new state with the job, actions). A job that ended and freed all devices is removed, with an Archive."""
+    """Return (state with the job, actions).
+
+    A job that has ended and freed all its devices is removed from the state, and an Archive action
+    stores it.
+    """
     if job.status.ended and all(attempt.released for attempt in job.attempts):
         return replace(state, jobs=state.jobs.without(job.id)), (Archive(job=job),)
     return with_job(state, job), ()

@@ -30,16 +30,17 @@ FILL_LAUNCHES = (
 
 
 def can_move(job: Job) -> bool:
-    """Return whether the job has a running attempt that was not yet asked to end."""
+    """Return whether the job's last attempt launches or runs, and was not yet asked to end."""
     if job.last is None or job.unreadable:
         return False
     return job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
 
 
 def can_be_stopped(job: Job) -> bool:
-    """Return whether a running job resumes from a checkpoint after it was stopped, be it an older one.
+    """Return whether the scheduler may stop a running job because it can resume from a checkpoint.
 
-    Our own engines do, and scripts that say how. A job with a start window or a guaranteed speed is left alone.
+    Jobs of our own engines can, and scripts that declare how they resume. The checkpoint may be an
+    older one. A job with a start window or a guaranteed speed is never stopped.
     """
     spec = job.spec
     resumes = not spec.is_script or spec.knobs.resume_from is not None
@@ -47,37 +48,44 @@ def can_be_stopped(job: Job) -> bool:
 
 
 def is_elastic(job: Job) -> bool:
-    """Return whether a running job can stop without loss, and gains a known time on other devices."""
+    """Return whether a running job may be moved: it saves when stopped, and its number of steps is
+    known.
+    """
     return (
         can_be_stopped(job) and saves_on_request(job.spec) and job.spec.optimizer_steps is not None
     )
 
 
 def saves_on_request(spec: JobSpec) -> bool:
-    """Return whether the job saves when it is asked to end: our engines do, and scripts may say that they do."""
+    """Return whether the job saves a checkpoint on SIGTERM: our engines do, a script where its file
+    says so.
+    """
     return not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
 
 
-def needs_open_s(job: Job, seconds: float, launch_cost_s: float) -> float:
-    """Return for how long the nodes of a new attempt must stay open: a job that can be saved fills what is left.
+def required_open_s(job: Job, seconds: float, launch_cost_s: float) -> float:
+    """Return the seconds for which the nodes of a new attempt of `seconds` seconds must stay open.
 
-    A job with a deadline would be late; one with a start window or a guaranteed speed stays where it is.
+    A job that saves when it is stopped needs only a few launches' time. All others need the whole
+    time, and so does a job with a deadline, a start window or a guaranteed speed.
     """
     fills = can_be_stopped(job) and saves_on_request(job.spec) and job.deadline_s is None
     return min(seconds, FILL_LAUNCHES * launch_cost_s) if fills else seconds
 
 
-def expected_loss_s(job: Job, at_s: float) -> float:
-    """Return the seconds of training that a stop at `at_s` would lose: those since the last checkpoint.
+def expected_loss_s(job: Job, stop_at_s: float) -> float:
+    """Return the seconds of training that a stop at `stop_at_s` would lose, since the last
+    checkpoint.
 
-    It is the most that an earlier end of the job has lost. Where none tells, all of the attempt counts as lost.
+    The value is the largest loss of the job's earlier attempts. Where no attempt has shown one, it
+    is the time since the running attempt began. A job that saves on request loses 0.
     """
     attempt = job.last
     if attempt is None or saves_on_request(job.spec):
         return 0.0
     began_s = attempt.launched_at_s if attempt.started_at_s is None else attempt.started_at_s
     lost_s = [loss_s for earlier in job.attempts[:-1] if (loss_s := _lost_s(earlier)) is not None]
-    return min(max(lost_s, default=inf), max(0.0, at_s - began_s))
+    return min(max(lost_s, default=inf), max(0.0, stop_at_s - began_s))
 
 
 def _lost_s(attempt: Attempt) -> float | None:
@@ -91,7 +99,9 @@ def _lost_s(attempt: Attempt) -> float | None:
 
 
 def stopped_at_s(job: Job) -> float:
-    """Return when the job was last stopped so that it goes on, in seconds since 1970; minus infinity: never."""
+    """Return when an attempt of the job last ended because the scheduler moved it; minus infinity
+    if never.
+    """
     ends_s = (
         attempt.ended_at_s
         for attempt in job.attempts
@@ -100,8 +110,12 @@ def stopped_at_s(job: Job) -> float:
     return max(ends_s, default=-inf)
 
 
-def may_grow(job: Job) -> bool:
-    """Return whether a running job may move to more devices. A job with a deadline already has as many as it needs."""
+def may_move_to_more_devices(job: Job) -> bool:
+    """Return whether a running job may move to more devices: it has fewer than its maximum and no
+    deadline.
+
+    A job with a deadline was started on as many devices as it needs.
+    """
     return (
         job.last is not None
         and job.deadline_s is None
@@ -110,7 +124,9 @@ def may_grow(job: Job) -> bool:
 
 
 def held_placement_of(job: Job) -> Placement:
-    """Return the devices reserved for the job while it migrates; () where its last attempt ended otherwise."""
+    """Return the devices kept for the job's next attempt during a migration; () where none are
+    kept.
+    """
     attempt = job.last
     if attempt is None or (
         attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED
@@ -125,12 +141,13 @@ def request_migration(
     why: str,
     at_s: float,
     held_placement: Placement = (),
-    climbs_to: Plan | None = None,
+    next_plan: Plan | None = None,
 ) -> tuple[Job, Stop]:
-    """Return (job, Stop) that end the job's attempt so that it migrates. This uses up no retry budget.
+    """Return (job, Stop) that end the job's running attempt, so that the job resumes elsewhere or
+    later.
 
-    Meanwhile `held_placement`, devices for its next attempt, stays closed to other jobs. The next attempt uses the plan
-    `climbs_to`, if any.
+    This uses up no retry budget. `held_placement` are devices kept for the next attempt; other jobs
+    cannot use them. `next_plan` is the plan of the next attempt, if it is already chosen.
     """
     attempt = job.last
     assert attempt is not None, job.id
@@ -141,7 +158,7 @@ def request_migration(
         stop_cause=cause,
         leaves_by_s=at_s + MOVE_GRACE_S,
         held_placement=held_placement,
-        climbs_to=climbs_to,
+        climbs_to=next_plan,
     )
     job = replace(job, attempts=(*job.attempts[:-1], leaving), reason=why)
     return job, Stop(job_id=job.id, number=attempt.number, grace_s=MOVE_GRACE_S)

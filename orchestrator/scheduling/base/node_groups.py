@@ -1,4 +1,4 @@
-"""Groups of equal nodes. The plans of a job are searched once per group."""
+"""Groups of equal nodes, on which a job's plans are the same: they are searched once per group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.state import State
 
 
 @frozen
-class Group:
+class NodeGroup:
     """Nodes with the same kind and number of devices."""
 
     hardware: Hardware
@@ -25,8 +25,8 @@ class Group:
         return self.hardware.devices
 
 
-def groups_of(nodes: Iterable[Node]) -> list[Group]:
-    """Return the nodes grouped by kind, fastest devices first."""
+def group_equal_nodes(nodes: Iterable[Node]) -> list[NodeGroup]:
+    """Return the nodes in groups of equal device kind and device count, fastest devices first."""
 
     def kind(node: Node) -> tuple[float, int, str]:
         return (
@@ -38,19 +38,22 @@ def groups_of(nodes: Iterable[Node]) -> list[Group]:
     return [_group(tuple(members)) for _, members in groupby(sorted(nodes, key=kind), key=kind)]
 
 
-def group_of(state: State, device: str | None) -> Group | None:
-    """Return the live, else the declared, nodes with that kind of device; the fastest kind where none is named."""
-    groups = (*groups_of(state.nodes), *groups_of(state.declared))
+def find_node_group(state: State, device: str | None) -> NodeGroup | None:
+    """Return the group of live nodes whose devices have this name, else that of declared nodes.
+
+    None as `device` means the fastest kind. Returns None where the cluster has no such nodes.
+    """
+    groups = (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared))
     return next((group for group in groups if device in (None, group.hardware.device.name)), None)
 
 
-def device_of(state: State, name: str) -> DeviceSpec | None:
-    """Return the device kind of that name; None where the cluster no longer has it."""
-    group = group_of(state, name)
+def find_device_spec(state: State, name: str) -> DeviceSpec | None:
+    """Return the spec of the cluster's device kind with this name; None where the cluster has none."""
+    group = find_node_group(state, name)
     return None if group is None else group.hardware.device
 
 
-def _group(nodes: tuple[Node, ...]) -> Group:
+def _group(nodes: tuple[Node, ...]) -> NodeGroup:
     hardware = Hardware(
         device=nodes[0].device,
         devices_per_node=nodes[0].devices,
@@ -60,4 +63,4 @@ def _group(nodes: tuple[Node, ...]) -> Group:
             node.host_free_bytes or inf for node in nodes
         ),  # 0: a Ray that was told none
     )
-    return Group(hardware=hardware, nodes=nodes)
+    return NodeGroup(hardware=hardware, nodes=nodes)

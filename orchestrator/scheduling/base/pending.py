@@ -6,8 +6,8 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.pending import Pending
 
 
-def pending(job: Job, at_s: float) -> Pending:
-    """Return the code of why a queued job waits at this time; DEVICES until a decision has said more."""
+def pending_code(job: Job, at_s: float) -> Pending:
+    """Return the code for why a queued job waits at `at_s`; DEVICES where no decision has set one."""
     if job.held_by is not None:
         return Pending.HELD
     if job.waits_for:

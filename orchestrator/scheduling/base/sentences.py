@@ -1,6 +1,8 @@
-"""The sentences on why a job waits, made of its code and facts where they are shown. Nothing reads one back.
+"""Sentences for people on why a job waits, made from a stored code and its facts when they are
+shown.
 
-Another table of SENTENCES is another language.
+The texts are the table SENTENCES, so another table would give another language. No code parses a
+sentence.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ SENTENCES: Mapping[str, str] = load_table(__package__, "sentences")
 
 
 def _sentence(code: str, **facts: object) -> str:
-    """Return the sentence of a code and its facts; for those of another version the code itself."""
+    """Return the text of a code with its facts filled in; the code itself where the table has no
+    such text.
+    """
     return SENTENCES.get(" ".join((code, *facts)), code.replace("_", " ")).format(**facts)
 
 
 def waiting_sentence(code: Pending, facts: Facts) -> str:
-    """Return why a job waits."""
+    """Return the sentence that tells why a job waits, from the stored code and facts."""
     values = dict(facts)
     avoided = values.pop("avoided", None)
     sentence = _sentence(code, **values)
@@ -34,12 +38,14 @@ def waiting_sentence(code: Pending, facts: Facts) -> str:
 
 
 def too_late_sentence(facts: Facts) -> str:
-    """Return that a job would end too late for a maintenance, as part of a sentence."""
+    """Return a clause that says that a job would end too late for a node's maintenance."""
     return _sentence("too_late", **dict(facts))
 
 
-def reason_of(job: Job) -> str:
-    """Return why the job waits, runs or ended: what its last event said, else the sentence of its code."""
+def describe_status(job: Job) -> str:
+    """Return why the job waits, runs or ended: its stored reason, else the sentence of its waiting
+    code.
+    """
     if job.status.ended:
         return job.reason
     if job.waits_for:
@@ -61,14 +67,14 @@ def _dependency_sentence(waits_for: Sequence[Dependency]) -> str:
     return _sentence(Pending.DEPENDENCY, jobs=", ".join(names))
 
 
-def shown_reason(job: Job) -> str:
-    """Return `reason_of` with the job's holder and the command that releases it, where it is held."""
+def describe_status_with_holder(job: Job) -> str:
+    """Return `describe_status`; for a held job also who holds it, and the command that releases it."""
     if job.held_by is None or job.status.ended:
-        return reason_of(job)
+        return describe_status(job)
     command = _sentence("resume" if job.attempts else "release", job=job.id)
-    return "; ".join(filter(None, (describe_holder(job), reason_of(job), command)))
+    return "; ".join(filter(None, (describe_holder(job), describe_status(job), command)))
 
 
 def describe_holder(job: Job) -> str:
-    """Return who holds the job, as text."""
+    """Return text that says which user put the job on hold."""
     return _sentence("suspended" if job.attempts else "held", user=job.held_by)

@@ -1,4 +1,6 @@
-"""Shapes: how a plan's ranks spread over equal nodes, whichever nodes these are."""
+"""Gang shapes: how many nodes a plan's ranks occupy, and how many devices of each, on any equal
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,27 @@ SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would ra
 
 
 @frozen
-class Shape:
-    """A number of devices, spread evenly over nodes. `shares` are devices per node, in order of preference."""
+class GangShape:
+    """A number of devices on equal nodes. `shares` are the possible devices per node, fewest nodes
+    first.
+    """
 
     devices: int
     shares: tuple[int, ...]  # devices of each node, fewest nodes first
 
     @property
     def crosses_nodes(self) -> bool:
-        """Whether even the smallest number of nodes that can hold it is above one."""
+        """Whether the devices need more than one node."""
         return self.shares[0] < self.devices
 
 
 @lru_cache(maxsize=4096)
-def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
-    """Return how a plan's ranks may spread over the nodes of a group; None where they cannot.
+def find_gang_shape(plan: Plan, devices_per_node: int, nodes: int) -> GangShape | None:
+    """Return how a plan's ranks can spread over `nodes` equal nodes; None where they cannot.
 
-    Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node. So do
-    context-parallel ones where the node is large enough, except those of a script, which splits its work itself.
+    Every node holds equally many ranks, since they form a regular mesh. Tensor-parallel ranks stay
+    inside a node. So do context-parallel ones where the node is large enough, except those of a
+    script, which splits its work itself.
     """
     devices = plan.world_size
     layout = plan.layout
@@ -45,4 +50,4 @@ def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
     tight = [share for share in shares if devices // share <= SPREAD_MAX * fewest_nodes] or shares[
         :1
     ]
-    return Shape(devices=devices, shares=tuple(tight)) if tight else None
+    return GangShape(devices=devices, shares=tuple(tight)) if tight else None

@@ -15,13 +15,15 @@ SPANS = 8  # that are looked at: those of a week and one more, as some are short
 
 
 @dataclass(frozen=True, slots=True)
-class Hours:
-    """When an attempt of a job may start.
+class StartHours:
+    """The times at which an attempt of a job may start: its start window, and when it must have
+    ended.
 
-    `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before the window closes
-    starts only where it does, and a plan that ends in time is preferred. A job longer than its window on every plan, or
-    of unknown length, starts within it. It is saved two minutes before the window closes, and goes on at the next
-    opening; where it cannot be saved, or `stays`, it goes on beyond. A restart is a start.
+    `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before
+    the window closes starts only where it does, and a plan that ends in time is preferred. A job
+    longer than its window on every plan, or of unknown duration, starts within the window. It is
+    saved two minutes before the window closes, and resumes at the next opening. A job that cannot
+    be saved, or that has `stays`, runs on after the close. Restarts follow the same rule.
     """
 
     window: Window | None
@@ -30,7 +32,11 @@ class Hours:
     needs_s: float = inf  # of a window that is left, at most: what is saved when it closes goes on
 
     def start_s(self, from_s: float, seconds: float) -> float:
-        """Return the first time from `from_s` on at which an attempt of `seconds` may start; infinity: never."""
+        """Return the first time from `from_s` on at which an attempt of `seconds` seconds may
+        start.
+
+        Times are seconds since 1970; infinity means that it may never start.
+        """
         start_s = self._open_s(from_s, seconds)
         return start_s if start_s + seconds <= self.by_s else inf
 
@@ -46,40 +52,47 @@ class Hours:
         return inf
 
 
-ALWAYS = Hours(None)
+ALWAYS = StartHours(None)
 
 
-def hours_of(
+def start_hours_of(
     spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf, fill_s: float = inf
-) -> Hours:
-    """Return when an attempt may start that takes one of these lengths and must end by `by_s`.
+) -> StartHours:
+    """Return the times at which an attempt may start that takes one of `lengths_s` and must end by
+    `by_s`.
 
-    Where it is saved when its window closes, it starts with `fill_s` left.
+    A job that is saved when its window closes may start if at least `fill_s` seconds of the window
+    are left.
     """
     if spec.start_window is None:
-        return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
-    within = Hours(spec.start_window, must_end=True)
+        return ALWAYS if by_s == inf else StartHours(None, by_s=by_s)
+    within = StartHours(spec.start_window, must_end=True)
     ends = spec.optimizer_steps is not None and any(
         within.start_s(now_s, length_s) < inf for length_s in lengths_s
     )
     if not ends and leaves_at_close(spec):
-        return Hours(spec.start_window, must_end=True, by_s=by_s, needs_s=fill_s)
-    return Hours(spec.start_window, must_end=ends, by_s=by_s)
+        return StartHours(spec.start_window, must_end=True, by_s=by_s, needs_s=fill_s)
+    return StartHours(spec.start_window, must_end=ends, by_s=by_s)
 
 
 def leaves_at_close(spec: JobSpec) -> bool:
-    """Return whether a job is saved when its start window closes, to go on at the next opening."""
+    """Return whether the job is saved and stopped when its start window closes, and resumes at the
+    next one.
+    """
     return spec.start_window is not None and not spec.stays and saves_on_request(spec)
 
 
-def closing_s(spec: JobSpec, launched_s: float) -> float:
-    """Return when a job that was launched then is asked to leave, in seconds since 1970; infinity: never."""
+def leave_at_closing_s(spec: JobSpec, launched_s: float) -> float:
+    """Return when a job launched at `launched_s` must leave because its start window closes.
+
+    The time is in seconds since 1970; infinity for a job that runs on.
+    """
     if spec.start_window is None or not leaves_at_close(spec):
         return inf
     return spec.start_window.span(launched_s)[1] - MOVE_GRACE_S
 
 
-def opening_s(spec: JobSpec, after_s: float) -> float:
+def next_opening_s(spec: JobSpec, after_s: float) -> float:
     """Return when the job's start window next opens, in seconds since 1970; infinity without a window."""
     if spec.start_window is None:
         return inf
@@ -87,13 +100,13 @@ def opening_s(spec: JobSpec, after_s: float) -> float:
     return opens_s if opens_s > after_s else spec.start_window.span(closes_s)[0]
 
 
-def is_open(spec: JobSpec, at_s: float) -> bool:
+def may_start_at(spec: JobSpec, at_s: float) -> bool:
     """Return whether the job may start at this time: its start window is open, or it has none."""
     return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s
 
 
 def window_facts(spec: JobSpec, start_s: float) -> Facts:
-    """Return the facts of why a job with a start window waits until `start_s`."""
+    """Return the facts (start time, window) for the sentence why a job waits for its start window."""
     assert spec.start_window is not None, spec.name
     start = local_text(start_s, spec.start_window.zone)
     return (("start", start), ("window", str(spec.start_window)))

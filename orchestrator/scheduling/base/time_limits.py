@@ -1,6 +1,6 @@
-"""Time limits: the total run time of a job's attempts (`time_limit` of a job file).
+"""Time limits: the total run time that a job's attempts may use (`time_limit` of a job file).
 
-Time counts from an attempt's Started to its end. Waiting and launching do not count.
+Run time counts from an attempt's Started event to its end. Waiting and launching do not count.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from orchestrator.specs.units import DURATION_PATTERN, format_seconds, in_words
 ROUNDING_S = 1e-6  # by which a sum of times may fall short: floats near 2**31 s are 2e-7 s apart
 
 
-def spent_s(job: Job, at_s: float) -> float:
-    """Return the total seconds that the job's attempts have run, up to `at_s` for a running one."""
+def total_run_time_s(job: Job, at_s: float) -> float:
+    """Return the seconds that the job's attempts have run in all; a running one counts up to
+    `at_s`.
+    """
     return sum(_ran_s(attempt, at_s) for attempt in job.attempts)
 
 
-def left_s(job: Job) -> float:
-    """Return the seconds of the time limit that ended attempts have left; at least 1, infinity without a limit."""
+def time_limit_left_s(job: Job) -> float:
+    """Return the seconds of the time limit that ended attempts have left: at least 1, infinity if
+    unlimited.
+    """
     limit_s = job.spec.time_limit
     return (
         inf
@@ -41,16 +45,22 @@ def left_s(job: Job) -> float:
     )
 
 
-def expires_s(job: Job) -> float:
-    """Return when a running job reaches its time limit, in seconds since 1970; infinity where it will not."""
+def time_limit_reached_at_s(job: Job) -> float:
+    """Return when the running attempt will reach the job's time limit, in seconds since 1970.
+
+    Infinity where the job has no limit, or its last attempt does not run.
+    """
     attempt = job.last
     if job.spec.time_limit is None or attempt is None or not can_move(job):
         return inf
-    return limit_end_s(job, attempt) if attempt.status is AttemptStatus.RUNNING else inf
+    return time_limit_end_s(job, attempt) if attempt.status is AttemptStatus.RUNNING else inf
 
 
-def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
-    """Return when the time limit ends the job's last attempt; an unstarted one counts from after its launch."""
+def time_limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float:
+    """Return when the time limit ends the attempt, in seconds since 1970; infinity without a limit.
+
+    An attempt that has not started yet is assumed to start `launch_cost_s` after its launch.
+    """
     if job.spec.time_limit is None:
         return inf
     begin_s = _began_s(attempt)
@@ -60,23 +70,29 @@ def limit_end_s(job: Job, attempt: Attempt, launch_cost_s: float = 0.0) -> float
     return begin_s + job.spec.time_limit - earlier_s
 
 
-def is_over(job: Job, at_s: float) -> bool:
-    """Return whether the job has used up its time limit."""
+def is_over_time_limit(job: Job, at_s: float) -> bool:
+    """Return whether the job's attempts have used up its time limit at `at_s`."""
     return (
-        job.spec.time_limit is not None and spent_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
+        job.spec.time_limit is not None
+        and total_run_time_s(job, at_s) >= job.spec.time_limit - ROUNDING_S
     )
 
 
-def end_over_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
-    """Return (job, Stop) that make the attempt save and end, with the grace period of a migration."""
+def stop_at_time_limit(job: Job, at_s: float) -> tuple[Job, Stop]:
+    """Return (job, Stop) that make the running attempt save and end, because its time limit is
+    over.
+    """
     why = f"stopped: {_over(job.spec)}"
     job, stop = request_migration(job, StopCause.TIME_LIMIT, why, at_s)
     attempt = job.attempts[-1]
     return replace(job, attempts=(*job.attempts[:-1], replace(attempt, over_limit=True))), stop
 
 
-def over_limit(job: Job, attempt: Attempt) -> Failure:
-    """Return the failure of an attempt that reached the time limit. It names limit, step and the next command."""
+def time_limit_failure(job: Job, attempt: Attempt) -> Failure:
+    """Return the failure of an attempt that reached the time limit.
+
+    Its text names the limit, the step reached, and the `orc retry` command that continues the job.
+    """
     steps = [beat.step for beat in attempt.heartbeats]
     saved = attempt.facts.checkpoint_step
     reached = max([*steps, saved or 0])
@@ -93,7 +109,10 @@ def over_limit(job: Job, attempt: Attempt) -> Failure:
 
 
 def with_team_limit(spec: JobSpec, team: TeamSpec) -> JobSpec:
-    """Return the job with its team's default time limit if it has none. Raises SpecError above the team's maximum."""
+    """Return the job with its team's default time limit, if the job has none.
+
+    Raises SpecError where the job's limit exceeds the team's maximum.
+    """
     longest_s = team.max_time_limit
     if spec.time_limit is None:
         default_s = team.time_limit or longest_s
@@ -116,7 +135,10 @@ def _over(spec: JobSpec) -> str:
 
 
 def _began_s(attempt: Attempt) -> float | None:
-    """Return when it started. An attempt that an older version saw start counts from its launch while it runs."""
+    """Return when the attempt started; None where it has not.
+
+    For a running attempt whose start an older version did not store, it is the launch.
+    """
     if attempt.started_at_s is None and attempt.status is AttemptStatus.RUNNING:
         return attempt.launched_at_s
     return attempt.started_at_s

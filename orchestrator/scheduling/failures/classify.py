@@ -1,11 +1,13 @@
-"""Classifies the end of an attempt: structured evidence first, counters next, log text last."""
+"""Diagnoses how an attempt ended, from reports of the guard first, then counters, then the log's
+text.
+"""
 
 from __future__ import annotations
 
-from orchestrator.scheduling.base.time_limits import over_limit
-from orchestrator.scheduling.failures.device_memory import is_nearly_full, oom_failure
+from orchestrator.scheduling.base.time_limits import time_limit_failure
+from orchestrator.scheduling.failures.device_memory import is_nearly_full, make_oom_failure
 from orchestrator.scheduling.failures.done_steps import (
-    describe_done,
+    describe_done_steps,
     is_before_last_step,
     made_all_steps,
 )
@@ -14,24 +16,24 @@ from orchestrator.scheduling.failures.exit_codes import (
     exit_signal,
     signal_name,
 )
-from orchestrator.scheduling.failures.log_scan import read_log
-from orchestrator.scheduling.failures.meeting import lone_ranks, lone_ranks_in_words
+from orchestrator.scheduling.failures.log_scan import find_log_findings
+from orchestrator.scheduling.failures.meeting import count_lone_ranks, describe_lone_ranks
 from orchestrator.scheduling.failures.out_of_memory import (
-    caught_in_words,
+    describe_caught_errors,
     find_refuting_report,
 )
 from orchestrator.scheduling.failures.ranks import (
-    check_oom_kills,
-    failure_of_finding,
-    failure_of_ranks,
-    findings_of,
-    suspects_of,
+    blame_oom_killer,
+    diagnose_ranks,
+    list_log_findings,
+    make_finding_failure,
+    order_by_suspicion,
 )
 from orchestrator.scheduling.failures.signatures import (
     COMPLAINTS,
     SUSPECTS,
 )
-from orchestrator.scheduling.failures.unexplained import cut_tail
+from orchestrator.scheduling.failures.unexplained import cut_excerpt
 from orchestrator.scheduling.failures.verdict import UNREADABLE
 from orchestrator.specs.attempt import (
     PROBE_STEPS,
@@ -59,33 +61,34 @@ HOW_TO_BE_WATCHED = (
 )
 
 
-def classify(
+def classify_end(
     job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None = None
 ) -> Failure | None:
     """Return the diagnosed failure of an ended attempt; None where it succeeded.
 
-    `capacity_bytes` is the device's memory, where known. Ambiguous log texts count as out of memory only near it.
+    `capacity_bytes` is the device's memory, None where unknown. An ambiguous log line counts as out
+    of memory only if the device was nearly full.
     """
-    failure = _classify(job, attempt, evidence, capacity_bytes)
-    if failure is not None and _is_near_limit(attempt, evidence, failure, capacity_bytes):
+    failure = _classify_end(job, attempt, evidence, capacity_bytes)
+    if failure is not None and _may_be_memory(attempt, evidence, failure, capacity_bytes):
         failure = replace(failure, near_limit=True)
     if evidence.virtual and evidence.unwatched and (failure is None or failure.kind in UNTOLD):
         reason = f"it ran past the cap of its virtual device: {evidence.unwatched[0]}; {HOW_TO_BE_WATCHED}"
         return Failure(
             kind=FailureKind.GUARD_ABSENT,
             reason=reason,
-            excerpt=cut_tail("\n".join(evidence.unwatched)),
+            excerpt=cut_excerpt("\n".join(evidence.unwatched)),
         )
     return failure
 
 
-def _is_near_limit(
+def _may_be_memory(
     attempt: Attempt, evidence: Evidence, failure: Failure, capacity_bytes: int | None
 ) -> bool:
-    """Return whether an end that nothing explains may be one of memory.
+    """Return whether an unexplained end may be a lack of device memory.
 
-    Either its devices were nearly full, or the script had caught an out-of-memory error in the step that it ended in.
-    A mistake of the program is none of memory where none was caught.
+    Either its devices were nearly full, or the script had caught an out-of-memory error in the step
+    in which it ended. A mistake of the program counts only in the second case.
     """
     if failure.ending is None:
         return False
@@ -97,18 +100,18 @@ def _is_near_limit(
     )
 
 
-def _classify(
+def _classify_end(
     job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None
 ) -> Failure | None:
     if (failure := _launch_failure(job, evidence)) is not None:
         return failure
-    swallowed = _find_swallowed_oom(job, evidence)
+    swallowed = _find_caught_oom(job, evidence)
     ran_out = bool(evidence.ooms) or swallowed is not None
     if (
         attempt.probe
         and evidence.stopped
         and not ran_out
-        and (not job.cancelling or _has_measured(evidence))
+        and (not job.cancelling or _has_done_probe_steps(evidence))
     ):
         return _probe_failure(attempt)
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
@@ -130,10 +133,12 @@ def _classify(
         report = next(
             (r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0]
         )
-        return oom_failure(attempt, report, _finding_of(evidence, report, command))
+        return make_oom_failure(attempt, report, _find_oom_finding(evidence, report, command))
     if swallowed is not None:
-        failure = oom_failure(attempt, swallowed, _finding_of(evidence, swallowed, command))
-        return replace(failure, reason=f"{failure.reason}; {caught_in_words(evidence)}")
+        failure = make_oom_failure(
+            attempt, swallowed, _find_oom_finding(evidence, swallowed, command)
+        )
+        return replace(failure, reason=f"{failure.reason}; {describe_caught_errors(evidence)}")
     if (failure := _outside_failure(job, attempt, evidence)) is not None:
         return failure
     if interruption is not None:
@@ -142,11 +147,13 @@ def _classify(
         return _hang_failure(job, attempt, evidence, capacity_bytes)
     if not evidence.ranks:
         return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
-    return check_oom_kills(evidence, failure_of_ranks(attempt, evidence, command, capacity_bytes))
+    return blame_oom_killer(evidence, diagnose_ranks(attempt, evidence, command, capacity_bytes))
 
 
 def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
-    """Return the failure of an attempt that could not start, or whose ranks trained alone; else None."""
+    """Return the failure of an attempt that could not start, or whose ranks trained apart; None
+    otherwise.
+    """
     if (
         evidence.collect_error is not None and not job.cancelling
     ):  # whether it had succeeded is not known
@@ -163,16 +170,18 @@ def _launch_failure(job: Job, evidence: Evidence) -> Failure | None:
         return Failure(
             kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}"
         )
-    lone = lone_ranks(evidence.heartbeats)
+    lone = count_lone_ranks(evidence.heartbeats)
     if lone and not job.cancelling:  # no other plan and no other place would make it right
-        return Failure(kind=FailureKind.USER_ERROR, reason=lone_ranks_in_words(lone))
+        return Failure(kind=FailureKind.USER_ERROR, reason=describe_lone_ranks(lone))
     return None
 
 
 def _outside_failure(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
-    """Return the failure of an attempt that we stopped, or that lost its node; else None."""
+    """Return the failure of an attempt that the scheduler stopped, or that lost a node; None
+    otherwise.
+    """
     if evidence.stopped and attempt.over_limit:
-        return over_limit(job, attempt)
+        return time_limit_failure(job, attempt)
     if evidence.stopped and attempt.moved_for:
         return Failure(kind=FailureKind.MOVED, reason=attempt.moved_for)
     if evidence.nodes_lost:
@@ -196,9 +205,11 @@ def _stood_still_at_its_end(job: Job, attempt: Attempt, evidence: Evidence) -> b
 
 
 def _find_interruption(job: Job, attempt: Attempt, evidence: Evidence) -> Failure | None:
-    """Return the failure of an attempt that a signal from outside ended, though its ranks exited with 0; else None.
+    """Return the failure of an attempt that a signal interrupted although its ranks exited with 0;
+    else None.
 
-    The guard sees SIGTERM and SIGINT reach the program. Without the guard a line of the log may tell.
+    The guard sees SIGTERM and SIGINT reach the program. Without the guard, the log may name the
+    signal.
     """
     if not is_before_last_step(job, attempt, evidence, default=True):
         return None
@@ -206,25 +217,27 @@ def _find_interruption(job: Job, attempt: Attempt, evidence: Evidence) -> Failur
     is_watched = any(beat.torch_version for beat in evidence.heartbeats)
     if signals:
         rank, number = next(iter(signals.items()))
-        reason = f"rank {rank} got {signal_name(number)} and exited with 0{describe_done(job, attempt, evidence)}"
+        reason = f"rank {rank} got {signal_name(number)} and exited with 0{describe_done_steps(job, attempt, evidence)}"
         return Failure(kind=FailureKind.PREEMPTED, rank=rank, reason=reason)
     for end in () if is_watched else evidence.ranks:
-        finding = next(iter(findings_of(end, job.spec.command or ())), None)
+        finding = next(iter(list_log_findings(end, job.spec.command or ())), None)
         if finding is not None and finding.cause is Cause.PREEMPTED:
             reason = f"rank {end.rank} exited with 0 after a signal: {finding.line}"
             return Failure(kind=FailureKind.PREEMPTED, rank=end.rank, reason=reason)
     return None
 
 
-def _find_swallowed_oom(job: Job, evidence: Evidence) -> OomReport | None:
-    """Return the out-of-memory error that a script caught and that counts as its failure; None without one.
+def _find_caught_oom(job: Job, evidence: Evidence) -> OomReport | None:
+    """Return the out-of-memory error that the script caught and that counts as its failure; None
+    without one.
 
-    A job may accept what its script catches, but not where it hung afterwards or left without its artifacts.
+    With `on_caught_oom: recover` a job may go on after such an error, but not hang or end without
+    its artifacts.
     """
     report = find_refuting_report(evidence)
     stood_still = evidence.hung_for_s is not None
     # an exception of another cause ended that rank, or a signal did
-    if report is not None and not stood_still and _ended_otherwise(evidence, report.rank):
+    if report is not None and not stood_still and _has_other_cause(evidence, report.rank):
         return None
     if stood_still or job.spec.on_caught_oom == "recover":
         without_reason = (
@@ -234,10 +247,10 @@ def _find_swallowed_oom(job: Job, evidence: Evidence) -> OomReport | None:
     return None
 
 
-def _ended_otherwise(evidence: Evidence, rank: int) -> bool:
-    """Return whether a rank that caught out-of-memory errors was ended by something else, as the guard saw it."""
+def _has_other_cause(evidence: Evidence, rank: int) -> bool:
+    """Return whether something else than memory ended a rank that had caught out-of-memory errors."""
     for report in evidence.errors:
-        finding = next(iter(read_log(report.traceback)), None)
+        finding = next(iter(find_log_findings(report.traceback)), None)
         if report.rank == rank:
             return finding is None or finding.cause not in (*COMPLAINTS, *SUSPECTS)
     codes = [end.exit_code for end in evidence.ranks if end.rank == rank]
@@ -247,22 +260,22 @@ def _ended_otherwise(evidence: Evidence, rank: int) -> bool:
     )
 
 
-def _has_measured(evidence: Evidence) -> bool:
+def _has_done_probe_steps(evidence: Evidence) -> bool:
     beats = evidence.heartbeats
     return bool(beats) and all(beat.steps_done >= PROBE_STEPS for beat in beats)
 
 
 def _probe_failure(attempt: Attempt) -> Failure:
-    """Return the end of a probe that has measured its plan."""
+    """Return the PROBED failure, with which a probe ends that has measured its plan."""
     return Failure(
         kind=FailureKind.PROBED, reason=f"measured at micro-batch {attempt.plan.micro_batch_size}"
     )
 
 
-def _finding_of(evidence: Evidence, report: OomReport, command: Argv) -> Finding | None:
-    """Return the finding in a log for the same out-of-memory error; None without one."""
+def _find_oom_finding(evidence: Evidence, report: OomReport, command: Argv) -> Finding | None:
+    """Return the log finding that belongs to the guard's out-of-memory report; None without one."""
     for end in evidence.ranks:
-        for finding in findings_of(end, command)[:1]:
+        for finding in list_log_findings(end, command)[:1]:
             if finding.cause is Cause.DEVICE_OOM and report.rank in (end.rank, finding.rank):
                 return finding
     return None
@@ -271,15 +284,15 @@ def _finding_of(evidence: Evidence, report: OomReport, command: Argv) -> Finding
 def _hang_failure(
     job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None
 ) -> Failure:
-    """Return a hang, or the cause that a rank had named before it went on: others then wait for it for ever."""
+    """Return the failure of an attempt that hung: the cause that a rank's log names, else HUNG."""
     still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"
     if made_all_steps(job, attempt, evidence):
         still += " after the last one; a job that names `success.artifacts`, and has left them, is finished then"
-    for end in suspects_of(evidence):
-        finding = next(iter(findings_of(end, job.spec.command or ())), None)
+    for end in order_by_suspicion(evidence):
+        finding = next(iter(list_log_findings(end, job.spec.command or ())), None)
         if finding is not None and finding.cause not in (*COMPLAINTS, *SUSPECTS):
-            failure = failure_of_finding(attempt, evidence, end, finding, capacity_bytes)
+            failure = make_finding_failure(attempt, evidence, end, finding, capacity_bytes)
             if failure is not None:
                 return replace(failure, reason=f"{failure.reason}; then {still}")
-    tail = suspects_of(evidence)[0].log_tail if evidence.ranks else ""
-    return Failure(kind=FailureKind.HUNG, reason=still, excerpt=cut_tail(tail))
+    tail = order_by_suspicion(evidence)[0].log_tail if evidence.ranks else ""
+    return Failure(kind=FailureKind.HUNG, reason=still, excerpt=cut_excerpt(tail))

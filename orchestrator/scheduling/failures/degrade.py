@@ -1,4 +1,6 @@
-"""Plans to try after an out-of-memory failure, by the phase in which the program failed."""
+"""Which plans may be tried after an out-of-memory failure, by the phase in which the program
+failed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from dataclasses import fields
 
 from orchestrator.memory.engines.widths import master_bytes
 from orchestrator.planning.frontier import Candidate
-from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes, oom_reports
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
+from orchestrator.scheduling.failures.out_of_memory import list_oom_reports, oom_needed_bytes
 from orchestrator.specs.attempt import Attempt, Phase
 from orchestrator.specs.choices import Offload, Optimizer, ZeroStage
 from orchestrator.specs.job.spec import JobSpec
@@ -35,20 +37,21 @@ SETTINGS_BUT_BATCHES = tuple(
 def candidates_for_oom(
     spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]
 ) -> list[Candidate]:
-    """Return the candidate plans that need less where `attempts` ran out of device memory.
+    """Return the candidates that need less memory in the phase where `attempts` ran out of it.
 
-    Failed in the optimizer step: only plans that hold less there, since no batch size shrinks weights, gradients and
-    optimizer states. All plans where none holds less and a larger batch may have left something behind. In a phase with
-    its own batch size: every plan, with that batch size lowered. Where the same bytes ran out under two micro-batches:
-    only plans that differ by more than their batches.
+    After a failure in the optimizer step, these are plans that hold less there, since no batch size
+    shrinks weights, gradients and optimizer states. All plans stay if none holds less and the
+    failure had a micro-batch above 1. For a phase with its own batch size, every plan stays, with
+    that batch size halved. Where the same bytes ran out under two micro-batches, plans stay that
+    differ by more than their batches.
     """
     chosen = list(candidates)
-    if bytes_of_no_batch(attempts) is not None:
-        tried = {_without_batches(attempt.plan) for attempt in attempts}
+    if batch_independent_oom_bytes(attempts) is not None:
+        tried = {_settings_but_batches(attempt.plan) for attempt in attempts}
         chosen = [
-            candidate for candidate in chosen if _without_batches(candidate.plan) not in tried
+            candidate for candidate in chosen if _settings_but_batches(candidate.plan) not in tried
         ]
-    burst = [attempt.plan for attempt in attempts if _ran_out_in(attempt) is Phase.OPTIMIZER]
+    burst = [attempt.plan for attempt in attempts if _oom_phase(attempt) is Phase.OPTIMIZER]
     if burst:
         least = min(map(bytes_per_parameter, burst))
         lighter = [candidate for candidate in chosen if bytes_per_parameter(candidate.plan) < least]
@@ -65,30 +68,34 @@ def candidates_for_oom(
     )
 
 
-def bytes_of_no_batch(attempts: Sequence[Attempt]) -> int | None:
-    """Return the bytes that ran out identically under two micro-batches, so that no smaller one helps; else None.
+def batch_independent_oom_bytes(attempts: Sequence[Attempt]) -> int | None:
+    """Return the bytes needed when memory ran out identically under two micro-batches; None without
+    such failures.
 
-    Live and requested bytes are equal to the byte, so they do not depend on the number of samples.
+    Live and requested bytes were equal to the byte, so they do not depend on the number of samples:
+    no smaller batch helps.
     """
     needs: dict[tuple[object, int, int], int] = {}
     for attempt in attempts:
-        if _ran_out_in(attempt) is Phase.OPTIMIZER or not ran_out(attempt):
+        if _oom_phase(attempt) is Phase.OPTIMIZER or not ran_out_of_memory(attempt):
             continue
-        report = max(oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
+        report = max(list_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
         if report is None or report.injected or not report.requested_bytes:
             continue
-        key = (_without_batches(attempt.plan), report.live_bytes, report.requested_bytes)
+        key = (_settings_but_batches(attempt.plan), report.live_bytes, report.requested_bytes)
         if needs.setdefault(key, attempt.plan.micro_batch_size) != attempt.plan.micro_batch_size:
             return report.live_bytes + report.requested_bytes
     return None
 
 
-def _without_batches(plan: Plan) -> tuple[object, ...]:
+def _settings_but_batches(plan: Plan) -> tuple[object, ...]:
     return tuple(getattr(plan, name) for name in SETTINGS_BUT_BATCHES)
 
 
 def bytes_per_parameter(plan: Plan) -> float:
-    """Return the device bytes per parameter during the optimizer step (arXiv:1910.02054, section 5)."""
+    """Return the bytes per parameter that a device holds in the optimizer step (arXiv:1910.02054,
+    section 5).
+    """
     if plan.offload is Offload.PARAMETERS:
         return 0.0
     stage = plan.mechanics.stage
@@ -105,29 +112,37 @@ def bytes_per_parameter(plan: Plan) -> float:
 
 
 def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple[str, int], ...]:
-    """Return (phase, samples) of each phase with its own batch size that ran out of memory, halved per failure."""
+    """Return (phase, batch size) for each phase that ran out of memory at its own batch size,
+    halved.
+    """
     sizes: dict[str, int] = {}
     for attempt in attempts:
-        phase = answered_by_phase(spec, attempt)
+        phase = find_lowerable_phase(spec, attempt)
         if phase is not None:
             sizes[phase.value] = _phase_batch_size(spec, attempt.plan, phase) // 2
     return tuple(sorted(sizes.items()))
 
 
-def answered_by_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
-    """Return the phase of an out-of-memory failure if its own batch size can be lowered; else None."""
-    phase = _ran_out_in(attempt)
+def find_lowerable_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
+    """Return the phase in which the attempt ran out of memory, if a knob can lower its own batch
+    size; else None.
+    """
+    phase = _oom_phase(attempt)
     if phase is None or _phase_batch_size(spec, attempt.plan, phase) <= 1:
         return None
     return phase
 
 
-def _ran_out_in(attempt: Attempt) -> Phase | None:
-    return attempt.failure.phase if attempt.failure is not None and ran_out(attempt) else None
+def _oom_phase(attempt: Attempt) -> Phase | None:
+    return (
+        attempt.failure.phase
+        if attempt.failure is not None and ran_out_of_memory(attempt)
+        else None
+    )
 
 
 def _phase_batch_size(spec: JobSpec, plan: Plan, phase: Phase) -> int:
-    """Return the batch size of this phase; 0 where no knob sets it."""
+    """Return the plan's batch size for this phase; 0 where no knob sets it."""
     knob = spec.knobs.micro_batch_size
     phase_knob = (
         next((part for part in knob.all if part.phase == phase), None) if knob is not None else None

@@ -1,10 +1,12 @@
-"""Failures by device memory: what an out-of-memory report says, and whether a device was nearly full."""
+"""Failures of device memory: the failure made of an out-of-memory report, and whether a device was
+nearly full.
+"""
 
 from __future__ import annotations
 
 from orchestrator.scheduling.failures.out_of_memory import oom_needed_bytes
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
-from orchestrator.scheduling.failures.unexplained import cut_tail
+from orchestrator.scheduling.failures.unexplained import cut_excerpt
 from orchestrator.specs.attempt import (
     Attempt,
     Evidence,
@@ -20,16 +22,20 @@ from orchestrator.specs.units import format_bytes
 NEARLY_FULL = 0.9
 
 
-def oom_failure(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:
-    """Return the failure of a rank that ran out of device memory, or of memory that other processes hold."""
-    phase = _phase_of(report, finding)
+def make_oom_failure(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:
+    """Return the failure for a rank's out-of-memory report; `finding` is the log line of the same
+    error.
+
+    Its kind is MEMORY_CONTENTION where other processes held the missing memory, else DEVICE_OOM.
+    """
+    phase = _find_phase(report, finding)
     amount = (
         "an unknown amount"
         if report.requested_bytes is None
         else format_bytes(report.requested_bytes)
     )
     facts = (
-        f"rank {report.rank} ran out of device memory after step {report.step} ({_place_of(report, phase)}): "
+        f"rank {report.rank} ran out of device memory after step {report.step} ({_phase_text(report, phase)}): "
         f"asked for {amount} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
     )
     kind = FailureKind.DEVICE_OOM
@@ -40,12 +46,14 @@ def oom_failure(attempt: Attempt, report: OomReport, finding: Finding | None) ->
         kind = FailureKind.MEMORY_CONTENTION
         facts = f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes"
     return Failure(
-        kind=kind, rank=report.rank, phase=phase, reason=facts, excerpt=cut_tail(report.message)
+        kind=kind, rank=report.rank, phase=phase, reason=facts, excerpt=cut_excerpt(report.message)
     )
 
 
-def _phase_of(report: OomReport, finding: Finding | None) -> Phase | None:
-    """Return the phase by the guard, which sees optimizers and backward passes; else by the traceback or the log."""
+def _find_phase(report: OomReport, finding: Finding | None) -> Phase | None:
+    """Return the phase of an out-of-memory error: as the guard saw it, else by the traceback or
+    log; None if unknown.
+    """
     if report.phase in GUARD_PHASES:
         return GUARD_PHASES[report.phase]
     if finding is not None and finding.phase is not None:
@@ -53,8 +61,8 @@ def _phase_of(report: OomReport, finding: Finding | None) -> Phase | None:
     return {"startup": Phase.STARTUP, "forward": Phase.TRAINING}.get(report.phase)
 
 
-def _place_of(report: OomReport, phase: Phase | None) -> str:
-    """Return the phase as text, with the guard's word (forward or backward) where that is more specific."""
+def _phase_text(report: OomReport, phase: Phase | None) -> str:
+    """Return the phase as text: the guard's word (forward, backward) where that is more precise."""
     return (
         report.phase
         if phase in (None, Phase.TRAINING) and report.phase
@@ -63,7 +71,10 @@ def _place_of(report: OomReport, phase: Phase | None) -> str:
 
 
 def is_nearly_full(attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> bool:
-    """Return whether the measured peak, or without one the plan's, comes near the device's memory."""
+    """Return whether the measured peak, or else the predicted one, is close to the device's memory.
+
+    Returns False where `capacity_bytes` is None.
+    """
     peak_bytes = max(
         (beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes
     )

@@ -1,4 +1,4 @@
-"""How far a training came by the steps that the guard counted, against those that its job declares."""
+"""How many optimizer steps of a training were done, compared with the number that its job declares."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from orchestrator.specs.job_record import Job
 def is_before_last_step(
     job: Job, attempt: Attempt, evidence: Evidence, *, default: bool = False
 ) -> bool:
-    """Return whether the training ended before the last of its declared steps; the default where nobody knows."""
-    most = most_steps_done(job, attempt, evidence)
+    """Return whether the training ended before its last declared step; `default` where that is
+    unknown.
+    """
+    most = max_steps_done(job, attempt, evidence)
     steps = job.spec.optimizer_steps
     if most is None or steps is None:
         return default
@@ -36,8 +38,8 @@ def _steps_before(job: Job, attempt: Attempt) -> int | None:
     return earlier[-1].facts.checkpoint_step if earlier else job.continues_step or None
 
 
-def most_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
-    """Return the most steps of the whole training that can be done by now; None where nobody knows.
+def max_steps_done(job: Job, attempt: Attempt, evidence: Evidence) -> int | None:
+    """Return the most optimizer steps that the whole training can have done; None where unknown.
 
     A script counts its steps anew in each attempt. Where the step of its checkpoint is unknown, each attempt may have
     gone on from the end of the one before. An attempt that a signal ended made steps that no heartbeat counted.
@@ -75,16 +77,21 @@ def _ended_by_itself(evidence: Evidence) -> bool:
     return bool(codes) and all(code is not None and code >= 0 for code in codes)
 
 
-def describe_done(job: Job, attempt: Attempt, evidence: Evidence) -> str:
-    """Return how many of the declared steps were made, as text; "" where nobody knows, or all were."""
+def describe_done_steps(job: Job, attempt: Attempt, evidence: Evidence) -> str:
+    """Return text such as ` after 80 of 100 steps`; "" where the number is unknown or all steps
+    were done.
+    """
     if not is_before_last_step(job, attempt, evidence):
         return ""
     resumed = job.spec.is_script and attempt.number > 1
     least = "at most " if resumed else ""
-    return f" after {least}{most_steps_done(job, attempt, evidence)} of {job.spec.optimizer_steps} steps"
+    return f" after {least}{max_steps_done(job, attempt, evidence)} of {job.spec.optimizer_steps} steps"
 
 
-def made_no_step(evidence: Evidence) -> bool:
-    """Return whether backward passes were made and no optimizer step: fp16's scaler passes over steps that overflow."""
+def made_no_optimizer_step(evidence: Evidence) -> bool:
+    """Return whether the program ran backward passes but no optimizer step.
+
+    That happens under fp16, where the gradient scaler skips steps that overflow.
+    """
     beats = evidence.heartbeats
     return any(beat.backwards for beat in beats) and not any(beat.steps_done for beat in beats)

@@ -1,7 +1,7 @@
-"""Features of unexplained ends of attempts, and whether they blame the program.
+"""Features of unexplained ends of attempts, and whether the program itself is to blame for them.
 
-An unknown exception blames the program only where its type or its own `raise` statement does. All others may come from
-the device, a service or chance, and are tried again.
+An unknown exception blames the program only by its type or where the script's own `raise` raised
+it. All other causes may be the device, a service or chance, and the attempt is repeated.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
-from orchestrator.scheduling.failures.log_scan import FRAME, HEAD, PREFIX, type_of
-from orchestrator.scheduling.failures.phases import GUARD_PHASES, Frame, phase_of_frames
-from orchestrator.scheduling.failures.program_faults import is_device_error, is_programs, may_pass
+from orchestrator.scheduling.failures.log_scan import FRAME, HEAD, PREFIX, exception_type_of
+from orchestrator.scheduling.failures.phases import GUARD_PHASES, TracebackFrame, phase_of_frames
+from orchestrator.scheduling.failures.program_faults import (
+    is_device_error,
+    is_program_fault,
+    may_be_temporary,
+)
 from orchestrator.specs.attempt import Attempt, Ending, ErrorReport, Evidence, Finding, RankEnd
 
 _INSTALLED = re.compile(
@@ -36,21 +40,24 @@ START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
-    """An exception in a traceback: its type without modules, its message and its frames, innermost last."""
+class RaisedException:
+    """An exception in a traceback: its type without modules, its message, and its frames, innermost
+    last.
+    """
 
     type: str
     message: str
-    frames: tuple[Frame, ...]
+    frames: tuple[TracebackFrame, ...]
 
 
-def read_exceptions(text: str) -> tuple[Raised, ...]:
-    """Return the exceptions whose tracebacks are in a text; the one that ended the program comes last.
+def read_exceptions(text: str) -> tuple[RaisedException, ...]:
+    """Return the exceptions with tracebacks in the text; the last one is the one that ended the
+    program.
 
-    A text without tracebacks may still name an exception at the start of a line.
+    In a text without tracebacks, lines that begin with the name of an exception count.
     """
-    raised: list[Raised] = []
-    frames: list[Frame] | None = None
+    raised: list[RaisedException] = []
+    frames: list[TracebackFrame] | None = None
     for raw in text.splitlines():
         line = raw[prefix.end() :] if (prefix := PREFIX.match(raw)) else raw
         if HEAD in line:
@@ -58,24 +65,28 @@ def read_exceptions(text: str) -> tuple[Raised, ...]:
         elif frame := FRAME.match(line):
             if frames is None:
                 frames = []
-            frames.append(Frame(frame[1], frame[2] or ""))
+            frames.append(TracebackFrame(frame[1], frame[2] or ""))
         elif frames is None:
             continue
         elif line.startswith(" "):
             if frames and not frames[-1].source:
-                frames[-1] = Frame(frames[-1].file, frames[-1].function, line.strip())
+                frames[-1] = TracebackFrame(frames[-1].file, frames[-1].function, line.strip())
         elif name := _RAISED.match(line):
             raised.append(
-                Raised(name[1].rpartition(".")[2], line[name.end() :].strip(), tuple(frames))
+                RaisedException(
+                    name[1].rpartition(".")[2], line[name.end() :].strip(), tuple(frames)
+                )
             )
             frames = None
     bare = [_BARE.match(line) for line in text.splitlines()] if not raised else []
     return tuple(raised) or tuple(
-        Raised(match[1].rpartition(".")[2], match[2].strip(), ()) for match in bare if match
+        RaisedException(match[1].rpartition(".")[2], match[2].strip(), ())
+        for match in bare
+        if match
     )
 
 
-def ending_of(
+def make_ending(
     attempt: Attempt,
     evidence: Evidence,
     end: RankEnd,
@@ -83,10 +94,15 @@ def ending_of(
     report: ErrorReport | None,
     command: Sequence[str],
 ) -> Ending:
-    """Return the features of a rank's end, by the exception that ended it, else by its exit code."""
+    """Return the features of a rank's end: those of the exception that ended it, else of its exit
+    code.
+
+    `finding` is the log line of that exception and `report` the guard's report of it; None where
+    there is none.
+    """
     raised = read_exceptions("" if finding is None else finding.excerpt)
     frames = raised[-1].frames if raised else ()
-    kind = "" if finding is None else type_of(finding.line)
+    kind = "" if finding is None else exception_type_of(finding.line)
     message = "" if finding is None else finding.line.partition(":")[2].strip()
     step = (
         max((beat.step for beat in evidence.heartbeats), default=0)
@@ -95,7 +111,7 @@ def ending_of(
     )
     # The program's own line is the place. A phase is where no such line is known: between two phases the
     # guard names either.
-    place = _own_place(frames)
+    place = _describe_own_place(frames)
     if not place:
         phase = GUARD_PHASES.get(report.phase) if report is not None else None
         where = phase or phase_of_frames(frames)
@@ -105,9 +121,9 @@ def ending_of(
     if kind:
         is_reported = report is not None and report.type.rpartition(".")[2] == kind
         bases = report.bases if report is not None and is_reported else ()
-        blamed = _deciding_type((kind, *bases), message)
-        is_own = _is_own(blamed, message, frames, command)
-        passes = may_pass(blamed, message)
+        blamed = _find_deciding_type((kind, *bases), message)
+        is_own = _blames_program(blamed, message, frames, command)
+        passes = may_be_temporary(blamed, message)
         # a virtual device is no GPU, wherever the program is tried
         is_own = is_own or (evidence.virtual and is_device_error(f"{kind}: {message}"))
     return Ending(
@@ -119,41 +135,58 @@ def ending_of(
     )
 
 
-def _deciding_type(types: Sequence[str], message: str) -> str:
-    """Return the first type, from the exception's own to its bases, that says whose fault it is; else its own."""
+def _find_deciding_type(types: Sequence[str], message: str) -> str:
+    """Return the first of an exception's types that says who is to blame; the first type if none
+    does.
+
+    `types` begin with the exception's own type, followed by its base classes.
+    """
     for kind in types:
-        if may_pass(kind, message) or is_programs(kind, message) or kind == "FileNotFoundError":
+        if (
+            may_be_temporary(kind, message)
+            or is_program_fault(kind, message)
+            or kind == "FileNotFoundError"
+        ):
             return kind
     return types[0]
 
 
-def _own_place(frames: Sequence[Frame]) -> str:
-    """Return file and function of the innermost frame of the program's own files, as ` in F:f`; "" without one."""
+def _describe_own_place(frames: Sequence[TracebackFrame]) -> str:
+    """Return ` in FILE:FUNCTION` of the innermost frame outside installed packages; "" without such
+    a frame.
+    """
     for frame in reversed(frames):
         if not _INSTALLED.search(frame.file):
             return f" in {_FOLDERS.sub('', frame.file)}:{frame.function}"
     return ""
 
 
-def _is_own(kind: str, message: str, frames: Sequence[Frame], command: Sequence[str]) -> bool:
-    """Return whether an exception blames the program itself. A missing file does where the command names it."""
-    if kind == "FileNotFoundError":
+def _blames_program(
+    exception_type: str, message: str, frames: Sequence[TracebackFrame], command: Sequence[str]
+) -> bool:
+    """Return whether an exception blames the program itself.
+
+    A missing file blames it where the command names that file.
+    """
+    if exception_type == "FileNotFoundError":
         return any(len(word) > 1 and word.rpartition("=")[2] in message for word in command[1:])
-    if is_programs(kind, message):
+    if is_program_fault(exception_type, message):
         return True
-    return not may_pass(kind, message) and _is_raised(frames, message)
+    return not may_be_temporary(exception_type, message) and _is_raised_by_script(frames, message)
 
 
-def same_point(first: Ending, other: Ending) -> bool:
-    """Return whether two attempts ended after the same step or, without step counts, after about the same time."""
+def ended_at_same_point(first: Ending, other: Ending) -> bool:
+    """Return whether two ends came after the same step; without step counts, after about the same
+    time.
+    """
     if first.step is not None or other.step is not None:
         return first.step == other.step
     allowed_s = max(START_S, ELAPSED_SHARE * max(first.elapsed_s, other.elapsed_s))
     return abs(first.elapsed_s - other.elapsed_s) <= allowed_s
 
 
-def _is_raised(frames: Sequence[Frame], message: str) -> bool:
-    """Return whether the program's own file raised it: the one that ran, not a framework in the same folder."""
+def _is_raised_by_script(frames: Sequence[TracebackFrame], message: str) -> bool:
+    """Return whether a `raise` statement of the started script itself raised the exception."""
     if not frames or is_device_error(message):
         return False
     innermost = frames[-1]

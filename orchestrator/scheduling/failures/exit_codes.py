@@ -1,4 +1,4 @@
-"""Signals behind exit codes, and their usual senders."""
+"""Signals that an exit code stands for, and their usual senders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ ENDED_BY_US = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of survivors that
 
 
 def exit_signal(code: int | None) -> int | None:
-    """Return the number of the signal that ended a process, from its own or its wrapper's exit code; else None."""
+    """Return the number of the signal behind an exit code, a shell's 128 + N included; None without
+    one.
+    """
     if code is None:
         return None
     number = -code if code < 0 else 256 - code if code in NEGATIVE else code - SHELL_BASE
@@ -21,5 +23,7 @@ def exit_signal(code: int | None) -> int | None:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name: `SIGTERM` for 15, and `signal 40` for one without a name."""
+    """Return the name of a signal, such as `SIGTERM` for 15; `signal 40` for a number without a
+    name.
+    """
     return signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"

@@ -1,6 +1,6 @@
-"""Log analysis: finds what ended a process in its log, in bounded memory.
+"""Finds in a log the line that explains why a process ended, in bounded memory.
 
-Read only after exit codes, reports and counters.
+It is used only after exit codes, reports of the guard and counters.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_frames
+from orchestrator.scheduling.failures.phases import PhaseMarkers, TracebackFrame, phase_of_frames
 from orchestrator.scheduling.failures.program_faults import PROGRAM_TYPES, is_device_error
 from orchestrator.scheduling.failures.signatures import (
     COMPLAINTS,
     SUSPECTS,
-    cause_in_words,
-    cause_of_message,
-    first_cause,
-    is_quoted,
-    is_telling,
-    names_device,
-    points_elsewhere,
+    blames_other_process,
+    find_catalogue_cause,
+    find_memory_cause,
+    find_message_cause,
+    may_name_failure,
+    mentions_device,
+    only_mentions_failure,
 )
 from orchestrator.specs.attempt import Cause, Finding, Phase
 from orchestrator.specs.replace import replace
@@ -91,8 +91,8 @@ _PINNED_LINES = 4  # of a traceback beside a bare "out of memory" that tell of p
 _SEMAPHORES = re.compile(r"multiprocessing[/\\](?:synchronize|heap|shared_memory)\.py")
 
 
-class Role(Enum):
-    """What a line of a log is."""
+class LineRole(Enum):
+    """The role of a log line: an exception, a further line of its message, or any other line."""
 
     EXCEPTION = 1  # the line below a traceback, or one that begins with the name of an exception
     MESSAGE = 2  # a further line of an exception's message
@@ -100,10 +100,12 @@ class Role(Enum):
 
 
 @dataclass(slots=True)
-class _Stack:
-    """State of reading the lines of one rank: its traceback, its last exceptions, and other telling lines."""
+class _RankLines:
+    """What was read of one rank's log: its traceback, its last exceptions, and other lines that may
+    name a cause.
+    """
 
-    frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=FRAMES_MAX))
+    frames: deque[TracebackFrame] = field(default_factory=lambda: deque(maxlen=FRAMES_MAX))
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=2 * FRAMES_MAX))
     quoting: bool = False
     is_raising: bool = False  # a traceback has begun: the next line with a name is its exception
@@ -119,16 +121,19 @@ class _Stack:
     progress: float | None = None  # the last count of steps since the last finding
 
     def find_root(self) -> Finding | None:
-        """Return the exception that ended this rank; None where none was raised, or only complaints."""
-        root = _blamed(self.chain)
+        """Return the exception that ended this rank; None where it raised none, or only exceptions
+        about other ranks.
+        """
+        root = _find_root_exception(self.chain)
         if root is None or root.cause in (*COMPLAINTS, *SUSPECTS):
             return self.root
         return root
 
     def add_exception(self, finding: Finding) -> None:
-        """Add an exception to the chain that it follows from, or begin a new chain with it.
+        """Add an exception to the chain of exceptions that led to it, or start a new chain.
 
-        The root of the last chain is kept; of equal causes the first, which may be another rank's.
+        The root of the chain before is kept: of equal causes the first, which may be another
+        rank's.
         """
         if not self.link:
             root = self.find_root()
@@ -142,26 +147,29 @@ class _Stack:
         self.link = ""
 
     def add_cause(self, finding: Finding) -> None:
-        """Take the cause that a further line of the last exception's message names, where its first names none."""
+        """Take over the cause in a further line of the last exception's message, where its first
+        line names none.
+        """
         link, exception = self.chain[-1]
         kind, _, message = exception.line.partition("\n")[0].partition(":")
-        is_mistake = type_of(kind) in PROGRAM_TYPES and bool(message.strip())
+        is_mistake = exception_type_of(kind) in PROGRAM_TYPES and bool(message.strip())
         if exception.cause in (Cause.RAISED, *COMPLAINTS, *SUSPECTS) and not is_mistake:
             changed = replace(finding, excerpt=exception.excerpt, is_exception=True)
             self.chain[-1] = (link, changed)
 
     def forget(self) -> None:
-        """Forget all findings: the program has outlived them."""
+        """Forget all findings, since the program ran on after them."""
         self.chain.clear()
         self.remarks.clear()
         self.root = None
 
 
-def _blamed(chain: Sequence[tuple[str, Finding]]) -> Finding | None:
-    """Return the root of a chain of exceptions.
+def _find_root_exception(chain: Sequence[tuple[str, Finding]]) -> Finding | None:
+    """Return the exception that a chain of exceptions goes back to; None for an empty chain.
 
-    The cause of an exception is its root. An exception raised while another was handled is its own root where it is a
-    mistake of the program, unless memory or a disk had run out before. Nested exceptions stand below their wrapper.
+    An exception raised while another was handled is its own root where it is a mistake of the
+    program, unless memory or a disk had run out before. Nested exceptions stand below their
+    wrapper.
     """
     if not chain:
         return None
@@ -171,7 +179,7 @@ def _blamed(chain: Sequence[tuple[str, Finding]]) -> Finding | None:
         before = chain[last - 1][1]
         if link == "nested":
             break
-        kind = type_of(finding.line)
+        kind = exception_type_of(finding.line)
         if link == "context" and before.cause in (Cause.RAISED, *COMPLAINTS, *SUSPECTS):
             if kind in PROGRAM_TYPES or finding.cause is not Cause.RAISED:
                 break
@@ -181,17 +189,18 @@ def _blamed(chain: Sequence[tuple[str, Finding]]) -> Finding | None:
     return chain[last][1]
 
 
-def type_of(line: str) -> str:
-    """Return the type, without its modules, of the exception in a log line."""
+def exception_type_of(line: str) -> str:
+    """Return the type of the exception in a log line, without its modules."""
     return line.partition(":")[0].strip().rpartition(".")[2]
 
 
 class LogScan:
-    """Incremental log analysis in bounded memory.
+    """Reads a log line by line, and keeps the findings that may explain the process's end, in
+    bounded memory.
 
-    What ended the process decides: the last exception of a rank after which no steps were counted, and of its chain the
-    root. Other telling lines count where that exception is a complaint, or where there is none. They count as long as
-    the log did not go on calmly, for CALM_LINES ordinary lines.
+    The last exception of a rank decides, unless steps were counted after it; of its chain, the
+    root. Other lines that name a cause count where that exception only complains about others, or
+    where there is none. All of them are dropped once the log goes on for CALM_LINES ordinary lines.
     """
 
     def __init__(
@@ -204,47 +213,49 @@ class LogScan:
         self.root_rank: int | None = None  # the rank that torchrun saw fail first
         self.root_exit_code: int | None = None
         self._log = log
-        self._markers = Markers(markers or {})
+        self._markers = PhaseMarkers(markers or {})
         self._echoes = _misleading_arguments(command)
-        self._stacks: dict[str, _Stack] = {}
+        self._stacks: dict[str, _RankLines] = {}
         self._quoting = 0  # stacks whose next line may be quoted source
         self._count = 0  # findings since the last calm
         self._calm = 0  # ordinary lines since the last complaint
-        self._last: tuple[_Stack, Finding] | None = None  # its bytes or frames may stand below
+        self._last: tuple[_RankLines, Finding] | None = None  # its bytes or frames may stand below
         self._frames_below = 0  # lines in which frames of that finding may stand
         self._messages = 0  # lines in which the message of some rank's exception may go on
         self._in_root_cause = False
 
-    def feed(self, line: str, offset: int = 0) -> None:
-        """Read one line, without its line feed. `offset` is its first byte's position in the file."""
-        self._markers.read(line)
-        if self._continues_account(line):
+    def read_line(self, line: str, offset: int = 0) -> None:
+        """Read one line without its line feed. `offset` is the position of its first byte in the
+        file.
+        """
+        self._markers.read_line(line)
+        if self._add_to_memory_account(line):
             return
         if self._frames_below:
             self._frames_below -= 1
             if _PINNED.search(line):
                 self._replace_last(cause=Cause.HOST_OOM)
         self._messages = max(0, self._messages - 1)
-        if not (self._quoting or self._messages or is_telling(line)):
+        if not (self._quoting or self._messages or may_name_failure(line)):
             self._calm += 1
             self._count_steps(line)
             return
         self._read_telling(line, offset)
 
     def _read_telling(self, line: str, offset: int) -> None:
-        """Keep the cause that a line names, or add the line to the exception that is being read."""
+        """Keep the cause that the line names, or add the line to the exception that is being read."""
         prefix = PREFIX.match(line)
         text = line[prefix.end() :] if prefix else line
         stack = self._stack(prefix[0].strip() if prefix else "")
         if self._in_traceback(stack, text):
             return
-        self._root_cause(text)
+        self._read_torchrun_summary(text)
         text = _without_echoes(text, self._echoes)
         role = self._role_of(stack, text)
-        cause = _cause_of(text, role)
+        cause = _find_line_cause(text, role)
         if cause is None:
             self._calm += 1
-            if role is not Role.MESSAGE:
+            if role is not LineRole.MESSAGE:
                 self._count_steps(line)
             return
         if self._calm > CALM_LINES:
@@ -252,12 +263,13 @@ class LogScan:
         self._calm = 0
         numbers = prefix.groups() if prefix else ()
         rank = next((int(number) for number in numbers if number), None)
-        self._note(stack, self._finding(cause, text, rank, offset, stack), role)
+        self._keep_finding(stack, self._make_finding(cause, text, rank, offset, stack), role)
         stack.frames.clear()
         stack.lines.clear()
 
-    def pass_over(self, block: str) -> bool:
-        """Count the whole lines of a block as ordinary ones at once; False where they must be fed one by one.
+    def skip_ordinary_lines(self, block: str) -> bool:
+        """Count all lines of a block as ordinary; return False, and count nothing, where they must
+        be read one by one.
 
         A line of two characters costs as much as a long one: 20 million empty ones took 16 s.
         """
@@ -269,7 +281,7 @@ class LogScan:
             or self._messages
             or (self._last is not None and any(map(block.__contains__, _ACCOUNT_WORDS)))
         )
-        if quotes or follows or self._markers.phase is not None or is_telling(block):
+        if quotes or follows or self._markers.phase is not None or may_name_failure(block):
             return False
         # steps after a finding are counted line by line
         if self._count and self._calm <= CALM_LINES and _PROGRESS.search(block):
@@ -279,7 +291,9 @@ class LogScan:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The log line that explains the end, then at most FINDINGS_MAX - 1 others in order; () without any."""
+        """The finding that explains the end, then at most FINDINGS_MAX - 1 others in log order; ()
+        without any.
+        """
         if self._calm > CALM_LINES:
             return ()
         roots = list[Finding]()
@@ -291,14 +305,14 @@ class LogScan:
             lines += stack.remarks
         candidates = list(roots)
         for line in lines:
-            if all(_counts_beside(line, root) for root in roots):
+            if all(_counts_beside_exception(line, root) for root in roots):
                 candidates.append(line)
         if not candidates:
             return ()
         decisive = min(
             candidates,
             key=lambda finding: (
-                _doubt(finding),
+                _doubt_rank(finding),
                 self.root_rank not in (None, finding.rank),
                 finding.offset,
             ),
@@ -310,8 +324,8 @@ class LogScan:
             *(replace(finding, excerpt="") for finding in others[: FINDINGS_MAX - 1]),
         )
 
-    def _role_of(self, stack: _Stack, text: str) -> Role:
-        """Return what a line is, and remember how the rank's exceptions follow from each other."""
+    def _role_of(self, stack: _RankLines, text: str) -> LineRole:
+        """Return the role of a line, and record how the rank's exceptions follow from each other."""
         self._read_link(stack, text)
         if not self._messages:
             stack.message_lines = 0
@@ -324,10 +338,10 @@ class LogScan:
             stack.message_lines = self._messages = MESSAGE_LINES_MAX
             stack.is_traced = stack.is_raising
             stack.is_raising = False
-            return Role.EXCEPTION
-        return Role.MESSAGE if self._continues_message(stack, text) else Role.LINE
+            return LineRole.EXCEPTION
+        return LineRole.MESSAGE if self._add_to_message(stack, text) else LineRole.LINE
 
-    def _read_link(self, stack: _Stack, text: str) -> None:
+    def _read_link(self, stack: _RankLines, text: str) -> None:
         for phrase, link in _LINKS.items():
             if phrase in text and stack.chain:
                 stack.link = link
@@ -343,23 +357,23 @@ class LogScan:
             if _NESTED_HEAD in text and stack.chain:
                 stack.link = "nested"
 
-    def _note(self, stack: _Stack, finding: Finding, role: Role) -> None:
-        """Keep a finding of a rank: in the chain of its exceptions, or among other lines."""
+    def _keep_finding(self, stack: _RankLines, finding: Finding, role: LineRole) -> None:
+        """Store a finding of a rank in its chain of exceptions, or among its other lines."""
         stack.progress = None
-        if role is Role.EXCEPTION and stack.is_ignored:
+        if role is LineRole.EXCEPTION and stack.is_ignored:
             stack.is_ignored = False
             return
-        if role is Role.EXCEPTION:
+        if role is LineRole.EXCEPTION:
             finding = replace(finding, is_exception=True)
             stack.add_exception(finding)
-        elif role is Role.MESSAGE:
+        elif role is LineRole.MESSAGE:
             stack.add_cause(finding)
         is_complaint = finding.cause in (*COMPLAINTS, *SUSPECTS)
-        if (is_complaint or role is not Role.EXCEPTION) and self._count < REMARKS_MAX:
+        if (is_complaint or role is not LineRole.EXCEPTION) and self._count < REMARKS_MAX:
             stack.remarks.append(finding)
         self._count += 1
         self._last = stack, finding
-        self._frames_below = _PINNED_LINES if _is_bare(finding) else 0
+        self._frames_below = _PINNED_LINES if _is_cuda_runtime_oom(finding) else 0
 
     def _forget_all(self) -> None:
         for stack in self._stacks.values():
@@ -368,7 +382,7 @@ class LogScan:
         self._last = None
 
     def _count_steps(self, line: str) -> None:
-        """Forget what a rank wrote of failures once its steps are counted further."""
+        """Forget a rank's findings once a progress line shows that its steps go on."""
         if not self._count or self._calm > CALM_LINES:
             return
         match = _PROGRESS.search(line)
@@ -381,8 +395,10 @@ class LogScan:
             stack.forget()
         stack.progress = count
 
-    def _continues_account(self, line: str) -> bool:
-        """Return whether the line goes on with PyTorch's account of memory, and add it to the last finding."""
+    def _add_to_memory_account(self, line: str) -> bool:
+        """Return whether the line continues PyTorch's memory account, which is then added to the
+        last finding.
+        """
         if self._last is None or not _ACCOUNT.match(line):
             return False
         finding = self._last[1]
@@ -392,7 +408,7 @@ class LogScan:
         return True
 
     def _replace_last(self, **changes: Any) -> None:
-        """Replace fields of the last finding wherever it is kept."""
+        """Change fields of the last finding, wherever it is stored."""
         assert self._last is not None, "a finding was noted"
         stack, finding = self._last
         changed = replace(finding, **changes)
@@ -402,8 +418,10 @@ class LogScan:
             stack.chain[-1] = (stack.chain[-1][0], changed)
         self._last = stack, changed
 
-    def _continues_message(self, stack: _Stack, text: str) -> bool:
-        """Return whether the line goes on with the message of the rank's last exception, and add it there."""
+    def _add_to_message(self, stack: _RankLines, text: str) -> bool:
+        """Return whether the line continues the message of the rank's last exception, to which it
+        is then added.
+        """
         if not stack.message_lines or not stack.chain:
             return False
         stack.message_lines -= 1
@@ -423,13 +441,15 @@ class LogScan:
             stack.chain[-1] = (link, changed)
         return True
 
-    def _stack(self, prefix: str) -> _Stack:
+    def _stack(self, prefix: str) -> _RankLines:
         if prefix not in self._stacks and len(self._stacks) >= RANKS_MAX:
             prefix = next(iter(self._stacks))
-        return self._stacks.setdefault(prefix, _Stack())
+        return self._stacks.setdefault(prefix, _RankLines())
 
-    def _in_traceback(self, stack: _Stack, text: str) -> bool:
-        """Return whether the line belongs to a traceback: a frame, or source in it, which may mention anything."""
+    def _in_traceback(self, stack: _RankLines, text: str) -> bool:
+        """Return whether the line belongs to a traceback (a frame or quoted source), and store it
+        with that.
+        """
         if stack.quoting and _INDENTED.match(text):
             if not _MARKS.match(text):
                 stack.frames[-1] = replace(stack.frames[-1], source=text.strip())
@@ -437,7 +457,7 @@ class LogScan:
             return True
         if text.startswith("│"):  # a box of rich's: what is no frame in it is quoted source
             if boxed := _RICH_FRAME.match(text):
-                stack.frames.append(Frame(boxed[1], boxed[2]))
+                stack.frames.append(TracebackFrame(boxed[1], boxed[2]))
             stack.lines.append(text)
             return True
         frame = FRAME.match(text)
@@ -453,12 +473,12 @@ class LogScan:
         if not stack.quoting:
             stack.quoting = True
             self._quoting += 1
-        stack.frames.append(Frame(frame[1], frame[2] or ""))
+        stack.frames.append(TracebackFrame(frame[1], frame[2] or ""))
         stack.lines.append(text)
         return True
 
-    def _finding(
-        self, cause: Cause, text: str, rank: int | None, offset: int, stack: _Stack
+    def _make_finding(
+        self, cause: Cause, text: str, rank: int | None, offset: int, stack: _RankLines
     ) -> Finding:
         if cause is Cause.DISK_FULL and any(
             _SEMAPHORES.search(frame.file) for frame in list(stack.frames)[-3:]
@@ -473,12 +493,16 @@ class LogScan:
             phase=phase_of_frames(stack.frames) or self._markers.phase,
             excerpt="\n".join((*stack.lines, text))[-EXCERPT_CHARACTERS_MAX:].strip("\n"),
         )
-        if _is_bare(finding) and any(map(_PINNED.search, list(stack.lines)[-_PINNED_LINES:])):
+        if _is_cuda_runtime_oom(finding) and any(
+            map(_PINNED.search, list(stack.lines)[-_PINNED_LINES:])
+        ):
             return replace(finding, cause=Cause.HOST_OOM)  # page-locked memory is the host's
         return finding
 
-    def _root_cause(self, text: str) -> None:
-        """Read rank and exit code from torchrun's summary, since torchrun's own exit code is always 1."""
+    def _read_torchrun_summary(self, text: str) -> None:
+        """Store the rank and exit code from torchrun's failure summary, since torchrun's own exit
+        code is always 1.
+        """
         if _ROOT_CAUSE in text:
             self._in_root_cause = True
         elif self._in_root_cause:
@@ -489,68 +513,70 @@ class LogScan:
                 self._in_root_cause = False
 
 
-def read_log(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
-    """Return the findings of a `LogScan` over a whole text."""
+def find_log_findings(text: str, command: Sequence[str] = ()) -> tuple[Finding, ...]:
+    """Return the findings of a `LogScan` that has read the whole text."""
     scan = LogScan(command=command)
     offset = 0
     for line in text.splitlines():
-        scan.feed(line, offset)
+        scan.read_line(line, offset)
         offset += len(line) + 1
     return scan.findings
 
 
 def last_traceback(text: str) -> str:
-    """Return the last Python traceback of a log, or its last 20 lines without one."""
+    """Return the last Python traceback in a log; its last 20 lines where it has none."""
     start = text.rfind(HEAD)
     return text[start:].strip() if start >= 0 else "\n".join(text.splitlines()[-20:])
 
 
-def _cause_of(text: str, role: Role) -> Cause | None:
-    """Return the cause that a line names by a rule, or by its words; None where it names none."""
-    cause = first_cause(text)
-    if role is Role.LINE:
-        cause = cause or cause_in_words(text)
-        return None if cause is None or is_quoted(text) else cause
-    cause = cause or cause_of_message(text)
-    if cause is None and role is Role.EXCEPTION:
-        return Cause.DEFERRED if points_elsewhere(text) else Cause.RAISED
+def _find_line_cause(text: str, role: LineRole) -> Cause | None:
+    """Return the cause of failure that a line names; None where it names none."""
+    cause = find_catalogue_cause(text)
+    if role is LineRole.LINE:
+        cause = cause or find_memory_cause(text)
+        return None if cause is None or only_mentions_failure(text) else cause
+    cause = cause or find_message_cause(text)
+    if cause is None and role is LineRole.EXCEPTION:
+        return Cause.DEFERRED if blames_other_process(text) else Cause.RAISED
     return cause
 
 
-def _counts_beside(word: Finding, root: Finding) -> bool:
-    """Return whether a telling line counts although an exception ended a rank.
+def _counts_beside_exception(word: Finding, root: Finding) -> bool:
+    """Return whether a line with a cause counts although an exception, `root`, ended a rank.
 
-    What came after that exception counts. So does what a device reported before an error of the device, and the place
-    of memory or of space that the exception does not name.
+    A line after that exception counts. So does a device's report before an exception about the
+    device, and a line that names the memory or disk that the exception leaves open.
     """
     if word.offset > root.offset or word.cause in COMPLAINTS:
         return True
     if root.cause is Cause.DEVICE_OOM and word.cause in (Cause.HOST_OOM, Cause.SHARED_MEMORY):
-        return not names_device(root.line)
+        return not mentions_device(root.line)
     if root.cause is Cause.DISK_FULL and word.cause is Cause.SHARED_MEMORY:
         return ": '" not in root.line
     return word.cause in (Cause.HARDWARE, Cause.NOT_OOM) and is_device_error(root.line)
 
 
-def _is_bare(finding: Finding) -> bool:
-    """Return whether the CUDA runtime, not PyTorch's allocator, was out of device or pinned memory."""
+def _is_cuda_runtime_oom(finding: Finding) -> bool:
+    """Return whether the CUDA runtime ran out of memory, not PyTorch's allocator."""
     return finding.cause is Cause.DEVICE_OOM and "Tried to allocate" not in finding.line
 
 
-def _doubt(finding: Finding) -> int:
+def _doubt_rank(finding: Finding) -> int:
     if finding.cause in COMPLAINTS:
         return 3 if finding.cause is Cause.SECONDARY else 2
     return 1 if finding.cause in SUSPECTS else 0
 
 
 def _misleading_arguments(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments that would be read as a cause wherever the program or its launcher repeats them."""
+    """Return the arguments of the command that look like a cause of failure when a log repeats
+    them.
+    """
     parts = [part for word in command for part in (word, word.partition("=")[2])]
-    return tuple(word for word in parts if first_cause(word) or _EXCEPTION.match(word))
+    return tuple(word for word in parts if find_catalogue_cause(word) or _EXCEPTION.match(word))
 
 
 def _without_echoes(text: str, arguments: Sequence[str]) -> str:
-    """Return the line without a command that a launcher repeats, and without arguments that would mislead."""
+    """Return the line without a repeated command, and without these misleading arguments."""
     text = _ECHOED_COMMAND.sub("[]", text)
     for word in arguments:
         text = text.replace(word, "")

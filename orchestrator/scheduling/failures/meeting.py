@@ -1,4 +1,4 @@
-"""Checks that an attempt's ranks joined one process group of the planned size."""
+"""Checks whether an attempt's ranks joined one process group, and whether it has the planned size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from orchestrator.specs.attempt import Attempt, Heartbeat
 ALONE_STEPS = 2  # of a rank: a script may warm up by a step before it joins the others
 
 
-def lone_ranks(beats: Sequence[Heartbeat]) -> int:
-    """Return the number of ranks that trained alone; 0 where fewer than two did, or where it is uncertain.
+def count_lone_ranks(beats: Sequence[Heartbeat]) -> int:
+    """Return how many ranks trained without a process group; 0 where fewer than two did, or it is
+    uncertain.
 
     It is uncertain where a rank joined a process group, or imported a library that makes its own.
     """
@@ -18,16 +19,20 @@ def lone_ranks(beats: Sequence[Heartbeat]) -> int:
     return trained if trained > 1 and all(beat.group_size == 0 for beat in beats) else 0
 
 
-def lone_ranks_in_words(count: int) -> str:
-    """Return why an attempt with `count` lone ranks has failed, and what to write instead, as text."""
+def describe_lone_ranks(count: int) -> str:
+    """Return the sentence that `count` ranks trained without each other, and what the job file
+    should say instead.
+    """
     return (
         f"{count} ranks trained without meeting: the script called no init_process_group before its steps, so that its "
         f"global batch is {count} times too large; say `gpus: 1`, or name by `launch` the launcher that joins its ranks"
     )
 
 
-def other_size_in_words(attempt: Attempt) -> str:
-    """Return text that a process group has another size than planned; "" where none is known to have."""
+def describe_unplanned_group_size(attempt: Attempt) -> str:
+    """Return a sentence if a process group has another size than the plan; "" if none is known to
+    have.
+    """
     sizes = {beat.group_size for beat in attempt.heartbeats if beat.group_size}
     sizes -= {attempt.plan.world_size}
     if not sizes:

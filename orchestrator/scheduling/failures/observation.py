@@ -1,14 +1,16 @@
-"""Observations: predicted and measured memory and speed of an attempt, taken at its end."""
+"""Observations: the predicted and measured memory and speed of an attempt, from which calibration
+learns.
+"""
 
 from __future__ import annotations
 
 from orchestrator.memory.calibration.correction import corrected_allocated_bytes, worst_moments
-from orchestrator.scheduling.failures.done_steps import made_no_step
-from orchestrator.scheduling.failures.meeting import other_size_in_words
+from orchestrator.scheduling.failures.done_steps import made_no_optimizer_step
+from orchestrator.scheduling.failures.meeting import describe_unplanned_group_size
 from orchestrator.scheduling.failures.out_of_memory import (
-    caught_in_words,
+    describe_caught_errors,
+    list_oom_reports,
     oom_needed_bytes,
-    oom_reports,
 )
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, OomReport
@@ -18,43 +20,45 @@ from orchestrator.specs.profile import UNTIMED
 from orchestrator.specs.replace import replace
 
 
-def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
-    """Return the observation of an ended attempt; None where it made no training step.
+def make_observation(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
+    """Return the observation of an ended attempt; None where its memory was not measured.
 
-    `capacity_bytes` is the memory of its kind of device, where known.
+    `capacity_bytes` is the memory of its kind of device, None where unknown.
     """
     assert attempt.ended_at_s is not None, attempt.name
-    measured = measured_bytes(attempt, capacity_bytes)
+    measured = measured_peak_bytes(attempt, capacity_bytes)
     if measured is None or (
-        is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))
+        survived_oom(attempt) and not (ran_out_of_memory(attempt) or _outgrew_memory(job, attempt))
     ):
         return None
     burst = _worst_report(attempt)
     return replace(
         _observation(job, attempt, measured, attempt.measured_step_s, attempt.ended_at_s),
         torch_version=attempt.torch_version,
-        ran_out=ran_out(attempt) or _outgrew(job, attempt),
+        ran_out=ran_out_of_memory(attempt) or _outgrew_memory(job, attempt),
         probe=attempt.probe,
         forward_bytes=attempt.forward_bytes,
         phase="" if burst is None else burst.phase,
         pass_done=None if burst is None else burst.pass_done,
         steps_done=0 if burst is None else burst.steps_done,
         steps_left=None if burst is None else _steps_left(job, burst),
-        finished=_ran_through(job, attempt),
+        finished=_is_representative(job, attempt),
         overhead_bytes=_overhead_bytes(attempt),
     )
 
 
-def observe_running(job: Job, attempt: Attempt) -> Observation | None:
-    """Return the observation of a running attempt so far; None where it has not yet reported its peak."""
+def make_running_observation(job: Job, attempt: Attempt) -> Observation | None:
+    """Return the observation of a running attempt so far; None until it has reported its peak."""
     pace = attempt.pace
     if pace is None or not pace.peak_bytes:
         return None
     return _observation(job, attempt, pace.peak_bytes, pace.step_s, pace.at_s)
 
 
-def observe_pace(job: Job, attempt: Attempt) -> Observation | None:
-    """Return the speed of a running attempt, with its memory as predicted; None where no seconds can be learned."""
+def make_pace_observation(job: Job, attempt: Attempt) -> Observation | None:
+    """Return an observation of a running attempt's speed alone, with its predicted memory; None
+    without a speed.
+    """
     pace = attempt.pace
     if pace is None:
         return None
@@ -67,7 +71,7 @@ def observe_pace(job: Job, attempt: Attempt) -> Observation | None:
 def _observation(
     job: Job, attempt: Attempt, measured: int, step_s: float | None, at_s: float
 ) -> Observation:
-    """Return the prediction beside what was measured."""
+    """Return an observation with the attempt's prediction and these measurements."""
     estimate = attempt.estimate
     is_timed = attempt.step_s > 0 and estimate.source not in UNTIMED
     return Observation(
@@ -87,11 +91,12 @@ def _observation(
     )
 
 
-def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
-    """Return the highest allocated peak of any rank; after an out-of-memory failure, the least that it needed.
+def measured_peak_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
+    """Return the highest allocated peak of any rank; after running out of memory, the least that
+    was needed.
 
-    None where nothing was measured, some process was unwatched, an error was injected, or memory ran out outside
-    training.
+    None where nothing was measured, a process was unwatched, an error was injected, or memory ran
+    out outside training.
     """
     evidence = attempt.evidence
     failure = attempt.failure
@@ -101,44 +106,50 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
         or any(r.injected for r in (*evidence.ooms, *evidence.caught))
     ):
         return None
-    if failure is not None and ran_out(attempt) and failure.phase in OUTSIDE_TRAINING:
+    if failure is not None and ran_out_of_memory(attempt) and failure.phase in OUTSIDE_TRAINING:
         return None
     peaks = [
         beat.peak_bytes
         for beat in evidence.heartbeats
         if beat.steps_done > 0 and beat.peak_bytes > 0
     ]
-    if ran_out(attempt) or is_truncated(attempt):
-        peaks += [oom_needed_bytes(report) for report in oom_reports(evidence)] or [
-            _burst_bytes(attempt, capacity_bytes)
+    if ran_out_of_memory(attempt) or survived_oom(attempt):
+        peaks += [oom_needed_bytes(report) for report in list_oom_reports(evidence)] or [
+            _unreported_oom_bytes(attempt, capacity_bytes)
         ]
     return max(peaks, default=None)
 
 
-def warnings(attempt: Attempt) -> tuple[str, ...]:
-    """Return doubts about the record of an ended attempt, one sentence each."""
+def list_record_warnings(attempt: Attempt) -> tuple[str, ...]:
+    """Return sentences that say why an ended attempt's record may be wrong or incomplete; ()
+    without any.
+    """
     evidence = attempt.facts
     sentences = []
     if evidence.unwatched:
         sentences.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
     sentences += [f"not read: {problem}" for problem in evidence.unread]
-    if is_truncated(attempt) and not ran_out(attempt):
+    if survived_oom(attempt) and not ran_out_of_memory(attempt):
         sentences.append(
-            f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's"
+            f"{describe_caught_errors(evidence)}: what they were in was lost, and its peak is no training's"
         )
-    if attempt.failure is None and made_no_step(evidence):
+    if attempt.failure is None and made_no_optimizer_step(evidence):
         sentences.append(
             "its optimizer made no step, though backward passes were made: nothing was trained"
         )
-    if other_size := other_size_in_words(attempt):
+    if other_size := describe_unplanned_group_size(attempt):
         sentences.append(other_size)
-    if mixing := _mixing_in_words(attempt):
+    if mixing := _describe_sample_mixing(attempt):
         sentences.append(mixing)
     return tuple(sentences)
 
 
-def _mixing_in_words(attempt: Attempt) -> str:
-    """Return what another micro-batch than before changed in the training of a script; "" where nothing was seen."""
+def _describe_sample_mixing(attempt: Attempt) -> str:
+    """Return a sentence if a changed micro-batch size made this another training; "" if nothing
+    shows that.
+
+    It does where the script mixes the samples of a micro-batch, as batch norm does.
+    """
     cut = next((c for c in attempt.change if c.setting == "micro_batch_size"), None)
     mixing = next((beat.mixing for beat in attempt.heartbeats if beat.mixing), ())
     if cut is None or not mixing:
@@ -150,10 +161,10 @@ def _mixing_in_words(attempt: Attempt) -> str:
 
 
 def _worst_report(attempt: Attempt) -> OomReport | None:
-    """Return the report of the rank that needed most; None where none ran out of memory, or none reported."""
-    if not ran_out(attempt):
+    """Return the out-of-memory report of the rank that needed most; None if no rank reported one."""
+    if not ran_out_of_memory(attempt):
         return None
-    return max(oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
+    return max(list_oom_reports(attempt.facts), key=oom_needed_bytes, default=None)
 
 
 def _steps_left(job: Job, burst: OomReport) -> int | None:
@@ -162,7 +173,9 @@ def _steps_left(job: Job, burst: OomReport) -> int | None:
 
 
 def _overhead_bytes(attempt: Attempt) -> int | None:
-    """Return the bytes of the worst rank's device beside PyTorch's allocator; None where they were not measured."""
+    """Return the device bytes outside PyTorch's allocator, the most of any rank; None where not
+    measured.
+    """
     evidence = attempt.facts
     if not evidence.free_before_bytes:
         return None
@@ -174,33 +187,39 @@ def _overhead_bytes(attempt: Attempt) -> int | None:
     return max((count for count in overheads if count > 0), default=None)
 
 
-def ran_out(attempt: Attempt) -> bool:
-    """Return whether the attempt's plan needed more memory than its devices have."""
+def ran_out_of_memory(attempt: Attempt) -> bool:
+    """Return whether the attempt failed because its plan needed more memory than its devices have."""
     return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
 
 
-def is_truncated(attempt: Attempt) -> bool:
-    """Return whether the script survived caught out-of-memory errors, so that its measured peak is below its need."""
+def survived_oom(attempt: Attempt) -> bool:
+    """Return whether the script caught out-of-memory errors and went on, so that its measured peak
+    is too low.
+    """
     return bool(attempt.facts.caught) and not attempt.facts.ooms
 
 
-def _outgrew(job: Job, attempt: Attempt) -> bool:
-    """Return whether an attempt that succeeded needed more memory than it had, by errors that its script caught."""
+def _outgrew_memory(job: Job, attempt: Attempt) -> bool:
+    """Return whether a successful attempt needed more memory than its devices have, by the errors
+    it caught.
+    """
     if (
         attempt.failure is not None
         or job.spec.on_caught_oom == "accept"
-        or not is_truncated(attempt)
+        or not survived_oom(attempt)
     ):
         return False
     return not any(report.foreign_bytes for report in attempt.facts.caught)
 
 
-def _ran_through(job: Job, attempt: Attempt) -> bool:
-    """Return whether the attempt ended the training and did at least half of it: earlier steps may have needed more.
+def _is_representative(job: Job, attempt: Attempt) -> bool:
+    """Return whether the attempt ended the training and did at least half of its steps.
 
-    A script counts its steps anew in each attempt, so the furthest step of all attempts stands for the last.
+    Only then is its peak that of the training: steps before it may have needed more. A script
+    counts its steps from 0 in each attempt, so the furthest step of all attempts stands for the
+    last.
     """
-    if attempt.failure is not None or attempt.probe or is_truncated(attempt):
+    if attempt.failure is not None or attempt.probe or survived_oom(attempt):
         return False
     last_step = 0
     for entry in (*job.attempts, attempt):
@@ -208,8 +227,8 @@ def _ran_through(job: Job, attempt: Attempt) -> bool:
     return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.heartbeats)
 
 
-def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:
-    """Return a bound where only the log says that memory ran out: more than predicted, and than the device leaves."""
+def _unreported_oom_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:
+    """Return a lower bound of the needed bytes where only the log says that memory ran out."""
     estimate = attempt.estimate
     predicted = corrected_allocated_bytes(estimate, attempt.correction)
     around = estimate.device_bytes - estimate.allocated_bytes

@@ -8,8 +8,10 @@ from orchestrator.specs.job_record import Job
 LOST_SHARE_MAX = 0.1  # of a rank's steps: a script that skips more than that trains something else
 
 
-def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
-    """Return the out-of-memory reports of ranks: from the guard, or else from their logs."""
+def list_oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
+    """Return the ranks' out-of-memory reports: fatal ones, else caught ones, else those read from
+    logs.
+    """
     log_reports = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
     return (
         evidence.ooms
@@ -19,7 +21,7 @@ def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
 
 
 def oom_needed_bytes(report: OomReport) -> int:
-    """Return the least allocated bytes that the rank would have needed."""
+    """Return the least allocated bytes with which the reported allocation would have succeeded."""
     at_least = report.live_bytes + (report.requested_bytes or 0)
     return (
         at_least
@@ -28,10 +30,12 @@ def oom_needed_bytes(report: OomReport) -> int:
     )
 
 
-def loaded_bytes(job: Job, device: str) -> int | None:
-    """Return the least bytes that a script loads before its first forward pass; None where no attempt showed it.
+def min_loaded_bytes(job: Job, device: str) -> int | None:
+    """Return the least bytes that the script needs before its first forward pass; None where no
+    attempt showed it.
 
-    An attempt shows it that ran out of memory there at micro-batch 1: no batch lowers weights and states.
+    An attempt shows it by running out of memory at startup with micro-batch 1, since no batch
+    lowers weights and states.
     """
     needed = list[int]()
     for attempt in job.attempts if job.spec.is_script else ():
@@ -44,10 +48,12 @@ def loaded_bytes(job: Job, device: str) -> int | None:
 
 
 def find_refuting_report(evidence: Evidence) -> OomReport | None:
-    """Return the caught error that proves the plan too large; None where training went on well after each.
+    """Return the first caught error that shows that the plan is too large; None where training
+    recovered from all.
 
-    An error counts where no step was completed since, or where the rank lost more than a tenth of its steps, at one
-    step per error. Errors before the first step are how a script finds a fitting batch.
+    An error shows it where no step was completed after it, or where the rank lost more than a tenth
+    of its steps, at one step per error. Errors before the first step do not count: scripts find a
+    fitting batch that way.
     """
     return next((report for report in evidence.caught if _is_refuting(evidence, report)), None)
 
@@ -61,21 +67,25 @@ def _is_refuting(evidence: Evidence, report: OomReport) -> bool:
     )
 
 
-def caught_count(evidence: Evidence) -> int:
-    """Return how many out-of-memory errors the script caught, without those that ended a rank."""
+def count_caught_errors(evidence: Evidence) -> int:
+    """Return how many out-of-memory errors the script caught and survived."""
     fatal = {report.rank for report in evidence.ooms}
     return sum(report.count - (report.rank in fatal) for report in evidence.caught)
 
 
-def losses(evidence: Evidence) -> tuple[int, int] | None:
-    """Return (errors, completed steps) of the rank that caught most errors; None where none caught any."""
+def count_errors_and_steps(evidence: Evidence) -> tuple[int, int] | None:
+    """Return (errors, completed steps) of the rank that caught most errors; None where none caught
+    any.
+    """
     worst = max(evidence.caught, key=lambda report: report.count, default=None)
     return None if worst is None else (worst.count, _steps_done(evidence, worst.rank))
 
 
-def caught_in_words(evidence: Evidence) -> str:
-    """Return text on how many errors the script caught, and in how many steps; "" where it caught none."""
-    lost = losses(evidence)
+def describe_caught_errors(evidence: Evidence) -> str:
+    """Return text with the number of caught errors and of completed steps; "" where none was
+    caught.
+    """
+    lost = count_errors_and_steps(evidence)
     if lost is None:
         return ""
     errors, steps = lost

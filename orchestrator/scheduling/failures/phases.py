@@ -21,8 +21,8 @@ GUARD_PHASES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """An entry of a Python traceback."""
+class TracebackFrame:
+    """A frame of a Python traceback: file, function, and source line."""
 
     file: str
     function: str
@@ -41,8 +41,10 @@ _SOURCES = (  # statements of a script's own loop
 )
 
 
-def phase_of_frames(frames: Iterable[Frame]) -> Phase | None:
-    """Return the phase named by the innermost recognised frame; None without one."""
+def phase_of_frames(frames: Iterable[TracebackFrame]) -> Phase | None:
+    """Return the phase (such as training) that the innermost recognised frame shows; None without
+    one.
+    """
     for frame in reversed(tuple(frames)):
         for phase, file, function in _FRAMES:
             if function.match(frame.function) and file.search(frame.file):
@@ -53,15 +55,15 @@ def phase_of_frames(frames: Iterable[Frame]) -> Phase | None:
     return None
 
 
-class Markers:
-    """Tracks a program's phase through its log: the last line that matches a pattern sets the phase."""
+class PhaseMarkers:
+    """Tracks a program's phase through its log: a line that matches a phase's pattern sets `phase`."""
 
     def __init__(self, patterns: Mapping[Phase, str]) -> None:
         self._patterns = [(phase, LinePattern(pattern)) for phase, pattern in patterns.items()]
         self.phase: Phase | None = Phase.STARTUP if patterns else None
 
-    def read(self, line: str) -> None:
-        """Read one line, and set `phase` where it matches a pattern."""
+    def read_line(self, line: str) -> None:
+        """Set `phase` if the line matches the pattern of a phase."""
         for phase, pattern in self._patterns:
             if pattern.matches(line):
                 self.phase = phase

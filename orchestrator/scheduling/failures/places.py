@@ -1,4 +1,4 @@
-"""Devices and nodes that unexplained failures accuse: their suspension, and what clears them."""
+"""Suspension of devices and nodes on which jobs ended for no known reason, and what lifts it."""
 
 from __future__ import annotations
 
@@ -30,33 +30,38 @@ JOBS_MIN = 2  # whose ends suspend a place
 REASON_CHARACTERS_MAX = 200
 
 
-def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
-    """Return the state with devices or nodes suspended, or cleared, after an attempt's end.
+def update_suspensions(state: State, job: Job, attempt: Attempt, failure: Failure | None) -> State:
+    """Return the state after an attempt's end, with devices or nodes suspended or cleared.
 
-    A success clears a device, and so does long training before the end, whatever the cause. A job that ends alike on
-    two places, or is to blame itself, withdraws its accusations.
+    A success clears the attempt's devices; so does an end after long training. Where a job ends the
+    same way on two sets of devices, or the program is to blame, the job's earlier accusations are
+    withdrawn.
     """
     assert attempt.ended_at_s is not None
     at_s = attempt.ended_at_s
-    devices = devices_of(attempt.placement)
-    nodes = nodes_of(attempt.placement)
+    devices = devices_of_placement(attempt.placement)
+    nodes = nodes_of_placement(attempt.placement)
     ends = tuple(end for end in state.ends if at_s - end.at_s <= REMEMBERED_S)
     suspensions = state.suspensions
     if failure is None or at_s - attempt.launched_at_s >= TRUSTED_S:
-        ends = tuple(end for end in ends if not devices & devices_of(end.placement))
-    ending = accusation_of(failure)
+        ends = tuple(end for end in ends if not devices & devices_of_placement(end.placement))
+    ending = find_accusation(failure)
     if failure is None:
-        suspensions = tuple(entry for entry in suspensions if key_of(entry) not in devices | nodes)
+        suspensions = tuple(
+            entry for entry in suspensions if suspended_place(entry) not in devices | nodes
+        )
     elif ending is not None:
-        if is_alike_elsewhere(job, attempt, ending) or failure.kind is FailureKind.USER_ERROR:
-            ends, suspensions = _withdraw(ends, suspensions, job)
+        if ended_alike_elsewhere(job, attempt, ending) or failure.kind is FailureKind.USER_ERROR:
+            ends, suspensions = _withdraw_accusations(ends, suspensions, job)
         elif not ending.is_own and not attempt.facts.virtual:
-            places, accusers = suspects(job, attempt, others_of(ends, job, at_s), state.nodes)
-            if places and accuses(ending):
+            places, accusers = find_suspects(
+                job, attempt, recent_ends_of_others(ends, job, at_s), state.nodes
+            )
+            if places and may_accuse_device(ending):
                 reason = f"{job.id} and others ended there: {failure.reason}"[
                     :REASON_CHARACTERS_MAX
                 ]
-                suspensions = _suspend(state, places, reason, at_s, (job.key, *accusers))
+                suspensions = _add_suspensions(state, places, reason, at_s, (job.key, *accusers))
             new = UnexplainedEnd(
                 job=job.key,
                 family=job.spec.family_name,
@@ -70,68 +75,82 @@ def with_places(state: State, job: Job, attempt: Attempt, failure: Failure | Non
     return replace(state, ends=ends, suspensions=suspensions)
 
 
-def suspects(
+def find_suspects(
     job: Job, attempt: Attempt, others: Sequence[UnexplainedEnd], nodes: Sequence[Node]
 ) -> tuple[tuple[Device | str, ...], tuple[str, ...]]:
-    """Return (suspect devices or else nodes, keys of the other jobs that ended unexplained soon after starting there).
+    """Return (suspect devices or else nodes, keys of the other jobs that ended there too).
 
-    Jobs of the same family do not count: a sweep whose trials all end alike says nothing of devices. Both are empty
-    where no devices would be left without the suspects.
+    `others` are unexplained ends of other jobs. Ends of the same family do not count: a sweep whose
+    trials all end alike says nothing about devices. Both tuples are empty where no device would be
+    left without the suspects.
     """
     at_s = attempt.ended_at_s or 0.0
-    devices = devices_of(attempt.placement)
-    others = [end for end in others if end.family != job.spec.family_name and accuses(end.ending)]
+    devices = devices_of_placement(attempt.placement)
+    others = [
+        end
+        for end in others
+        if end.family != job.spec.family_name and may_accuse_device(end.ending)
+    ]
     places: set[Device | str] = {
-        device for end in others for device in devices & devices_of(end.placement)
+        device for end in others for device in devices & devices_of_placement(end.placement)
     }
     if not places:
         others = [end for end in others if at_s - end.at_s <= RECENT_S]
         places = {
-            node for node, _ in devices if any(node in nodes_of(end.placement) for end in others)
+            node
+            for node, _ in devices
+            if any(node in nodes_of_placement(end.placement) for end in others)
         }
     if not _is_any_left(nodes, places):
         return (), ()
     accusers = {
-        end.job for end in others if places & {*devices_of(end.placement), *nodes_of(end.placement)}
+        end.job
+        for end in others
+        if places & {*devices_of_placement(end.placement), *nodes_of_placement(end.placement)}
     }
     return tuple(sorted(places, key=str)), tuple(sorted(accusers))
 
 
-def accusation_of(failure: Failure | None) -> Ending | None:
-    """Return the unexplained ending by which a failure accuses its device or node; None where something explains it.
+def find_accusation(failure: Failure | None) -> Ending | None:
+    """Return the ending by which a failure accuses its devices; None where something else explains
+    the failure.
 
-    A log that names broken hardware accuses as an unexplained end does, since the program wrote it. One job alone
-    suspends nothing.
+    A log that names broken hardware counts like an unexplained end, since the program wrote the
+    log.
     """
     if failure is None or failure.broken is None:
         return None if failure is None else failure.ending
     return Ending(signature=failure.reason, step=None, elapsed_s=0.0, is_own=False, may_pass=False)
 
 
-def accuses(ending: Ending) -> bool:
-    """Return whether the device may have caused this end: soon after launch, and no service refused anything."""
+def may_accuse_device(ending: Ending) -> bool:
+    """Return whether the device may have caused this end: it came soon after launch, and no service
+    refused.
+    """
     return not ending.is_own and not ending.may_pass and ending.elapsed_s < TRUSTED_S
 
 
-def is_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
-    """Return whether the job ended in the same way before, on entirely different devices."""
-    devices = devices_of(attempt.placement)
+def ended_alike_elsewhere(job: Job, attempt: Attempt, ending: Ending) -> bool:
+    """Return whether an earlier attempt of the job ended the same way on entirely different
+    devices.
+    """
+    devices = devices_of_placement(attempt.placement)
     failures = [
-        (earlier.placement, accusation_of(earlier.failure))
+        (earlier.placement, find_accusation(earlier.failure))
         for earlier in job.attempts[: attempt.number - 1]
     ]
     return any(
         previous is not None
         and previous.signature == ending.signature
-        and not devices & devices_of(placement)
+        and not devices & devices_of_placement(placement)
         for placement, previous in failures
     )
 
 
-def _withdraw(
+def _withdraw_accusations(
     ends: tuple[UnexplainedEnd, ...], suspensions: Sequence[Suspension], job: Job
 ) -> tuple[tuple[UnexplainedEnd, ...], tuple[Suspension, ...]]:
-    """Return ends and suspensions without the ends of the job; a suspension needs two jobs."""
+    """Return the ends and suspensions without this job's part in them; a suspension needs two jobs."""
     left = [
         replace(entry, jobs=tuple(key for key in entry.jobs if key != job.key))
         for entry in suspensions
@@ -141,18 +160,22 @@ def _withdraw(
     )
 
 
-def _suspend(
+def _add_suspensions(
     state: State, places: Sequence[Device | str], reason: str, at_s: float, jobs: tuple[str, ...]
 ) -> tuple[Suspension, ...]:
-    """Return the suspensions with these places, each for twice as long as the last time.
+    """Return the state's suspensions with these places added, each for twice as long as its last
+    one.
 
-    None is added where more than half of the live devices would be suspended.
+    They are unchanged where more than half of the live devices would be suspended.
     """
-    closed = {*places, *(key_of(entry) for entry in state.suspensions if entry.until_s > at_s)}
+    closed = {
+        *places,
+        *(suspended_place(entry) for entry in state.suspensions if entry.until_s > at_s),
+    }
     live = [(node.name, index) for node in state.nodes for index in range(len(node.free_bytes))]
     if sum(device in closed or device[0] in closed for device in live) > len(live) // 2:
         return state.suspensions
-    entries = {key_of(entry): entry for entry in state.suspensions}
+    entries = {suspended_place(entry): entry for entry in state.suspensions}
     for place in places:
         node, device = (place, None) if isinstance(place, str) else place
         before = entries.pop(place, None)
@@ -169,23 +192,24 @@ def _suspend(
     return tuple(entries.values())[-ENDS_MAX:]
 
 
-def devices_to_avoid(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
-    """Return sets of devices to avoid, strictest first: all devices of nodes where it failed, then only the devices.
+def device_sets_to_avoid(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[Device], ...]:
+    """Return the sets of devices that the job should avoid, the largest set first; () without any.
 
-    The job ended there for no known reason within a day. A node counts once two of its devices do. Ends that a network
-    or a service caused do not count.
+    The job ended on them for no known reason within a day. The first set has all devices of those
+    nodes, the second only the devices themselves, and a whole node once two of its devices count.
+    Ends by a network or a service do not count.
     """
     if not job.attempts:
         return ()
     devices: set[Device] = set()
     for attempt in job.attempts:
-        ending = accusation_of(attempt.failure)
+        ending = find_accusation(attempt.failure)
         if (
             ending is not None
             and not ending.may_pass
             and at_s - attempt.end_or(at_s) <= REMEMBERED_S
         ):
-            devices |= devices_of(attempt.placement)
+            devices |= devices_of_placement(attempt.placement)
     if not devices:
         return ()
     count = Counter(node for node, _ in devices)
@@ -199,27 +223,29 @@ def devices_to_avoid(job: Job, nodes: Sequence[Node], at_s: float) -> tuple[set[
     return (live, devices) if live > devices else (devices,)
 
 
-def is_sent_elsewhere(job: Job) -> bool:
-    """Return whether the job must wait for other devices, by the verdict on its last failure."""
+def must_avoid_devices(job: Job) -> bool:
+    """Return whether the job must wait for other devices than those of its last failure."""
     failure = job.attempts[-1].failure if job.attempts else None
     return failure is not None and failure.verdict is not None and failure.verdict.elsewhere
 
 
-def devices_of(placement: Placement) -> set[Device]:
-    """Return (node, index) of every device in a placement."""
+def devices_of_placement(placement: Placement) -> set[Device]:
+    """Return the (node, index) pairs of all devices in a placement."""
     return set(devices_in(placement))
 
 
-def nodes_of(placement: Placement) -> set[str]:
+def nodes_of_placement(placement: Placement) -> set[str]:
     return {part.node for part in placement}
 
 
-def key_of(suspension: Suspension) -> Device | str:
+def suspended_place(suspension: Suspension) -> Device | str:
     return suspension.node if suspension.device is None else (suspension.node, suspension.device)
 
 
 def _is_any_left(nodes: Sequence[Node], places: Container[Device | str]) -> bool:
-    """Return whether any device of the live nodes is outside of these places."""
+    """Return whether the live nodes have a device that is none of these places, and on none of
+    them.
+    """
     return any(
         node.name not in places and (node.name, index) not in places
         for node in nodes
@@ -227,13 +253,15 @@ def _is_any_left(nodes: Sequence[Node], places: Container[Device | str]) -> bool
     )
 
 
-def others_of(ends: Sequence[UnexplainedEnd], job: Job, at_s: float) -> list[UnexplainedEnd]:
-    """Return the unexplained ends of other jobs within the last REMEMBERED_S seconds."""
+def recent_ends_of_others(
+    ends: Sequence[UnexplainedEnd], job: Job, at_s: float
+) -> list[UnexplainedEnd]:
+    """Return the unexplained ends of other jobs within REMEMBERED_S seconds before `at_s`."""
     return [end for end in ends if end.job != job.key and at_s - end.at_s <= REMEMBERED_S]
 
 
-def names_of(places: Sequence[Device | str] | set[Device]) -> str:
-    """Return places as text: `n0` for a node, `n0/0, n0/1` for devices."""
+def format_places(places: Sequence[Device | str] | set[Device]) -> str:
+    """Return nodes or devices as text: `n0` for a node, `n0/0, n0/1` for devices."""
     return ", ".join(
         sorted(place if isinstance(place, str) else f"{place[0]}/{place[1]}" for place in places)
     )

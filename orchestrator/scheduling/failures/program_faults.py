@@ -1,6 +1,7 @@
-"""Whose fault an exception is that no rule of the catalogue knows: by its type, its errno and its words.
+"""Whether an exception that no rule of the catalogue knows is the program's fault: by type, errno
+and message.
 
-Under ignorance nobody is to blame: the attempt is repeated, a bounded number of times.
+In doubt nobody is to blame, and the attempt is repeated a bounded number of times.
 """
 
 from __future__ import annotations
@@ -55,37 +56,43 @@ PASSING_ERRNOS = frozenset(
 )
 
 
-def may_pass(kind: str, message: str) -> bool:
-    """Return whether a network, a service or the system refused something that may succeed later.
+def may_be_temporary(exception_type: str, message: str) -> bool:
+    """Return whether an exception shows a refusal by a network, a service or the system that may
+    pass.
 
-    An error of the system says so by its errno. One without an errno, and of unknown words, may pass.
+    An errno decides, where the message has one. An OSError without an errno and with unknown words
+    may pass.
     """
     number = _ERRNO.search(message)
     if number is not None:
         return int(number[1] or number[2]) in PASSING_ERRNOS
-    if kind in PROGRAM_TYPES:
+    if exception_type in PROGRAM_TYPES:
         return _NO_ANSWER.match(message) is not None
-    if _REFUSED.search(kind) or _MAY_PASS_WORDS.search(message):
+    if _REFUSED.search(exception_type) or _MAY_PASS_WORDS.search(message):
         return True
-    return kind in _SYSTEM_TYPES and _PROGRAM_WORDS.search(message) is None
+    return exception_type in _SYSTEM_TYPES and _PROGRAM_WORDS.search(message) is None
 
 
-def is_programs(kind: str, message: str) -> bool:
-    """Return whether the type or the words of an exception blame the program, its settings or its data.
+def is_program_fault(exception_type: str, message: str) -> bool:
+    """Return whether an exception's type or message blames the program, its settings or its data.
 
-    An assertion about devices does not: its device may be gone.
+    An assertion about devices does not, since the device may be gone.
     """
-    if may_pass(kind, message):
+    if may_be_temporary(exception_type, message):
         return False
-    if kind != "AssertionError" and (kind in PROGRAM_TYPES or _PROGRAM_NAME.search(kind)):
+    if exception_type != "AssertionError" and (
+        exception_type in PROGRAM_TYPES or _PROGRAM_NAME.search(exception_type)
+    ):
         return True
-    if is_device_error(f"{kind}: {message}"):
+    if is_device_error(f"{exception_type}: {message}"):
         return False
-    return kind == "AssertionError" or _PROGRAM_WORDS.search(message) is not None
+    return exception_type == "AssertionError" or _PROGRAM_WORDS.search(message) is not None
 
 
 def is_device_error(text: str) -> bool:
-    """Return whether a device, its driver or its communicator reported the error, or an assertion asks for one."""
+    """Return whether the text shows an error of a device, its driver or NCCL, or an assertion about
+    devices.
+    """
     if text.startswith("AssertionError") and _DEVICE_WORDS.search(text):
         return True
     return _DEVICE_ERROR.search(text) is not None
@@ -101,12 +108,18 @@ _ABOUT_CODES = {
 }
 
 
-def about_line(text: str) -> About | None:
-    """Return what an exception, with its type in front, names as wrong; None where it is the program alone."""
+def find_faulty_thing(text: str) -> About | None:
+    """Return what an exception names as wrong (arguments, a file, a device); None where it names
+    nothing.
+
+    `text` is the exception's type and message.
+    """
     return next((about for about, pattern in _ABOUT if pattern.search(text)), None)
 
 
-def about_exit(code: int | None) -> About | None:
-    """Return what an exit code without an exception tells; a crash by a signal may be the device's."""
+def find_faulty_thing_of_exit(code: int | None) -> About | None:
+    """Return what an exit code shows to be wrong; None where it shows nothing. A crash may be the
+    device's.
+    """
     number = exit_signal(code)
     return _ABOUT_CODES.get(code or 0) if number is None else About.DEVICE

@@ -1,10 +1,12 @@
-"""Failures by the ends of ranks: by exceptions, log lines, signals and exit codes, whichever says most."""
+"""The failure of an attempt from the ends of its ranks: exceptions, log lines, signals and exit
+codes.
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-from orchestrator.scheduling.failures.device_memory import is_nearly_full, oom_failure
+from orchestrator.scheduling.failures.device_memory import is_nearly_full, make_oom_failure
 from orchestrator.scheduling.failures.exit_codes import (
     ENDED_BY_US,
     FROM_OUTSIDE,
@@ -13,14 +15,14 @@ from orchestrator.scheduling.failures.exit_codes import (
     exit_signal,
     signal_name,
 )
-from orchestrator.scheduling.failures.log_scan import read_log
-from orchestrator.scheduling.failures.program_faults import about_line
+from orchestrator.scheduling.failures.log_scan import find_log_findings
+from orchestrator.scheduling.failures.program_faults import find_faulty_thing
 from orchestrator.scheduling.failures.signatures import COMPLAINTS, SUSPECTS, broken_extent
 from orchestrator.scheduling.failures.unexplained import (
     MESSAGE_CHARACTERS_MAX,
-    cut_tail,
-    in_one_line,
-    unexplained_failure,
+    cut_excerpt,
+    join_lines,
+    make_unexplained_failure,
 )
 from orchestrator.specs.attempt import (
     Attempt,
@@ -37,11 +39,13 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.run import STALE_EXIT_CODE
 
 
-def failure_of_ranks(
+def diagnose_ranks(
     attempt: Attempt, evidence: Evidence, command: Argv, capacity_bytes: int | None
 ) -> Failure:
-    """Return the failure of the rank whose end says most; of equal ones, that of the first suspect."""
-    suspects = suspects_of(evidence)
+    """Return the failure of the rank whose end explains most; of equal ones, that of the first
+    suspect.
+    """
+    suspects = order_by_suspicion(evidence)
     stale = next((end for end in suspects if end.exit_code == STALE_EXIT_CODE), None)
     if stale is not None:
         return Failure(
@@ -51,13 +55,13 @@ def failure_of_ranks(
         )
     judged = [_judge_rank(attempt, evidence, end, command, capacity_bytes) for end in suspects]
     # the exception of the rank that ended first decides, whatever others met later
-    if suspects[0].rank == evidence.first_ended_rank and judged[0][0] is Weight.RAISED:
+    if suspects[0].rank == evidence.first_ended_rank and judged[0][0] is EndWeight.RAISED:
         return judged[0][1]
     return min(judged, key=lambda pair: pair[0])[1]
 
 
-class Weight(IntEnum):
-    """How much the end of one rank explains the end of all; the least value says most."""
+class EndWeight(IntEnum):
+    """How much the end of one rank explains the attempt's end; the least value explains most."""
 
     NAMED = 0  # an exception with a known cause, or one that blames the program
     RAISED = 1  # an exception of unknown cause
@@ -76,35 +80,37 @@ def _judge_rank(
     end: RankEnd,
     command: Argv,
     capacity_bytes: int | None,
-) -> tuple[Weight, Failure]:
-    """Return what one rank's end says of its cause, and the failure that it would be alone."""
+) -> tuple[EndWeight, Failure]:
+    """Return (how much this rank's end explains, the failure that it would be alone)."""
     report = _report_of(evidence, end)
     finding = _decisive_finding(end, report, command)
     if finding is None:
         return _judge_exit(attempt, evidence, end, report, command)
     if finding.cause in (Cause.RAISED, Cause.DEFERRED):
-        failure = unexplained_failure(attempt, evidence, end, report, finding, command)
+        failure = make_unexplained_failure(attempt, evidence, end, report, finding, command)
         assert failure.ending is not None, "nothing explains it"
         if finding.cause is Cause.DEFERRED:
-            return Weight.SILENT, failure
-        return Weight.NAMED if failure.ending.is_own else Weight.RAISED, failure
-    named = failure_of_finding(attempt, evidence, end, finding, capacity_bytes)
+            return EndWeight.SILENT, failure
+        return EndWeight.NAMED if failure.ending.is_own else EndWeight.RAISED, failure
+    named = make_finding_failure(attempt, evidence, end, finding, capacity_bytes)
     if finding.cause in COMPLAINTS:
         return _judge_complaint(evidence, end, finding, named)
     if named is None:
         return _judge_exit(attempt, evidence, end, report, command)
-    return Weight.NAMED if finding.is_exception else Weight.WORDS, named
+    return EndWeight.NAMED if finding.is_exception else EndWeight.WORDS, named
 
 
 def _judge_complaint(
     evidence: Evidence, end: RankEnd, finding: Finding, named: Failure | None
-) -> tuple[Weight, Failure]:
-    """Return the failure of a rank that complains about others, or that waited in vain for them."""
+) -> tuple[EndWeight, Failure]:
+    """Return the weight and failure of a rank that complains about other ranks, or waited in vain
+    for them.
+    """
     if named is not None and finding.cause is not Cause.SECONDARY and not evidence.host_oom_kills:
-        return Weight.WAITED, named
+        return EndWeight.WAITED, named
     signalled = _failure_of_signal(evidence, end)
     reason = f"its ranks only complain about each other: {finding.line[:MESSAGE_CHARACTERS_MAX]}"
-    return Weight.COMPLAINT, signalled or Failure(kind=FailureKind.NODE_LOST, reason=reason)
+    return EndWeight.COMPLAINT, signalled or Failure(kind=FailureKind.NODE_LOST, reason=reason)
 
 
 def _judge_exit(
@@ -113,36 +119,39 @@ def _judge_exit(
     end: RankEnd,
     report: ErrorReport | None,
     command: Argv,
-) -> tuple[Weight, Failure]:
-    """Return the failure of a rank of which only the exit code, or the signal behind it, tells."""
+) -> tuple[EndWeight, Failure]:
+    """Return the weight and failure of a rank of which only the exit code, or the signal behind it,
+    is known.
+    """
     is_first = end.rank == evidence.first_ended_rank
     signalled = _failure_of_signal(evidence, end)
     if signalled is not None and signalled.kind is FailureKind.HOST_OOM:
-        return Weight.NAMED, signalled
+        return EndWeight.NAMED, signalled
     if signalled is not None:
         followed = (
             end.exit_code in ENDED_BY_US and not is_first and _has_failed_before(evidence, end)
         )
-        return Weight.FOLLOWED if followed else Weight.SIGNAL, signalled
-    failure = unexplained_failure(attempt, evidence, end, report, None, command)
+        return EndWeight.FOLLOWED if followed else EndWeight.SIGNAL, signalled
+    failure = make_unexplained_failure(attempt, evidence, end, report, None, command)
     if end.exit_code == 0:
-        return Weight.FOLLOWED, failure
+        return EndWeight.FOLLOWED, failure
     if failure.ending is not None and failure.ending.is_own:
-        return Weight.NAMED, failure
+        return EndWeight.NAMED, failure
     is_crash = exit_signal(end.exit_code) is not None
-    return Weight.CRASHED if is_crash or is_first else Weight.SILENT, failure
+    return EndWeight.CRASHED if is_crash or is_first else EndWeight.SILENT, failure
 
 
 def _has_failed_before(evidence: Evidence, end: RankEnd) -> bool:
-    """Return whether another rank failed by itself, so that a signal of ours ended this one."""
+    """Return whether another rank failed by itself, so that the backend ended this one."""
     others = (other for other in evidence.ranks if other.rank != end.rank)
     return any(other.exit_code and other.exit_code not in ENDED_BY_US for other in others)
 
 
 def _report_of(evidence: Evidence, end: RankEnd) -> ErrorReport | None:
-    """Return the exception that the guard saw end this rank, or a rank that it started as their launcher.
+    """Return the guard's report of the exception that ended this rank, or a rank that it launched;
+    else None.
 
-    Of several the one that the launcher saw fail first comes first.
+    Of several, the one whose rank the launcher saw fail first is returned.
     """
     others = {other.rank for other in evidence.ranks} - {end.rank}
     reports = [report for report in evidence.errors if report.rank not in others]
@@ -151,14 +160,16 @@ def _report_of(evidence: Evidence, end: RankEnd) -> ErrorReport | None:
 
 
 def _decisive_finding(end: RankEnd, report: ErrorReport | None, command: Argv) -> Finding | None:
-    """Return what ended the rank: the exception of the guard's report, else what its log says.
+    """Return what ended the rank: the exception of the guard's report, else the log's finding; None
+    without either.
 
-    Where the report is a complaint, the log may name the cause. A signal that ended the rank comes before an exception
-    in its log that no rule knows, and a killer of memory named below that exception before it.
+    Where the report only complains about other ranks, the log may name the cause. A signal that
+    ended the rank outweighs an exception in its log that no rule knows; a later line that names a
+    cause is then returned.
     """
-    findings = findings_of(end, command)
+    findings = list_log_findings(end, command)
     if report is not None:
-        reported = next(iter(read_log(report.traceback)), None)
+        reported = next(iter(find_log_findings(report.traceback)), None)
         if reported is None:
             reported = Finding(cause=Cause.RAISED, line=report.type, excerpt=report.traceback)
         if reported.cause not in (*COMPLAINTS, *SUSPECTS):
@@ -174,33 +185,37 @@ def _decisive_finding(end: RankEnd, report: ErrorReport | None, command: Argv) -
     return first
 
 
-def failure_of_finding(
+def make_finding_failure(
     attempt: Attempt,
     evidence: Evidence,
     end: RankEnd,
     finding: Finding | None,
     capacity_bytes: int | None,
 ) -> Failure | None:
-    kind = None if finding is None else _kind_of(end, finding, evidence, attempt, capacity_bytes)
+    kind = (
+        None if finding is None else _confirm_cause(end, finding, evidence, attempt, capacity_bytes)
+    )
     if finding is None or kind is None:
         return None
     if kind is FailureKind.DEVICE_OOM and finding.oom is not None:
-        return oom_failure(attempt, finding.oom, finding)
+        return make_oom_failure(attempt, finding.oom, finding)
     return Failure(
         kind=kind,
         rank=end.rank if finding.rank is None else finding.rank,
         phase=finding.phase,
-        reason=in_one_line(finding.line),
-        excerpt=cut_tail(finding.excerpt),
+        reason=join_lines(finding.line),
+        excerpt=cut_excerpt(finding.excerpt),
         broken=broken_extent(finding.line) if finding.cause is Cause.HARDWARE else None,
-        about=about_line(finding.line) if kind is FailureKind.USER_ERROR else None,
+        about=find_faulty_thing(finding.line) if kind is FailureKind.USER_ERROR else None,
     )
 
 
-def _kind_of(
+def _confirm_cause(
     end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
 ) -> FailureKind | None:
-    """Return the kind of failure for a log line's cause, as other evidence confirms it; None where refuted."""
+    """Return the kind of failure for a finding's cause; None where other evidence refutes that
+    cause.
+    """
     nearly_full = is_nearly_full(attempt, evidence, capacity_bytes)
     kinds: dict[Cause, FailureKind | None] = {
         Cause.NOT_OOM: FailureKind.HUNG if _has_timed_out(end) else FailureKind.USER_ERROR,
@@ -221,14 +236,17 @@ def _kind_of(
 
 
 def _has_timed_out(end: RankEnd) -> bool:
-    """Return whether a collective timed out, since ranks had lost step with each other."""
+    """Return whether a collective of this rank timed out, because ranks no longer ran the same
+    operations.
+    """
     return any(finding.cause is Cause.TIMEOUT for finding in end.findings)
 
 
 def _failure_of_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
-    """Return what the signal says that ended the process, or the first rank that its launcher saw fail.
+    """Return the failure for the signal that ended the rank, or the rank that its launcher saw fail
+    first.
 
-    A crash by another signal says nothing of its cause.
+    None without a signal, and for a crash, which does not tell its cause.
     """
     rank = end.rank
     code = end.exit_code
@@ -250,13 +268,15 @@ def _failure_of_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
         reason = f"rank {rank} ended by SIGBUS: shared memory"
     else:
         return None
-    return Failure(kind=kind, rank=rank, reason=reason, excerpt=cut_tail(end.log_tail))
+    return Failure(kind=kind, rank=rank, reason=reason, excerpt=cut_excerpt(end.log_tail))
 
 
-def check_oom_kills(evidence: Evidence, failure: Failure) -> Failure:
-    """Return the failure, or host memory where the kernel killed for it and nothing else explains the end.
+def blame_oom_killer(evidence: Evidence, failure: Failure) -> Failure:
+    """Return the failure, changed to HOST_OOM where the kernel killed processes for memory
+    meanwhile.
 
-    The counter is the whole node's, so an exception that a mistake in code raises stands.
+    It stays as it is where an exception or broken hardware explains the end: the counter is the
+    whole node's.
     """
     is_mistake = failure.ending is not None and failure.ending.is_own and bool(failure.excerpt)
     is_open = failure.ending is not None or failure.kind in (
@@ -273,16 +293,17 @@ def check_oom_kills(evidence: Evidence, failure: Failure) -> Failure:
     )
 
 
-def findings_of(end: RankEnd, command: Argv) -> tuple[Finding, ...]:
-    """Return the findings of the whole log where it was read, else of its end."""
-    return end.findings or read_log(end.log_tail, command)
+def list_log_findings(end: RankEnd, command: Argv) -> tuple[Finding, ...]:
+    """Return the findings of the rank's log; where the whole log was not scanned, those of its end."""
+    return end.findings or find_log_findings(end.log_tail, command)
 
 
-def suspects_of(evidence: Evidence) -> list[RankEnd]:
-    """Return the ranks in the order of suspicion: the one that ended first, then failures, then the rest.
+def order_by_suspicion(evidence: Evidence) -> list[RankEnd]:
+    """Return the ranks, most suspect first: the one that ended first, then failed ones, then the
+    rest.
 
-    Signalled ranks stand last among the failures, since that is how we end the survivors. Where the kernel killed for
-    memory, the killed one comes before those that we ended.
+    Ranks that the backend ended by a signal come last among the failed ones. Where the kernel
+    killed for memory, the killed rank comes before those.
     """
 
     def doubt(end: RankEnd) -> tuple[bool, bool, bool, bool, int]:

@@ -1,7 +1,8 @@
-"""The catalogue of lines that name a cause of failure, and the words by which unknown lines name memory.
+"""The catalogue of log lines that name a cause of failure, and words by which unknown lines name
+memory.
 
-`signatures.yaml` has the texts. An exception that no rule matches has no cause here: `endings.py` decides whether the
-program is to blame.
+`signatures.yaml` has the patterns. An exception that matches none has no cause here: `endings.py`
+decides whether the program is to blame.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ _TABLE = load_table(__package__, "signatures")
 TELLING: tuple[str, ...] = tuple(_TABLE["telling"])
 
 
-def _literal(pattern: str) -> str:
-    """Return the longest text that every line matching the pattern contains, to search for that first.
+def _longest_literal(pattern: str) -> str:
+    """Return the longest text that every match of the pattern contains, for a fast search before
+    the pattern.
 
-    A text with a word of TELLING comes before longer ones.
+    A text that `may_name_failure` accepts is preferred to longer ones.
     """
     while (
         flat := re.sub(r"\((?:[^()\\]|\\.)*\)\??", "\0", pattern)
@@ -30,11 +32,13 @@ def _literal(pattern: str) -> str:
         pattern,
     ).split("\0")
     texts = [re.sub(r"\\(.)", r"\1", piece).strip("+") for piece in pieces]
-    return max(texts, key=lambda text: (is_telling(text), len(text)))
+    return max(texts, key=lambda text: (may_name_failure(text), len(text)))
 
 
-def is_telling(line: str) -> bool:
-    """Return whether a log line may name a cause of failure or belong to a traceback."""
+def may_name_failure(line: str) -> bool:
+    """Return whether a log line may name a cause of failure or belong to a traceback: a fast first
+    check.
+    """
     return any(map(line.__contains__, TELLING))
 
 
@@ -43,7 +47,7 @@ RULES = tuple(
     for group in _TABLE["catalogue"]
     for pattern in group["patterns"]
 )
-NEEDLES = tuple(_literal(pattern.pattern) for _, pattern in RULES)
+NEEDLES = tuple(_longest_literal(pattern.pattern) for _, pattern in RULES)
 # an exception that points at another one, and a cause that other evidence must confirm
 SUSPECTS = (Cause.DEVICE_OOM_SUSPECT, Cause.HOST_OOM_SUSPECT, Cause.DEFERRED)
 COMPLAINTS = (
@@ -118,30 +122,35 @@ _ZERO_BEFORE = re.compile(r"(?:^|[\s=:])0\s+(?:[\w-]+\s+){0,2}\Z")
 _ZERO_AFTER = re.compile(r"\w{0,12}\s?\w{0,12}\s?[:=]\s*0(?![.\d])")
 
 
-def first_cause(text: str) -> Cause | None:
-    """Return the cause named by the first matching rule of the catalogue; None without a match."""
+def find_catalogue_cause(text: str) -> Cause | None:
+    """Return the cause of the first rule of the catalogue that the text matches; None without a
+    match.
+    """
     for needle, (cause, pattern) in zip(NEEDLES, RULES, strict=True):
         if needle in text and pattern.search(text):
             return cause
     return None
 
 
-def cause_in_words(text: str) -> Cause | None:
-    """Return memory of the host or of a device where a line that no rule knows says that none was to be had.
+def find_memory_cause(text: str) -> Cause | None:
+    """Return HOST_OOM or DEVICE_OOM where a line unknown to the catalogue says that memory was
+    lacking; else None.
 
-    A line of advice, or about memory of another kind, names nothing.
+    Lines of advice name nothing. Neither do lines with a `=`, unless they say that a process was
+    killed.
     """
     if _ADVICE.search(text):
         return None
     if _KILLED_FOR_MEMORY.search(text) and not _ON_DEVICE.search(text):
         return Cause.HOST_OOM
-    return None if "=" in text else cause_of_message(text)
+    return None if "=" in text else find_message_cause(text)
 
 
-def cause_of_message(text: str) -> Cause | None:
-    """Return the cause that an exception's message names by its words; None where it names none.
+def find_message_cause(text: str) -> Cause | None:
+    """Return HOST_OOM or DEVICE_OOM where an exception's message says that memory was lacking; else
+    None.
 
-    Memory of no named place is the device's, since a training has most of its memory there.
+    Memory of no named kind is the device's, since a training has most of its memory there.
     """
     if _NO_ALLOCATION.search(text):
         return None
@@ -155,21 +164,23 @@ def cause_of_message(text: str) -> Cause | None:
     return Cause.DEVICE_OOM if _UNPLACED.search(text) else None
 
 
-def names_device(text: str) -> bool:
-    """Return whether a line speaks of a device."""
+def mentions_device(text: str) -> bool:
+    """Return whether a line mentions a device."""
     return _ON_DEVICE.search(text) is not None
 
 
-def points_elsewhere(text: str) -> bool:
-    """Return whether an exception says that the error of another process is the cause."""
+def blames_other_process(text: str) -> bool:
+    """Return whether an exception says that its cause is the error of another process."""
     return _POINTS_ELSEWHERE.search(text) is not None
 
 
-def is_quoted(text: str) -> bool:
-    """Return whether a line only mentions a failure: in quotes, a table, a dump of settings, or as a count of zero."""
+def only_mentions_failure(text: str) -> bool:
+    """Return whether a line only mentions a failure: quoted, in a table or settings, or with a
+    count of zero.
+    """
     if _TABLE_ROW.match(text) or _SETTING.match(text):
         return True
-    match = _match_of(text)
+    match = _find_cause_match(text)
     if match is None:
         return False
     before = text[: match.start()]
@@ -186,8 +197,8 @@ def is_quoted(text: str) -> bool:
     return False
 
 
-def _match_of(text: str) -> re.Match[str] | None:
-    """Return where a line names its cause."""
+def _find_cause_match(text: str) -> re.Match[str] | None:
+    """Return the part of a line that names its cause; None without one."""
     for needle, (_, pattern) in zip(NEEDLES, RULES, strict=True):
         if needle in text and (match := pattern.search(text)):
             return match
@@ -195,5 +206,7 @@ def _match_of(text: str) -> re.Match[str] | None:
 
 
 def broken_extent(line: str) -> Extent:
-    """Return whether a hardware error in a log line concerns a device or the node. A driver error concerns the node."""
+    """Return whether a hardware error in a log line concerns one device or, as a driver error, the
+    whole node.
+    """
     return Extent.NODE if _NODE_WIDE.search(line) else Extent.DEVICE

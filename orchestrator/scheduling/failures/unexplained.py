@@ -1,14 +1,17 @@
-"""The failure of an end that nothing explains: its exception or exit code, and what it looked like."""
+"""The failure of an end that nothing explains: its exception or exit code, and how it looked."""
 
 from __future__ import annotations
 
 import re
 
-from orchestrator.scheduling.failures.endings import ending_of
+from orchestrator.scheduling.failures.endings import make_ending
 from orchestrator.scheduling.failures.exit_codes import exit_signal, signal_name
-from orchestrator.scheduling.failures.log_scan import last_traceback, type_of
+from orchestrator.scheduling.failures.log_scan import exception_type_of, last_traceback
 from orchestrator.scheduling.failures.phases import GUARD_PHASES
-from orchestrator.scheduling.failures.program_faults import about_exit, about_line
+from orchestrator.scheduling.failures.program_faults import (
+    find_faulty_thing,
+    find_faulty_thing_of_exit,
+)
 from orchestrator.specs.attempt import (
     Attempt,
     ErrorReport,
@@ -32,7 +35,7 @@ _TELLS_OF_ABORT = re.compile(
 _WANTS_CUDA = re.compile(r"(?i)\bcuda\b|\bgpus?\b|nvidia")
 
 
-def unexplained_failure(
+def make_unexplained_failure(
     attempt: Attempt,
     evidence: Evidence,
     end: RankEnd,
@@ -40,14 +43,15 @@ def unexplained_failure(
     finding: Finding | None,
     command: Argv,
 ) -> Failure:
-    """Return the failure of a rank's end that nothing explains, with its features.
+    """Return the failure of a rank's end that nothing explains, with the features to compare it by.
 
-    `report` is the guard's, `finding` the exception that ended the rank; None where there is none.
+    `report` is the guard's report and `finding` the exception that ended the rank; None where there
+    is none.
     """
     # torchrun's own exit code is always 1
     if finding is None and end.exit_code == 1 and end.root_rank is not None:
         end = replace(end, rank=end.root_rank, exit_code=end.root_exit_code)
-    ending = ending_of(attempt, evidence, end, finding, report, command)
+    ending = make_ending(attempt, evidence, end, finding, report, command)
     rank = end.rank
     excerpt = last_traceback(end.log_tail)
     if finding is None:
@@ -67,29 +71,31 @@ def unexplained_failure(
         rank=rank,
         phase=None if report is None else GUARD_PHASES.get(report.phase),
         reason=reason,
-        excerpt=cut_tail(excerpt),
+        excerpt=cut_excerpt(excerpt),
         ending=ending,
-        about=about_exit(end.exit_code) if finding is None else about_line(finding.line),
+        about=find_faulty_thing_of_exit(end.exit_code)
+        if finding is None
+        else find_faulty_thing(finding.line),
     )
 
 
-def in_one_line(text: str) -> str:
-    """Return a message of several lines as one line, as reasons stand in tables."""
+def join_lines(text: str) -> str:
+    """Return a message of several lines as one line."""
     return " ".join(text.split())
 
 
-def cut_tail(text: str) -> str:
-    """Return the end of a text, as long as a failure keeps."""
+def cut_excerpt(text: str) -> str:
+    """Return the last EXCERPT_CHARACTERS_MAX characters of a text."""
     return text[-EXCERPT_CHARACTERS_MAX:]
 
 
 def _describe_exception(finding: Finding) -> str:
-    message = in_one_line(finding.line.partition(":")[2])
-    return f"{type_of(finding.line)}: {message}"[:MESSAGE_CHARACTERS_MAX]
+    message = join_lines(finding.line.partition(":")[2])
+    return f"{exception_type_of(finding.line)}: {message}"[:MESSAGE_CHARACTERS_MAX]
 
 
 def _describe_exit(evidence: Evidence, end: RankEnd) -> str:
-    """Return how a process ended that raised no exception, with the line of its log that tells of it."""
+    """Return how a process ended that raised no exception, with the log line that best explains it."""
     if end.exit_code == 0 and evidence.missing_artifacts:
         return f"exited 0 without leaving {', '.join(evidence.missing_artifacts)}"
     if end.exit_code == 0:

@@ -1,4 +1,4 @@
-"""Questions to a person: changes of the training itself with which a job without a fitting plan could go on."""
+"""Questions to a person, for a job that no plan fits: which change of the training may it make?"""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from orchestrator.planning.ways_out import with_batch_knobs
-from orchestrator.scheduling.base.node_groups import Group
-from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.options.job_options import JobOptions, calibration_for, job_options
+from orchestrator.scheduling.base.node_groups import NodeGroup
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
+from orchestrator.scheduling.options.job_options import (
+    JobOptions,
+    calibration_for,
+    list_job_options,
+)
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.sections import LearningRateRule, SmallerBatch
@@ -23,7 +27,7 @@ BATCHES_MAX = 6  # halvings of the global batch that are tried where the job fil
 
 
 class Question(NamedTuple):
-    """A question to a person, since only a plan that changes the training is left."""
+    """A question to a person, because every plan that is left would change the training."""
 
     text: str  # with the command that allows it; if already allowed, the change that the job makes
     answer: Facts = ()  # what that command allows, as the API takes it
@@ -31,11 +35,13 @@ class Question(NamedTuple):
     allowed: JobSpec | None = None
 
 
-def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | None:
-    """Return the job's next step where no plan is left: an allowed change, or a question; None where nothing helps.
+def find_next_question(state: State, job: Job, groups: Sequence[NodeGroup]) -> Question | None:
+    """Return the change or the question for a job without a fitting plan; None where no change
+    helps.
 
-    A job asks once it ran out of memory. It asks for the mildest class of degradation by which a plan may fit. Where
-    none does, it asks for half the global batch, a quarter and so on, the largest that fits.
+    A change that the job file allows needs no answer. The question is for the mildest class of
+    degradation by which a plan may fit. Where none does, it is for half the global batch, a quarter
+    and so on, the largest that fits. Only a job that ran out of memory asks.
     """
     if job.spec.degrade.keeps_plan:
         return None
@@ -47,7 +53,7 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
             if _has_plan(state, replace(job, spec=spec), groups):
                 text = f"goes on with {_in_words(spec)}: no plan of {job.spec.global_batch_size} is left"
                 return Question(text, allowed=spec)
-    if job.last is None or not ran_out(job.last):
+    if job.last is None or not ran_out_of_memory(job.last):
         return None
     for spec, name, value, meaning in _changes(job.spec):
         if _has_plan(state, replace(job, spec=spec), groups):
@@ -60,8 +66,10 @@ def question_of(state: State, job: Job, groups: Sequence[Group]) -> Question | N
     return None
 
 
-def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> str:
-    """Return with which knobs of its batch a script would keep its training; "" where it lacks none, or none helps."""
+def _describe_missing_knobs(state: State, job: Job, groups: Sequence[NodeGroup]) -> str:
+    """Return text that names the batch knobs with which the script could keep its training; ""
+    without any.
+    """
     missing, spec = with_batch_knobs(job.spec)
     if not missing or not _has_plan(state, replace(job, spec=spec), groups):
         return ""
@@ -71,10 +79,10 @@ def _describe_missing_knobs(state: State, job: Job, groups: Sequence[Group]) -> 
     )
 
 
-def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:
-    """Return whether any group may hold the job."""
+def _has_plan(state: State, job: Job, groups: Sequence[NodeGroup]) -> bool:
+    """Return whether a plan of the job may fit any of the groups."""
     for group in groups:
-        options = job_options(
+        options = list_job_options(
             job, group, calibration_for(state, job, group.hardware.device.name), 0.0
         )
         if isinstance(options, JobOptions) or options.likeliest is not None:
@@ -83,7 +91,10 @@ def _has_plan(state: State, job: Job, groups: Sequence[Group]) -> bool:
 
 
 def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
-    """Yield the job with half its global batch, a quarter and so on, each with the matching learning rate."""
+    """Yield copies of the job with half its global batch, a quarter and so on.
+
+    Each has the learning rate that its job file gives for that batch.
+    """
     if spec.is_script and spec.knobs.micro_batch_size is None:
         return  # nothing would tell the script
     rule = spec.degrade.global_batch_size
@@ -95,7 +106,8 @@ def smaller_batches(spec: JobSpec) -> Iterator[JobSpec]:
 
 
 def learning_rate_factor(spec: JobSpec, share: float) -> float:
-    """Return the factor on the learning rate when the global batch shrinks to `share` of its size.
+    """Return the factor on the learning rate when the global batch shrinks to `share` (0 to 1) of
+    its size.
 
     Linear: Goyal et al. 2017, arXiv:1706.02677. Square root: Malladi et al. 2022, arXiv:2205.10287.
     """
@@ -106,7 +118,7 @@ def learning_rate_factor(spec: JobSpec, share: float) -> float:
 
 
 def with_global_batch(spec: JobSpec, batch: int) -> JobSpec:
-    """Return the job with this global batch, and its learning rate scaled by `degrade.global_batch_size`."""
+    """Return the job with `batch` as its global batch, and the learning rate that follows from it."""
     changes = dict[str, object](global_batch_size=batch)
     factor = learning_rate_factor(spec, batch / spec.global_batch_size)
     rate = spec.learning_rate
@@ -130,7 +142,9 @@ def _in_words(spec: JobSpec) -> str:
 
 
 def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
-    """Yield the job with each change that a person may allow, the option and value that allow it, and what it means."""
+    """Yield (changed job, option, value, meaning) for each change that a person may allow on the
+    command line.
+    """
     for wider in (Degradation.NUMERIC, Degradation.SEMANTIC):
         if wider > spec.degrade.limit:
             word = wider.name.lower()
@@ -150,15 +164,17 @@ def _changes(spec: JobSpec) -> Iterator[tuple[JobSpec, str, str | int, str]]:
             yield smaller, "global_batch_size", batch, meaning
 
 
-def with_allowed(
+def apply_permissions(
     spec: JobSpec,
     allow: str | None,
     global_batch_size: int | None,
     learning_rate: LearningRateRule | None = None,
 ) -> JobSpec:
-    """Return the job with a person's permissions added. Raises SpecError for none or contradictory ones.
+    """Return the job with the changes that a person allowed. Raises SpecError for none or
+    contradictory ones.
 
-    `learning_rate` says how the learning rate follows a smaller batch; None: as the job file says, else not at all.
+    `allow` is a class of degradation. `learning_rate` is the rule by which the learning rate
+    follows a smaller batch; None means the rule of the job file, if any.
     """
     if allow is None and global_batch_size is None:
         raise SpecError(
@@ -190,7 +206,10 @@ def with_allowed(
 
 
 def _with_learning_rate(spec: JobSpec, batch: int, rule: LearningRateRule) -> JobSpec:
-    """Return the job with a rule by which its learning rate follows down to this batch. Raises SpecError."""
+    """Return the job with a rule for its learning rate at global batches down to `batch`.
+
+    Raises SpecError where the script takes no learning rate.
+    """
     if rule != "same" and spec.learning_rate is None:
         raise SpecError(
             "nothing tells the script another learning rate",

@@ -7,14 +7,14 @@ from operator import itemgetter
 from orchestrator.memory.calibration.calibrate import Calibration, step_factor, step_kind
 from orchestrator.planning.frontier import fit_probability
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S, can_move, is_elastic
-from orchestrator.scheduling.base.node_groups import Group
-from orchestrator.scheduling.base.shape import shape_of
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.base.node_groups import NodeGroup
+from orchestrator.scheduling.base.shape import find_gang_shape
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     SizeOption,
-    free_bytes_for,
-    measured_peaks,
-    measured_step_s,
+    measured_peak_bytes_by_plan,
+    measured_step_s_by_plan,
+    needed_free_bytes,
     steps_left,
     untried_candidates,
 )
@@ -33,28 +33,31 @@ CLIMB_LAUNCHES = 3  # that the gain has to exceed, beside the checkpoint
 CLIMB_SPEED_UP = 1.13
 
 
-def may_climb(job: Job) -> bool:
-    """Return whether a recovered job may move to a faster plan: measured, movable without loss, and not moved before.
+def may_move_to_faster_plan(job: Job) -> bool:
+    """Return whether a job that recovered from an out-of-memory failure may move to a faster plan.
 
-    A script of unknown memory never may: only the order of its plans' speeds is known, not the gain.
+    Its running attempt must be measured and movable without loss, and the job not moved so before.
+    A script of unknown memory never may: only the order of its plans' speeds is known, not the
+    gain.
     """
     attempt = job.last
     if attempt is None or attempt.pace is None or not attempt.pace.peak_bytes or attempt.probe:
         return False
-    recovered = any(ran_out(earlier) and not earlier.probe for earlier in job.attempts)
+    recovered = any(ran_out_of_memory(earlier) and not earlier.probe for earlier in job.attempts)
     climbed = any(earlier.climbs_to is not None for earlier in job.attempts)
     is_timed = attempt.estimate.source not in UNTIMED
     is_running = attempt.status is AttemptStatus.RUNNING and can_move(job)
     return recovered and is_timed and is_running and not climbed and is_elastic(job)
 
 
-def faster_option(
-    job: Job, group: Group, calibrated: Calibration, launch_cost_s: float
+def find_faster_option(
+    job: Job, group: NodeGroup, calibrated: Calibration, launch_cost_s: float
 ) -> SizeOption | None:
-    """Return the fastest plan on as many devices that fits with CLIMB_PROBABILITY and repays its launch; else None.
+    """Return the fastest plan on as many devices that is worth a restart; None without one.
 
-    `calibrated` includes the running attempt's measurements. Plans that ran out of memory are excluded, and so are
-    plans that alter the training more than the running one.
+    It must fit with CLIMB_PROBABILITY and save more time than its launch costs. `calibrated`
+    includes the running attempt's measurements. Plans that ran out of memory are excluded, and so
+    are plans that alter the training more.
     """
     attempt = job.last
     assert attempt is not None, job.id
@@ -73,8 +76,8 @@ def faster_option(
         return None
     steps = left - pace.steps_done
     factors = {step_kind(attempt.plan): pace.step_s / attempt.step_s}, calibrated.step_factors
-    steps_s = measured_step_s(job, device.name)
-    peaks = measured_peaks(job, device.name)
+    steps_s = measured_step_s_by_plan(job, device.name)
+    peaks = measured_peak_bytes_by_plan(job, device.name)
     timed = [
         (
             steps_s.get(candidate.plan) or candidate.step_s * step_factor(candidate.plan, *factors),
@@ -91,12 +94,12 @@ def faster_option(
             attempt.plan
         ):
             continue
-        shape = shape_of(
+        shape = find_gang_shape(
             candidate.plan,
             devices_per_node=group.hardware.devices_per_node,
             nodes=group.hardware.nodes,
         )
-        least_bytes = free_bytes_for(candidate, calibrated, peaks)
+        least_bytes = needed_free_bytes(candidate, calibrated, peaks)
         fits = (
             candidate.plan in peaks
             or fit_probability(candidate, device.memory, calibrated) >= CLIMB_PROBABILITY

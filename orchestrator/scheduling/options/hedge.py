@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.specs.job_record import Job
 
 GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs out of memory, too
 
 
-def restart_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
-    """Return the expected seconds lost by one more out-of-memory failure: a launch, and the risk of losing the job."""
+def expected_failure_cost_s(job: Job, launch_cost_s: float, seconds: Sequence[float]) -> float:
+    """Return the expected seconds that one more out-of-memory failure costs the job.
+
+    They are a launch, and the risk that the job runs out of retries. `seconds` are the durations of
+    its possible plans.
+    """
     left = job.spec.retries.oom - sum(
-        ran_out(attempt) and not attempt.probe for attempt in job.attempts
+        ran_out_of_memory(attempt) and not attempt.probe for attempt in job.attempts
     )
     return launch_cost_s + min(seconds) / max(1, left + 1)
 
 
-def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
-    """Return the index of the first plan to try, among pairs (seconds to the end, probability that it fits).
+def pick_first_plan_to_try(plans: Sequence[tuple[float, float]], failure_cost_s: float) -> int:
+    """Return the index of the plan to try first, so that the job's expected end is earliest.
 
-    One unknown decides for all of them: where a plan runs out of memory, so does each that is less likely to fit. So
-    the plans are tried from less to more likely, and the expected end follows from the last one backwards (Bellman
-    1957, Dynamic Programming, chapter 3).
+    `plans` are pairs (seconds to the end, probability that it fits). Where a plan runs out of
+    memory, so does each plan that is less likely to fit. So plans are tried from less to more
+    likely, and the expected end follows from the last one backwards (Bellman 1957, Dynamic
+    Programming, chapter 3).
     """
     order = sorted(range(len(plans)), key=lambda place: (plans[place][1], -plans[place][0]))
     worst_s = GIVEN_UP * max(seconds for seconds, _ in plans)
@@ -31,7 +36,7 @@ def pick_soonest(plans: Sequence[tuple[float, float]], restart_s: float) -> int:
     def expected_s(place: int, excluded: float, after_s: float) -> float:
         seconds, share = plans[place]
         fits = (share - excluded) / (1 - excluded) if excluded < 1 else 0.0
-        return fits * seconds + (1 - fits) * (restart_s + after_s)
+        return fits * seconds + (1 - fits) * (failure_cost_s + after_s)
 
     after_s = dict.fromkeys(
         order, worst_s

@@ -1,4 +1,6 @@
-"""Options of a job: for each number of devices a plan and its run time, from its frontier (plans none other beats)."""
+"""Options of a job: for each number of devices the best plan of its frontier (plans that no other
+plan beats).
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,24 @@ from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice, Rule, room_of
 from orchestrator.planning.ways_out import Unfit
-from orchestrator.scheduling.base.migration import needs_open_s
-from orchestrator.scheduling.base.node_groups import Group
-from orchestrator.scheduling.base.shape import Shape, shape_of
+from orchestrator.scheduling.base.migration import required_open_s
+from orchestrator.scheduling.base.node_groups import NodeGroup
+from orchestrator.scheduling.base.shape import GangShape, find_gang_shape
 from orchestrator.scheduling.failures.degrade import (
-    answered_by_phase,
-    bytes_of_no_batch,
+    batch_independent_oom_bytes,
     candidates_for_oom,
+    find_lowerable_phase,
 )
-from orchestrator.scheduling.failures.observation import is_truncated, ran_out
-from orchestrator.scheduling.failures.out_of_memory import loaded_bytes
+from orchestrator.scheduling.failures.observation import ran_out_of_memory, survived_oom
+from orchestrator.scheduling.failures.out_of_memory import min_loaded_bytes
 from orchestrator.scheduling.failures.verdict import NEAR_LIMIT_ROW
-from orchestrator.scheduling.options.hedge import pick_soonest, restart_s
-from orchestrator.scheduling.options.lengths import Length, Lengths
-from orchestrator.scheduling.options.probe import measured_spec, probe_bytes, probe_of
+from orchestrator.scheduling.options.hedge import expected_failure_cost_s, pick_first_plan_to_try
+from orchestrator.scheduling.options.lengths import DurationHistory, PredictedDuration
+from orchestrator.scheduling.options.probe import (
+    find_probe_plan,
+    probe_bytes_bound,
+    with_measured_memory,
+)
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.choices import Degradation
 from orchestrator.specs.cluster import DeviceSpec
@@ -60,10 +66,10 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeOption:
-    """A way to run the job: a plan, its devices and its run time."""
+    """A way to run the job: a plan, how its devices spread over nodes, and its run time."""
 
     candidate: Candidate
-    shape: Shape
+    shape: GangShape
     least_bytes: int  # required free on each device
     seconds: float  # from its launch to its end
     open_s: float  # how long its nodes must stay open, launch included
@@ -88,39 +94,51 @@ class SizeOption:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobOptions:
-    """All plans of a job that fit an empty group of nodes, and the best one per number of devices."""
+    """All plans of a job that fit an empty group of nodes, and the best of them per number of
+    devices.
+    """
 
     fitting: tuple[SizeOption, ...]  # in the order of the frontier
     entries: tuple[SizeOption, ...]  # fewest devices first, each faster than those before it
     most_bytes: int  # the most that any entry requires free on a device
     rule: Rule
 
-    def among(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
-        """Return the best option per number of devices among those for which `holds` is true."""
-        return best_of_each((entry for entry in self.fitting if holds(entry)), self.rule)
+    def best_where(self, is_allowed: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
+        """Return the best option per number of devices, of those options for which `is_allowed` is
+        true.
+        """
+        return best_option_per_device_count(
+            (entry for entry in self.fitting if is_allowed(entry)), self.rule
+        )
 
 
 @frozen
 class Infeasible:
-    """No plan fits the group, even when all of its devices are empty."""
+    """The result where no plan of a job fits a group of nodes, even if all of its devices are
+    empty.
+    """
 
     why: Callable[[], str]  # returns the reason; slow, so called only if no other group fits
     likeliest: JobOptions | None = None  # options of the plan that may fit all the same
 
 
-NOTHING_LEARNED = Lengths()
+NOTHING_LEARNED = DurationHistory()
 
 
-def job_options(
+def list_job_options(
     job: Job,
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
-    lengths: Lengths = NOTHING_LEARNED,
+    history: DurationHistory = NOTHING_LEARNED,
 ) -> JobOptions | Infeasible:
-    """Return the job's untried plans that fit the group when empty; Infeasible where there are none."""
+    """Return the options of the job's untried plans on an empty group; Infeasible where no plan
+    fits.
+
+    `history` predicts durations that nothing else tells.
+    """
     device = group.hardware.device
-    job = replace(job, spec=measured_spec(job.spec, calibrated))
+    job = replace(job, spec=with_measured_memory(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
         return Infeasible(why=lambda: too_few)
@@ -128,34 +146,36 @@ def job_options(
         candidates = list(untried_candidates(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return Infeasible(why=partial(str, error))
-    constant = bytes_of_no_batch(_on_device(job, device.name))
+    constant = batch_independent_oom_bytes(_on_device(job, device.name))
     if constant is not None and not candidates:
         text = f"no micro-batch is small enough: {format_bytes(constant)} ran out alike under two of them"
         return Infeasible(why=lambda: text)
     probe, probe_least = _probe_within(device, job, calibrated, candidates)
     if probe is not None:
         candidates = [probe]
-    measured = measured_peaks(job, device.name)
+    measured = measured_peak_bytes_by_plan(job, device.name)
     shapes = partial(
-        shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes
+        find_gang_shape,
+        devices_per_node=group.hardware.devices_per_node,
+        nodes=group.hardware.nodes,
     )
 
     def options_from(
-        fitting: Sequence[tuple[Candidate, Shape, int]],
+        fitting: Sequence[tuple[Candidate, GangShape, int]],
     ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
         candidates = [candidate for candidate, _, _ in fitting]
         if probe is None:
-            expected = _lengths(job, candidates, group, calibrated, lengths)
+            expected = _predict_durations(job, candidates, group, calibrated, history)
         else:
-            probe_s = max(0.0, lengths.probe_s() - launch_cost_s)
-            expected = [Length(probe_s, probe_s)]
+            probe_s = max(0.0, history.expected_probe_s() - launch_cost_s)
+            expected = [PredictedDuration(probe_s, probe_s)]
         entries: Sequence[SizeOption] = [
             SizeOption(
                 candidate,
                 shape,
                 least,
                 launch_cost_s + length.seconds,
-                needs_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
+                required_open_s(job, launch_cost_s + length.open_s, launch_cost_s),
                 is_known=length.is_known,
                 probe=probe is not None,
                 fill=least / device.memory,
@@ -166,18 +186,19 @@ def job_options(
             entries = pick_guaranteed(job, entries, group.devices)
             if not entries:
                 is_timed = not any(
-                    has_no_seconds(job, candidate.estimate.source) for candidate, _, _ in fitting
+                    has_unknown_step_time(job, candidate.estimate.source)
+                    for candidate, _, _ in fitting
                 )
                 return Infeasible(
                     why=lambda: _why_not_guaranteed(job.spec, device.name, is_timed=is_timed)
                 )
         rule = choice_rule_of(job, device.name, calibrated, entries[0].candidate)
-        best = best_of_each(entries, rule)
+        best = best_option_per_device_count(entries, rule)
         most_bytes = max(entry.least_bytes for entry in best)
         return JobOptions(fitting=tuple(entries), entries=best, most_bytes=most_bytes, rule=rule)
 
     needs = [
-        (candidate, probe_least or free_bytes_for(candidate, calibrated, measured))
+        (candidate, probe_least or needed_free_bytes(candidate, calibrated, measured))
         for candidate in candidates
         if candidate.fits_host
     ]
@@ -188,11 +209,11 @@ def job_options(
     ]
     fitting = [option for option in fitting if option[0].plan == _plan_of_climb(job)] or fitting
     if fitting:
-        return options_from(_hedge(job, group, calibrated, fitting, launch_cost_s))
+        return options_from(_keep_likely_to_fit(job, group, calibrated, fitting, launch_cost_s))
     why = partial(
         why_nothing_fits,
         Unfit(job.spec, group.hardware, device.memory, calibrated, job.refuted),
-        loaded_bytes(job, device.name),
+        min_loaded_bytes(job, device.name),
     )
     candidate = likeliest(
         (Room(candidate, device.memory) for candidate in candidates if shapes(candidate.plan)),
@@ -212,18 +233,25 @@ def job_options(
 def _probe_within(
     device: DeviceSpec, job: Job, calibrated: Calibration, candidates: Sequence[Candidate]
 ) -> tuple[Candidate | None, int | None]:
-    """Return the probe to run first and the bytes that it needs by an earlier probe; None where either is missing."""
-    probe = probe_of(job, device, calibrated, candidates)
-    bound = None if probe is None else probe_bytes(probe, job.last)
+    """Return (the probe to run first, the bytes that it needs according to an earlier probe).
+
+    Both are None where no probe is needed or fits; the bytes alone are None where nothing was
+    measured.
+    """
+    probe = find_probe_plan(job, device, calibrated, candidates)
+    bound = None if probe is None else probe_bytes_bound(probe, job.last)
     if bound is not None and bound <= device.memory:
         return probe, bound  # by what was measured, not by what is assumed of the script
-    if probe is not None and free_bytes_for(probe, calibrated, {}) > device.memory:
+    if probe is not None and needed_free_bytes(probe, calibrated, {}) > device.memory:
         return None, None
     return probe, None
 
 
 def _plan_of_climb(job: Job) -> Plan | None:
-    """Return the plan that the job was stopped to move to; after that ran out of memory, the plan that it left."""
+    """Return the plan that the job was stopped to move to; None where it was not.
+
+    If that plan then ran out of memory, it is the plan that the job had before.
+    """
     climber = next((attempt for attempt in job.attempts if attempt.climbs_to is not None), None)
     if climber is None or climber.climbs_to is None:
         return None
@@ -233,11 +261,12 @@ def _plan_of_climb(job: Job) -> Plan | None:
 
 
 def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
-    """Return the entries as fast as the job's guarantee, each on the fewest nodes; () where none is.
+    """Return the options that are as fast as the job's guarantee, each on the fewest nodes; ()
+    without any.
 
-    `devices` is the size of the group. Where it is below the promised number, nodes are away, and the job waits for
-    them. Where the requested plan failed since it was promised, the job goes on with as many devices, or with what is
-    left.
+    `devices` is the number of devices in the group. Where it is below the promised number, nodes
+    are away, and the job waits for them. Where the requested plan has failed since it was promised,
+    all options on at least as many devices are returned, or else all options.
     """
     guarantee = job.spec.guarantee
     assert guarantee is not None, job.id
@@ -251,7 +280,7 @@ def pick_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Se
             entry
             for entry in packed
             if entry.candidate.step_s <= guarantee.step * AS_FAST
-            and not has_no_seconds(job, entry.candidate.estimate.source)
+            and not has_unknown_step_time(job, entry.candidate.estimate.source)
         ]
     else:
         mildest = [
@@ -279,35 +308,38 @@ def _why_not_guaranteed(spec: JobSpec, device: str, *, is_timed: bool) -> str:
     )
 
 
-def _hedge(
+def _keep_likely_to_fit(
     job: Job,
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
-    fitting: Sequence[tuple[Candidate, Shape, int]],
+    fitting: Sequence[tuple[Candidate, GangShape, int]],
     launch_cost_s: float,
-) -> Sequence[tuple[Candidate, Shape, int]]:
-    """Return the options at least as likely to fit as the plan by which the job ends soonest (hedge.py).
+) -> Sequence[tuple[Candidate, GangShape, int]]:
+    """Return the options that are at least as likely to fit as the plan with which the job ends
+    soonest.
 
-    Only the mildest degradation counts: a hedge is no reason to leave what the user asked for.
+    hedge.py finds that plan. Only options of the mildest degradation are kept: a likelier fit is no
+    reason to change what the user asked for.
     """
     if calibrated.belief is None or not fitting:
         return fitting
     device = group.hardware.device
-    measured = measured_peaks(job, device.name)
+    measured = measured_peak_bytes_by_plan(job, device.name)
     mildest = [option for option in fitting if option[0].degradation == fitting[0][0].degradation]
     chances = [
         1.0 if candidate.plan in measured else fit_probability(candidate, device.memory, calibrated)
         for candidate, _, _ in mildest
     ]
-    lengths = _lengths(
+    lengths = _predict_durations(
         job, [candidate for candidate, _, _ in mildest], group, calibrated, NOTHING_LEARNED
     )
     seconds = [length.seconds for length in lengths]
     if mildest[0][0].estimate.source in UNTIMED:
         least = min(LIKELY, max(chances))
         return [option for option, chance in zip(mildest, chances, strict=True) if chance >= least]
-    first = pick_soonest(
-        list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds)
+    first = pick_first_plan_to_try(
+        list(zip(seconds, chances, strict=True)),
+        expected_failure_cost_s(job, launch_cost_s, seconds),
     )
     return [
         option for option, chance in zip(mildest, chances, strict=True) if chance >= chances[first]
@@ -315,17 +347,17 @@ def _hedge(
 
 
 def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Candidate) -> Rule:
-    """Return the rule by which the job chooses among its plans, of which `candidate` is one.
+    """Return the rule by which the job chooses among its fitting plans; `candidate` is any of them.
 
-    Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or declared step times,
-    since only the order of its plans is known.
+    Jobs with a guarantee or a deadline use the fastest plan. So does a script with assumed or
+    declared step times, since only the order of its plans is known.
     """
     spec = job.spec
     trained = job.trained
     is_timed = candidate.estimate.source not in UNTIMED and not spec.speeds
     is_due = spec.deadline is not None or spec.guarantee is not None
     incumbents = {
-        *measured_step_s(job, device),
+        *measured_step_s_by_plan(job, device),
         *(observation.plan for observation in calibrated.proven),
     }
     is_measured = bool(job.attempts or calibrated.proven or calibrated.refuted or calibrated.line)
@@ -336,14 +368,17 @@ def choice_rule_of(job: Job, device: str, calibrated: Calibration, candidate: Ca
         room=room_of(candidate.plan) if keeps_room else 1.0,
         is_fastest=spec.objective == "fastest" or is_due or not is_timed,
         incumbents=frozenset(incumbents - job.refuted),
-        before=trained[-1].plan if trained and ran_out(trained[-1]) else None,
+        before=trained[-1].plan if trained and ran_out_of_memory(trained[-1]) else None,
     )
 
 
-def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption, ...]:
-    """Return the preferred option per number of devices, fewest first; numbers that gain nothing are left out.
+def best_option_per_device_count(
+    fitting: Iterable[SizeOption], rule: Rule
+) -> tuple[SizeOption, ...]:
+    """Return the preferred option for each number of devices, fewest first.
 
-    Only options of the mildest class of degradation count.
+    Numbers of devices that make the job no faster are left out. Only options of the mildest
+    degradation count.
     """
     by_devices: dict[int, list[SizeOption]] = {}
     mildest: Degradation | None = None
@@ -353,11 +388,11 @@ def best_of_each(fitting: Iterable[SizeOption], rule: Rule) -> tuple[SizeOption,
         if option.candidate.degradation is not mildest:
             break
         by_devices.setdefault(option.devices, []).append(option)
-    best = [_best(options, rule) for _, options in sorted(by_devices.items())]
+    best = [_best_option(options, rule) for _, options in sorted(by_devices.items())]
     return tuple(best[index] for index in rule.widths([option.choice for option in best]))
 
 
-def _best(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
+def _best_option(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
     choices = [option.choice for option in options]
     taken = rule.choose(choices)
     fastest = min(choices, key=attrgetter("seconds"))
@@ -365,12 +400,18 @@ def _best(options: Sequence[SizeOption], rule: Rule) -> SizeOption:
 
 
 def calibration_for(state: State, job: Job, device: str) -> Calibration:
-    """Return the calibration of predictions for this job's family on this kind of device."""
+    """Return the calibration of memory and time predictions for the job's family on this kind of
+    device.
+    """
     return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
 
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
-    """Return the optimizer steps from the newest checkpoint before `before` to the end; None where unknown."""
+    """Return the number of optimizer steps after the newest checkpoint; None where the total is
+    unknown.
+
+    With an attempt as `before`, only checkpoints of earlier attempts count.
+    """
     steps = job.spec.optimizer_steps
     done = job.continues_step
     if steps is None:
@@ -380,87 +421,109 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     return max(0, steps - done)
 
 
-def attempt_length(
+def predict_attempt_duration(
     job: Job,
     attempt: Attempt,
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
     launch_cost_s: float,
-    lengths: Lengths,
-) -> Length:
-    """Return the predicted length of an attempt from its launch to its end."""
+    history: DurationHistory,
+) -> PredictedDuration:
+    """Return the predicted duration of an attempt, from its launch to its end.
+
+    It follows from the attempt's measured pace, else from predicted or learned step times.
+    """
     if attempt.probe:
-        return Length(lengths.probe_s(), lengths.probe_s())
+        return PredictedDuration(history.expected_probe_s(), history.expected_probe_s())
     left = steps_left(job, attempt)
     pace = attempt.pace
     if left is not None and pace is not None:
         past_s = pace.at_s - attempt.launched_at_s
-        return told_length(past_s + max(0, left - pace.steps_done) * pace.step_s)
-    ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
-    factors = step_factors(job, attempt.device, attempt.number), calibrated.step_factors
-    if left is None or has_no_seconds(job, attempt.estimate.source, *factors):
-        unknown = _unknown_length(job, group, attempt.step_s, left, lengths)
+        return certain_duration(past_s + max(0, left - pace.steps_done) * pace.step_s)
+    ran_before = measured_step_s_by_plan(job, attempt.device, attempt.number).get(attempt.plan)
+    factors = own_step_factors(job, attempt.device, attempt.number), calibrated.step_factors
+    if left is None or has_unknown_step_time(job, attempt.estimate.source, *factors):
+        unknown = _guess_duration(job, group, attempt.step_s, left, history)
         return unknown._replace(
             seconds=launch_cost_s + unknown.seconds, open_s=launch_cost_s + unknown.open_s
         )
     step_s = ran_before or attempt.step_s * step_factor(attempt.plan, *factors)
-    return told_length(launch_cost_s + left * step_s)
+    return certain_duration(launch_cost_s + left * step_s)
 
 
-def told_length(seconds: float) -> Length:
-    """Return a length that somebody told or that was measured."""
-    return Length(seconds, seconds)
+def certain_duration(seconds: float) -> PredictedDuration:
+    """Return these seconds as a duration that was measured or stated, so that its nodes stay open
+    as long.
+    """
+    return PredictedDuration(seconds, seconds)
 
 
-def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
-    """Return the measured seconds per step of each plan that earlier attempts ran on this kind of device."""
+def measured_step_s_by_plan(
+    job: Job, device: str, before_attempt: int | None = None
+) -> dict[Plan, float]:
+    """Return {plan: measured seconds per step} of the job's attempts on this kind of device.
+
+    With a number as `before_attempt`, only earlier attempts count.
+    """
     return {
         attempt.plan: attempt.measured_step_s
-        for attempt in job.attempts[: None if before is None else before - 1]
+        for attempt in job.attempts[: None if before_attempt is None else before_attempt - 1]
         if attempt.device == device and attempt.measured_step_s and not attempt.probe
     }
 
 
-def step_factors(job: Job, device: str, before: int | None = None) -> Mapping[StepKind, float]:
-    """Return measured over predicted seconds of a step in the job's own attempts, by kind of step."""
+def own_step_factors(
+    job: Job, device: str, before_attempt: int | None = None
+) -> Mapping[StepKind, float]:
+    """Return {kind of step: measured over predicted step time} of the job's attempts on this kind
+    of device.
+
+    With a number as `before_attempt`, only earlier attempts count.
+    """
     return {
         step_kind(attempt.plan): attempt.measured_step_s / attempt.step_s
-        for attempt in job.attempts[: None if before is None else before - 1]
+        for attempt in job.attempts[: None if before_attempt is None else before_attempt - 1]
         if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0
     }
 
 
-def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
-    """Return the measured allocated peak of each plan that this job ran on this kind of device without running out."""
+def measured_peak_bytes_by_plan(job: Job, device: str) -> dict[Plan, int]:
+    """Return {plan: measured allocated peak bytes} of the job's attempts on this kind of device.
+
+    Plans that ran out of memory are left out.
+    """
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
         trained = any(beat.steps_done > 0 for beat in attempt.heartbeats)
-        has_peak = trained and not is_truncated(attempt)
+        has_peak = trained and not survived_oom(attempt)
         if has_peak and attempt.device == device and attempt.plan not in job.refuted:
             peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
     return peaks
 
 
-def _lengths(
+def _predict_durations(
     job: Job,
     candidates: Sequence[Candidate],
-    group: Group,
+    group: NodeGroup,
     calibrated: Calibration,
-    lengths: Lengths,
-) -> list[Length]:
-    """Return the seconds of training left on each candidate, by measured steps of the job's family if there are any."""
+    history: DurationHistory,
+) -> list[PredictedDuration]:
+    """Return the predicted duration of the remaining training under each candidate plan.
+
+    Measured step times of the job's family count first.
+    """
     left = steps_left(job)
     device = group.hardware.device.name
-    measured = measured_step_s(job, device) if job.attempts else {}
-    factors = step_factors(job, device), calibrated.step_factors
+    measured = measured_step_s_by_plan(job, device) if job.attempts else {}
+    factors = own_step_factors(job, device), calibrated.step_factors
     if left is None or (
-        candidates and has_no_seconds(job, candidates[0].estimate.source, *factors)
+        candidates and has_unknown_step_time(job, candidates[0].estimate.source, *factors)
     ):
         return [
-            _unknown_length(job, group, candidate.step_s, left, lengths) for candidate in candidates
+            _guess_duration(job, group, candidate.step_s, left, history) for candidate in candidates
         ]
     return [
-        told_length(
+        certain_duration(
             left
             * (
                 measured.get(candidate.plan)
@@ -471,15 +534,19 @@ def _lengths(
     ]
 
 
-def has_no_seconds(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
-    """Return whether nothing tells how long a step takes: only the order of its plans is known."""
+def has_unknown_step_time(job: Job, source: Source, *factors: Mapping[StepKind, float]) -> bool:
+    """Return whether no seconds of a step are known for the job, only which of its plans is faster."""
     return source in WITHOUT_SECONDS and not job.spec.speeds and not any(factors)
 
 
-def _unknown_length(
-    job: Job, group: Group, step_s: float, left: int | None, lengths: Lengths
-) -> Length:
-    """Return the length of a job that nobody told, on a plan of this step time; the slowest takes the longest."""
+def _guess_duration(
+    job: Job, group: NodeGroup, step_s: float, left: int | None, history: DurationHistory
+) -> PredictedDuration:
+    """Return the duration of a job whose step time or number of steps (`left`) is unknown, from
+    `history`.
+
+    `step_s` is the plan's relative step time: the job's slowest plan takes the longest.
+    """
     try:
         slowest_s = max(
             candidate.step_s
@@ -489,11 +556,16 @@ def _unknown_length(
         slowest_s = step_s
     predicted_s = None if left is None else left * step_s
     device = group.hardware.device.name
-    return lengths.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
+    return history.predict(job, device, min(1.0, step_s / slowest_s), predicted_s)
 
 
-def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
-    """Return the free bytes that each device must have, from the corrected prediction or an earlier measured peak."""
+def needed_free_bytes(
+    candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]
+) -> int:
+    """Return the free bytes that the candidate needs on each device.
+
+    They follow from its measured peak, if `measured` has one, else from the corrected prediction.
+    """
     around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
     if candidate.plan in measured:
         return measured[candidate.plan] + around
@@ -506,10 +578,11 @@ def free_bytes_for(candidate: Candidate, calibrated: Calibration, measured: dict
     return max((needed_bytes(candidate, calibrated), *refuted))
 
 
-def untried_candidates(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
-    """Return the plans still to try. Each plan that ran out excludes those with no lower peak on equal devices.
+def untried_candidates(job: Job, group: NodeGroup, calibrated: Calibration) -> Iterator[Candidate]:
+    """Return the plans that the job may still try on this group, in the order of its frontier.
 
-    Plans are compared by the current correction of activations. A job that keeps its plan has no other.
+    Each plan that ran out of memory excludes those with no lower peak on equal devices. A job that
+    keeps its plan has only that one.
     """
     spec = job.spec
     trained = job.trained
@@ -551,21 +624,27 @@ def _on_device(job: Job, device: str) -> list[Attempt]:
 
 
 def _smallest_refuted(
-    job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]
+    job: Job, group: NodeGroup, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]
 ) -> float:
-    """Return the least predicted bytes that failed in this way on this kind of device; infinity where none did."""
+    """Return the least predicted bytes of the job's plans that failed in this way; infinity without
+    any.
+
+    Only failures on the group's kind of device count.
+    """
     failed = (
         attempt.estimate
         for attempt in job.attempts
         if attempt.failure
         and attempt.failure.kind is kind
         and attempt.device == group.hardware.device.name
-        and answered_by_phase(job.spec, attempt) is None
+        and find_lowerable_phase(job.spec, attempt) is None
     )
     return min((bytes_of(estimate) for estimate in failed), default=inf)
 
 
-def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
-    """Return the host memory of one rank in bytes; a virtual device's memory is the host's."""
+def _host_bytes(group: NodeGroup, estimate: MemoryEstimate) -> int:
+    """Return the host memory of one rank in bytes; on a virtual device, its device memory counts as
+    well.
+    """
     virtual = group.hardware.device.kind.traits.is_virtual
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

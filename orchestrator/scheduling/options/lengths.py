@@ -1,4 +1,6 @@
-"""Lengths that nobody told, predicted from how long attempts took that ended here."""
+"""Predicted durations of jobs, learned from earlier attempts where neither the job nor its
+measurements tell them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from math import exp, log, sqrt
 from statistics import NormalDist, median
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.time_limits import left_s, spent_s
+from orchestrator.scheduling.base.time_limits import time_limit_left_s, total_run_time_s
 from orchestrator.specs.attempt import Attempt, Failure, FailureKind
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.profile import WITHOUT_SECONDS
@@ -30,8 +32,8 @@ LATE_DEVIATIONS = NormalDist().inv_cdf(LATE_SHARE)
 RUNS_MAX = 200  # newest, that are kept
 
 
-class Length(NamedTuple):
-    """How long a job is expected to take, in seconds, and how long its nodes must stay open for it."""
+class PredictedDuration(NamedTuple):
+    """The predicted seconds of a job, and the seconds for which its nodes must stay open."""
 
     seconds: float
     open_s: float
@@ -39,8 +41,8 @@ class Length(NamedTuple):
     spread: float = 0.0  # deviation of its logarithm, where it is learned from other jobs
 
 
-class Lengths:
-    """What the ends of attempts teach about the lengths of other jobs."""
+class DurationHistory:
+    """Durations and step times of ended attempts, from which durations of other jobs are predicted."""
 
     def __init__(self, runs: Sequence[RunLength] = ()) -> None:
         self._probes_s = [run.seconds for run in runs if run.probe and run.seconds is not None]
@@ -50,22 +52,26 @@ class Lengths:
             (run.family, run.device): run.step_ratio for run in runs if run.step_ratio is not None
         }
 
-    def probe_s(self) -> float:
-        """Return how long a probe takes here, launch included."""
+    def expected_probe_s(self) -> float:
+        """Return the expected seconds of a probe, launch included: the median of earlier probes."""
         return median(self._probes_s) if self._probes_s else PROBE_S
 
-    def predict(self, job: Job, device: str, share: float, predicted_s: float | None) -> Length:
-        """Return the length of a job of which no measurement of its own tells the seconds.
+    def predict(
+        self, job: Job, device: str, share: float, predicted_s: float | None
+    ) -> PredictedDuration:
+        """Return the predicted duration of a job for which neither its file nor a measurement gives
+        seconds.
 
-        `predicted_s` are its steps by a clock of unknown speed; None: it does not say how many. `share` is that of
-        its plan's step among those of its slowest plan. The seconds are, in this order: by the speed of this script's
-        last run, by the speeds of all scripts, by the lengths of all jobs.
+        `predicted_s` are the seconds of its remaining steps on a clock of unknown speed; None where
+        the number of steps is unknown. `share` is the step time of its plan over that of its
+        slowest plan. The first known speed counts: that of this script's last run, those of all
+        scripts, then the durations of all jobs.
         """
-        limit_s = left_s(job)
+        limit_s = time_limit_left_s(job)
         ratio = self._ratios.get((job.spec.family_name, device))
         if predicted_s is not None and ratio is not None:
             seconds = min(limit_s, predicted_s * ratio)
-            return Length(seconds, seconds)
+            return PredictedDuration(seconds, seconds)
         if predicted_s is not None and self._ratios:
             spread = predicted_s
             values = [*self._ratios.values()]
@@ -74,10 +80,10 @@ class Lengths:
             values = self._jobs_s
         if not values:
             seconds = min(UNKNOWN_LENGTH_S, limit_s)
-            return Length(seconds * share, min(UNKNOWN_OPEN_S, limit_s), is_known=False)
+            return PredictedDuration(seconds * share, min(UNKNOWN_OPEN_S, limit_s), is_known=False)
         centre_s, deviation = _lognormal(values)
         late_s = centre_s * exp(LATE_DEVIATIONS * deviation)
-        return Length(
+        return PredictedDuration(
             min(limit_s, centre_s * spread),
             min(limit_s, late_s * (1.0 if predicted_s is None else spread)),
             spread=deviation,
@@ -85,9 +91,10 @@ class Lengths:
 
 
 def _lognormal(values: Sequence[float]) -> tuple[float, float]:
-    """Return median and deviation of the logarithm, beginning with SUPPOSED_OUTCOMES of SUPPOSED_SPREAD.
+    """Return (median, standard deviation of the logarithm) of some durations.
 
-    Gelman et al. 2013, Bayesian Data Analysis, section 2.6.
+    SUPPOSED_OUTCOMES values with a deviation of SUPPOSED_SPREAD count as well (Gelman et al. 2013,
+    Bayesian Data Analysis, section 2.6).
     """
     centre = log(median(values))
     squares = sum((log(value) - centre) ** 2 for value in values)
@@ -95,12 +102,14 @@ def _lognormal(values: Sequence[float]) -> tuple[float, float]:
     return exp(centre), sqrt((prior + squares) / (SUPPOSED_OUTCOMES + len(values)))
 
 
-def learn_length(
+def learn_duration(
     runs: tuple[RunLength, ...], job: Job, attempt: Attempt, failure: Failure | None
 ) -> tuple[RunLength, ...]:
-    """Return the kept lengths with that of an ended attempt; unchanged where it teaches nothing.
+    """Return the stored durations with that of an ended attempt added; unchanged where it teaches
+    nothing.
 
-    A probe counts from its launch. A training counts once it has succeeded, with all its attempts.
+    A probe's duration counts from its launch. A training's is added once it has succeeded: that of
+    all its attempts.
     """
     assert attempt.ended_at_s is not None, attempt.name
     seconds = None
@@ -108,7 +117,7 @@ def learn_length(
     if attempt.probe and failure is not None and failure.kind is FailureKind.PROBED:
         seconds = attempt.ended_at_s - attempt.launched_at_s
     elif failure is None:
-        seconds = spent_s(job, attempt.ended_at_s)
+        seconds = total_run_time_s(job, attempt.ended_at_s)
     is_ratio = step_s and attempt.step_s > 0 and attempt.estimate.source in WITHOUT_SECONDS
     ratio = step_s / attempt.step_s if step_s and is_ratio else None
     if not seconds and ratio is None:

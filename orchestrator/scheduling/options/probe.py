@@ -28,8 +28,8 @@ PROBE_TURNS = 2  # the second has the gradients of the first beside its own
 ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size
 
 
-def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
-    """Return the job with memory per sample as probes of its family measured it, and the settings these relate to.
+def with_measured_memory(spec: JobSpec, calibrated: Calibration) -> JobSpec:
+    """Return the job with the memory per sample that probes of its family measured.
 
     A job is returned unchanged where there are none, or where it declares its memory.
     """
@@ -40,21 +40,27 @@ def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
     )
 
 
-def probe_of(
+def find_probe_plan(
     job: Job, device: DeviceSpec, calibrated: Calibration, candidates: Sequence[Candidate]
 ) -> Candidate | None:
-    """Return the plan to probe before the job trains on this kind of device; None where no probe is needed.
+    """Return the plan to probe before the job trains on this kind of device; None where no probe is
+    needed.
 
-    It has as few devices as the job takes, and the smallest micro-batch; then the largest that will fit, or the next. A
-    peak is the maximum over points of a step, each of which grows linearly with the samples. So it is convex, and a
-    line through two small micro-batches falls short of large ones. k times the micro-batch never needs more than k
-    times the bytes. A probe accumulates PROBE_TURNS gradients at most: more take time and no memory.
+    It has as few devices as the job takes. The first probe has the smallest micro-batch, the next
+    one the largest that will fit. A peak is the maximum over points of a step, each of which grows
+    linearly with the samples. So it is convex, and a line through two small micro-batches falls
+    short of large ones. k times the micro-batch never needs more than k times the bytes. A probe
+    accumulates PROBE_TURNS gradients at most: more take time and no memory.
     """
     if job.spec.probe == "never" or not _can_be_probed(job.spec) or job.fault is not None:
         return None
-    if calibrated.line is not None or calibrated.is_seen or not _goes_on(job.attempts, device.name):
+    if (
+        calibrated.line is not None
+        or calibrated.is_seen
+        or not _has_only_probed(job.attempts, device.name)
+    ):
         return None
-    alike = [candidate for candidate in candidates if _is_plain(candidate)]
+    alike = [candidate for candidate in candidates if _has_no_savings(candidate)]
     fewest = min((candidate.plan.world_size for candidate in alike), default=0)
     alike = sorted(
         (candidate for candidate in alike if candidate.plan.world_size == fewest),
@@ -66,11 +72,13 @@ def probe_of(
     fresh = [candidate for candidate in alike if candidate.plan.micro_batch_size not in tried]
     sure = [candidate for candidate in fresh if _will_fit(candidate, job.attempts, device)]
     probe = next(iter([*sure[-1:], *fresh]), None)
-    return None if probe is None else _with_few_turns(probe, job.spec.knobs)
+    return None if probe is None else _with_few_micro_batches(probe, job.spec.knobs)
 
 
-def _with_few_turns(probe: Candidate, knobs: Knobs) -> Candidate:
-    """Return the probe with at most PROBE_TURNS micro-batches a step, where the script is told their number."""
+def _with_few_micro_batches(probe: Candidate, knobs: Knobs) -> Candidate:
+    """Return the probe with at most PROBE_TURNS micro-batches per step, where a knob sets their
+    number.
+    """
     is_told = isinstance(knobs.gradient_accumulation_steps, Knob)
     if not is_told or knobs.global_batch_size is not None:  # which the script would divide itself
         return probe
@@ -83,8 +91,10 @@ def _with_few_turns(probe: Candidate, knobs: Knobs) -> Candidate:
     )
 
 
-def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
-    """Return whether a probe failed only because batch normalisation cannot train on one sample."""
+def failed_by_batch_of_one(attempt: Attempt, failure: Failure) -> bool:
+    """Return whether a probe failed only because batch normalisation cannot train on a single
+    sample.
+    """
     evidence = attempt.evidence
     if evidence is None or attempt.plan.micro_batch_size != 1:
         return False
@@ -93,8 +103,10 @@ def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
     return any(ONE_SAMPLE in text for text in texts)
 
 
-def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
-    """Return an upper bound of a probe's bytes, from an earlier probe with a margin; None without a measurement."""
+def probe_bytes_bound(probe: Candidate, probed: Attempt | None) -> int | None:
+    """Return an upper bound of a probe's bytes, from the earlier attempt `probed`; None if that has
+    no peak.
+    """
     if probed is None or probed.peak_bytes is None:
         return None
     times = probe.plan.micro_batch_size / probed.plan.micro_batch_size
@@ -106,10 +118,12 @@ def probe_bytes(probe: Candidate, probed: Attempt | None) -> int | None:
 
 
 def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpec) -> bool:
-    """Return whether a probe surely fits, or most likely by what two forward passes held at their ends."""
+    """Return whether a probe will fit the device, judged by the peaks of the earlier probes
+    `probed`.
+    """
     if not probed:
         return False
-    least = probe_bytes(candidate, probed[-1])
+    least = probe_bytes_bound(candidate, probed[-1])
     if least is None or least <= device.memory:
         return least is not None
     first = probed[0]
@@ -123,7 +137,7 @@ def _will_fit(candidate: Candidate, probed: Sequence[Attempt], device: DeviceSpe
     return MARGIN * peak_bytes <= device.memory
 
 
-def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
+def _has_only_probed(attempts: Sequence[Attempt], device: str) -> bool:
     """Return whether all earlier attempts were probes on this kind of device that measured their memory."""
     return len(attempts) < PROBES_MAX and all(
         attempt.probe
@@ -134,8 +148,8 @@ def _goes_on(attempts: Sequence[Attempt], device: str) -> bool:
     )
 
 
-def unmeasured_reason(spec: JobSpec) -> str | None:
-    """Return why a script of unknown memory is not probed, as text; None where it is."""
+def why_not_probed(spec: JobSpec) -> str | None:
+    """Return why a script of unknown memory cannot be probed, as text; None where it can."""
     if missing := _missing_knobs(spec):
         return f"no knob for {' and '.join(missing)}"
     count = len(list_batch_cuts(read_request(spec), spec.gpus.min))
@@ -152,7 +166,7 @@ def _can_be_probed(spec: JobSpec) -> bool:
 
 
 def _missing_knobs(spec: JobSpec) -> list[str]:
-    """Return the words of the knobs that the job lacks for a probe."""
+    """Return names for people of the knobs that a probe needs and the job lacks."""
     return [word for name, word in PROBED_BY.items() if getattr(spec.knobs, name) is None]
 
 
@@ -160,7 +174,7 @@ def _is_unknown(spec: JobSpec) -> bool:
     return spec.is_script and spec.profile is None and spec.trains is None
 
 
-def _is_plain(candidate: Candidate) -> bool:
+def _has_no_savings(candidate: Candidate) -> bool:
     plan = candidate.plan
     nothing = ActivationCheckpointing.NONE, ZeroStage.NONE, Degradation.EXACT
     return (plan.activation_checkpointing, plan.zero_stage, candidate.degradation) == nothing

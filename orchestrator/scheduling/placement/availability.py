@@ -1,4 +1,6 @@
-"""Future availability of each device, given running attempts, reservations and maintenance windows."""
+"""When the devices of a group of equal nodes are free: after running attempts, reservations and
+maintenance.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.node_groups import Group
-from orchestrator.scheduling.base.shape import Shape
+from orchestrator.scheduling.base.node_groups import NodeGroup
+from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.cluster import Node, Window
 from orchestrator.specs.group_values import group_values
@@ -22,27 +24,27 @@ _Able = tuple[int, tuple[int, ...]]  # a node's number, and its usable devices
 
 
 @dataclass(slots=True, eq=False)
-class _Times:
-    """Times from which `share` devices of each node are free for good, by node and sorted."""
+class _FreeTimes:
+    """When `share` devices of each node become free for good, by node and sorted."""
 
     by_node: list[float]
     order: list[tuple[float, int]]
     unread: set[int]  # nodes that have changed since
 
-    def copy(self) -> _Times:
-        return _Times(self.by_node[:], self.order[:], set(self.unread))
+    def copy(self) -> _FreeTimes:
+        return _FreeTimes(self.by_node[:], self.order[:], set(self.unread))
 
 
 @dataclass(slots=True, eq=False)
-class _Future:
-    """When each device of a node becomes free, with reservations and maintenance."""
+class _DeviceTimes:
+    """When each device of a node becomes free, and when it is reserved next."""
 
     free_s: list[float]  # when it is free for good, but for what is promised for later
     next_s: list[float]  # when it is promised next
 
 
 class _Promise(NamedTuple):
-    """Reservation of devices of one node for a job."""
+    """A reservation of devices of one node."""
 
     start_s: float
     end_s: float
@@ -50,8 +52,10 @@ class _Promise(NamedTuple):
     is_later: bool  # they are idle before, and may be promised to others
 
 
-class Slot(NamedTuple):
-    """A start time at which `share` devices are free on each of these nodes for `seconds`."""
+class StartSlot(NamedTuple):
+    """A start time from which `share` devices on each of these nodes are free for `seconds`
+    seconds.
+    """
 
     start_s: float
     seconds: float
@@ -60,7 +64,7 @@ class Slot(NamedTuple):
 
 
 class ClosingNode(NamedTuple):
-    """A node that closes, for a maintenance or a drain."""
+    """A node with idle devices that closes for a maintenance or a drain."""
 
     name: str
     closes_s: float  # minus infinity: it is closed
@@ -68,14 +72,14 @@ class ClosingNode(NamedTuple):
 
 
 class AvailabilityProfile:
-    """Future availability of the devices of a group of equal nodes.
+    """The pool of devices of equal nodes, with the times at which each device is free.
 
-    A device is free for good after its running attempt and its reservations. So its future is the end of what runs on
-    it or is reserved right after, and the times of later reservations. Questions are answered for all nodes at once
-    from sorted lists, which each change keeps up to date.
+    A device is free for good after its running attempt and its reservations. Later reservations
+    leave it free before them. All nodes are searched at once in sorted lists, which each change
+    keeps up to date.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: NodeGroup) -> None:
         self.group = group
         self.names = [node.name for node in group.nodes]
         self.numbers = {name: number for number, name in enumerate(self.names)}
@@ -93,43 +97,49 @@ class AvailabilityProfile:
         self._closed: dict[int, tuple[Window, ...]] = {}  # by node
         self._has_racks = len({node.rack for node in group.nodes}) > 1
         self._futures: dict[
-            int, _Future
+            int, _DeviceTimes
         ] = {}  # of nodes with promises or maintenance, as far as asked
-        self._when: dict[int, _Times] = {}  # by share
-        self._unpromised: dict[int, _Times] = {}  # the same, as it was before anything was promised
+        self._when: dict[int, _FreeTimes] = {}  # by share
+        self._unpromised: dict[
+            int, _FreeTimes
+        ] = {}  # the same, as it was before anything was promised
         self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
-        self._open_until_s: dict[Shape, float] = {}
+        self._open_until_s: dict[GangShape, float] = {}
         self._room_bytes: int | None = None  # once asked
         self.update_nodes(group.nodes)
 
     # what is
 
-    def has_room(self, least_bytes: int) -> bool:
-        """Return whether every device has `least_bytes` free once our own attempts have ended."""
+    def has_bytes_on_every_device(self, least_bytes: int) -> bool:
+        """Return whether every device would have `least_bytes` free if our own attempts had ended."""
         if least_bytes <= self._least_free_bytes:
             return True
         if self._room_bytes is None:
             self._room_bytes = min(
-                self.room_of(number, device)
+                self.usable_bytes(number, device)
                 for number in range(len(self.names))
                 for device in range(self.devices_per_node)
             )
         return least_bytes <= self._room_bytes
 
-    def room_of(self, number: int, device: int) -> int:
-        """Return the bytes that one device offers; a device with an attempt of ours counts as if it had ended."""
+    def usable_bytes(self, number: int, device: int) -> int:
+        """Return the bytes that a new attempt could use on one device, as if our own attempt there
+        had ended.
+
+        `number` is the node's position in the pool.
+        """
         if self._until_s[number][device] != IDLE:
             return self.group.hardware.device.memory
         return self._free_bytes[number][device]
 
     def free_bytes(self, name: str, device: int) -> int:
-        """Return the free bytes of one device as last reported."""
+        """Return the free bytes that were last reported for one device of the node `name`."""
         return self._free_bytes[self.numbers[name]][device]
 
     # what changes
 
     def update_nodes(self, nodes: Sequence[Node]) -> None:
-        """Update the free bytes of the same nodes, and which devices the driver cannot read: those are closed."""
+        """Take over the free bytes of the same nodes, and which devices the driver cannot read."""
         self.unreadable_nodes = [node for node in nodes if node.unreadable]
         self.unreadable = {
             (node.name, device) for node in self.unreadable_nodes for device in node.unreadable
@@ -139,35 +149,40 @@ class AvailabilityProfile:
         self._room_bytes = None
 
     def occupy(self, name: str, devices: Iterable[int], until_s: float) -> None:
-        """Mark these devices as busy with an attempt that is expected to end at `until_s`."""
-        self._set(name, devices, until_s)
+        """Mark these devices of a node as busy until `until_s`, the expected end of their attempt."""
+        self._set_busy_until(name, devices, until_s)
 
     def vacate(self, name: str, devices: Iterable[int]) -> None:
-        """Mark these devices as idle."""
-        self._set(name, devices, IDLE)
+        """Mark these devices of a node as idle."""
+        self._set_busy_until(name, devices, IDLE)
 
-    def free_before(self, name: str, devices: Iterable[int], at_s: float) -> int:
-        """Return how many of these devices become free before `at_s`, ignoring reservations for later."""
+    def count_free_before(self, name: str, devices: Iterable[int], at_s: float) -> int:
+        """Return how many of these devices are free before `at_s`; reservations for later are
+        ignored.
+        """
         number = self.numbers.get(name)
         if number is None:
             return 0
-        free_s = self._free_from(number)
+        free_s = self._device_free_times(number)
         return sum([free_s[device] < at_s for device in devices])
 
-    def count_idle(self, node: str) -> int:
+    def count_idle_devices(self, node: str) -> int:
         """Return the number of idle devices of one node."""
         return self._idle[self.numbers[node]]
 
-    def held_until_by(self, name: str, devices: Iterable[int]) -> float:
-        """Return when the attempts now on these devices have all ended."""
+    def attempts_end_at_s(self, name: str, devices: Iterable[int]) -> float:
+        """Return when the attempts that run on these devices will all have ended, in seconds since
+        1970.
+        """
         return max([self._until_s[self.numbers[name]][device] for device in devices])
 
     def reserve(
         self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool
     ) -> None:
-        """Reserve these devices from `start_s` to `end_s`: nothing else may run on them then.
+        """Reserve these devices of a node from `start_s` to `end_s`, so that nothing else runs
+        there then.
 
-        With `is_later`, others may reserve the same devices for before `start_s`.
+        With `is_later`, other jobs may still use the devices before `start_s`.
         """
         number = self.numbers.get(name)
         if number is None:
@@ -203,8 +218,11 @@ class AvailabilityProfile:
             times.unread |= self._changed_since
         self._changed_since.clear()
 
-    def close(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
-        """Close these nodes in these windows (minus infinity as begin: closed now), and open all other nodes."""
+    def set_closed_windows(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
+        """Close the named nodes in these windows (begin, end), and open all other nodes.
+
+        The begin is minus infinity for a node that is closed now.
+        """
         before = self._closed
         self._closed = {
             number: windows[name] for name, number in self.numbers.items() if name in windows
@@ -214,8 +232,10 @@ class AvailabilityProfile:
 
     # what can be
 
-    def open_until_s(self, shape: Shape) -> float:
-        """Return until when a gang of this shape could run if started now; minus infinity where it cannot start."""
+    def could_run_until_s(self, shape: GangShape) -> float:
+        """Return until when a gang of this shape could run if it started now; minus infinity if it
+        cannot start.
+        """
         if self.idle < shape.devices:
             return -inf
         if shape not in self._open_until_s:
@@ -224,15 +244,17 @@ class AvailabilityProfile:
             )
         return self._open_until_s[shape]
 
-    def place(
-        self, shape: Shape, end_s: float, least_bytes: int, open_until_s: float | None = None
+    def find_devices_now(
+        self, shape: GangShape, end_s: float, least_bytes: int, open_until_s: float | None = None
     ) -> Placement | None:
-        """Return devices that are free from now to `end_s` with `least_bytes` each; None where there are too few.
+        """Return devices with `least_bytes` each that are free from now to `end_s`; None where
+        there are too few.
 
-        Their nodes stay open until `open_until_s`; None: until `end_s`. A gang that fits one node goes to the fullest
-        such node; a larger one to as few nodes as possible, and of these to as few racks as possible.
+        Their nodes stay open until `open_until_s`; None means `end_s`. A gang that fits one node
+        goes to the fullest such node; a larger one to as few nodes as possible, and of these to as
+        few racks as possible.
         """
-        crowded = not self.has_room(least_bytes)
+        crowded = not self.has_bytes_on_every_device(least_bytes)
         if open_until_s is None:
             open_until_s = end_s
         for share in shape.shares:
@@ -250,10 +272,12 @@ class AvailabilityProfile:
                 )
         return None
 
-    def place_again(
-        self, attempt_placement: Placement, shape: Shape, end_s: float, least_bytes: int
+    def find_devices_without_attempt(
+        self, attempt_placement: Placement, shape: GangShape, end_s: float, least_bytes: int
     ) -> Placement | None:
-        """Return devices as `place` does (None: too few), counting those of one running attempt as idle and empty."""
+        """Return devices as `find_devices_now` does, as if the attempt on `attempt_placement` had
+        ended.
+        """
         until = {part.node: self._until_s[self.numbers[part.node]][:] for part in attempt_placement}
         free_bytes = self._free_bytes
         self._free_bytes = [*self._free_bytes]
@@ -269,20 +293,22 @@ class AvailabilityProfile:
                 part.node,
                 [device for device in part.devices if (part.node, device) not in self.unreadable],
             )
-        placement = self.place(shape, end_s, least_bytes)
+        placement = self.find_devices_now(shape, end_s, least_bytes)
         self._free_bytes = free_bytes
         for part in attempt_placement:
             for device in part.devices:
                 self.occupy(part.node, (device,), until[part.node][device])
         return placement
 
-    def could_hold(self, shape: Shape, least_bytes: int) -> bool:
-        """Return whether enough devices have `least_bytes` free once our own attempts have ended."""
-        if self.has_room(least_bytes):
+    def can_ever_hold(self, shape: GangShape, least_bytes: int) -> bool:
+        """Return whether enough devices would have `least_bytes` free if our own attempts had
+        ended.
+        """
+        if self.has_bytes_on_every_device(least_bytes):
             return True
         roomy = [
             sum(
-                self.room_of(number, device) >= least_bytes
+                self.usable_bytes(number, device) >= least_bytes
                 for device in range(self.devices_per_node)
             )
             for number in range(len(self.names))
@@ -292,50 +318,54 @@ class AvailabilityProfile:
             for share in shape.shares
         )
 
-    def earliest(
+    def find_earliest_slot(
         self,
-        shape: Shape,
+        shape: GangShape,
         from_s: float,
         seconds: float,
         least_bytes: int,
         open_s: float | None = None,
-    ) -> Slot | None:
-        """Return the first slot from `from_s` on with enough devices free for `seconds`; None: never.
+    ) -> StartSlot | None:
+        """Return the first slot from `from_s` on in which enough devices are free for `seconds`;
+        None if never.
 
-        Its nodes stay open for `open_s` seconds; None: as long as its devices are free. The slot lies before a node
-        closes or a later reservation where the time suffices, else behind them.
+        Its nodes stay open for `open_s` seconds; None means `seconds`. The slot ends before a node
+        closes or a later reservation begins where there is time enough, and otherwise comes after
+        it.
         """
-        best: Slot | None = None
+        best: StartSlot | None = None
         if open_s is None:
             open_s = seconds
         for share in shape.shares:
             wanted = shape.devices // share
-            order = self._open_for(share, wanted, from_s, seconds, least_bytes, open_s)
+            order = self._find_open_nodes(share, wanted, from_s, seconds, least_bytes, open_s)
             if (
                 len(order) < wanted or order[-1][0] == inf
             ):  # never: no time is known at which a lost node comes back
                 continue
             start_s = max(order[-1][0], from_s)
             if best is None or start_s < best.start_s:
-                best = Slot(start_s, seconds, share, tuple([number for _, number in order]))
+                best = StartSlot(start_s, seconds, share, tuple([number for _, number in order]))
         return best
 
-    def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
-        """Return the devices on a slot's nodes that become free first."""
+    def choose_slot_devices(self, slot: StartSlot, least_bytes: int) -> Placement:
+        """Return, for each node of the slot, the devices that become free first."""
         placement = []
-        has_room = self.has_room(least_bytes)
+        has_room = self.has_bytes_on_every_device(least_bytes)
         for number in slot.nodes:
             able: Iterable[int] = range(self.devices_per_node)
             if not has_room:
-                able = (device for device in able if self.room_of(number, device) >= least_bytes)
+                able = (
+                    device for device in able if self.usable_bytes(number, device) >= least_bytes
+                )
             if number in self._later:
                 begun = slot.start_s
                 able = (
                     device
                     for device in able
-                    if self._begins_s(number, device, begun, slot.seconds) == begun
+                    if self._unreserved_from_s(number, device, begun, slot.seconds) == begun
                 )
-            free_from = self._free_from(number).__getitem__
+            free_from = self._device_free_times(number).__getitem__
             first = (
                 [min(able, key=free_from)]
                 if slot.share == 1
@@ -344,34 +374,37 @@ class AvailabilityProfile:
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
         return tuple(placement)
 
-    def list_closing(self, end_s: float) -> list[ClosingNode]:
-        """Return the nodes with idle devices that close before `end_s`."""
+    def list_closing_nodes(self, end_s: float) -> list[ClosingNode]:
+        """Return the nodes with idle devices that are closed or will close before `end_s`."""
         return [
             ClosingNode(self.names[number], windows[0][0], self._idle[number])
             for number, windows in self._closed.items()
             if self._idle[number] and windows[0][0] < end_s
         ]
 
-    def held_until_s(self, devices: float) -> float:
-        """Return when running attempts occupy at most this many of the devices that can be read."""
+    def held_at_most_from_s(self, devices: float) -> float:
+        """Return when running attempts will hold at most `devices` devices, in seconds since 1970.
+
+        Minus infinity means that they hold no more now. Unreadable devices do not count.
+        """
         others = len(self._ends_s) - self.idle_unreadable - max(0, int(devices))
         return self._ends_s[others - 1] if others > 0 else -inf
 
     @property
-    def closes(self) -> bool:
-        """Whether any of its nodes is closed or will close."""
+    def has_closed_nodes(self) -> bool:
+        """Whether any node of the pool is closed or will close."""
         return bool(self._closed)
 
     @property
     def idle_unreadable(self) -> int:
-        """Number of devices that the driver cannot read and no attempt holds."""
+        """Number of devices that the driver cannot read and on which no attempt runs."""
         return sum(
             [self._until_s[self.numbers[name]][device] == inf for name, device in self.unreadable]
         )
 
     # how it is kept
 
-    def _set(self, name: str, devices: Iterable[int], until_s: float) -> None:
+    def _set_busy_until(self, name: str, devices: Iterable[int], until_s: float) -> None:
         number = self.numbers.get(name)
         if number is None:
             return  # a node that is gone
@@ -394,7 +427,7 @@ class AvailabilityProfile:
         self._forget_future(number)
 
     def _forget_future(self, number: int) -> None:
-        """Drop a node's cached future, since more than a reservation has changed it."""
+        """Drop a node's cached times, since its attempts, closings or readable devices changed."""
         self._futures.pop(number, None)
         if self._promised:
             self._changed_since.add(number)
@@ -407,25 +440,30 @@ class AvailabilityProfile:
         for times in self._when.values():
             times.unread.add(number)
 
-    def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
-        """Return (time, node) from which `share` devices of a node are free for good, sorted; others are omitted."""
-        if not self.has_room(least_bytes):
+    def _sort_by_free_time(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
+        """Return (time, node) from which `share` devices of a node are free for good, earliest
+        first.
+
+        Nodes with too few roomy devices are left out.
+        """
+        if not self.has_bytes_on_every_device(least_bytes):
             return sorted(
                 (free_s[share - 1], number)
                 for number in range(len(self.names))
-                if len(free_s := self._roomy_from(number, least_bytes)) >= share
+                if len(free_s := self._free_times_with_bytes(number, least_bytes)) >= share
             )
         times = self._when.get(share)
         if times is None:
             by_node = [
-                sorted(self._free_from(number))[share - 1] for number in range(len(self.names))
+                sorted(self._device_free_times(number))[share - 1]
+                for number in range(len(self.names))
             ]
             order = sorted((free_s, number) for number, free_s in enumerate(by_node))
-            times = self._when[share] = _Times(by_node, order, set())
+            times = self._when[share] = _FreeTimes(by_node, order, set())
         order = times.order
         for number in times.unread:
             old_s = times.by_node[number]
-            new_s = sorted(self._free_from(number))[share - 1]
+            new_s = sorted(self._device_free_times(number))[share - 1]
             if old_s != new_s:
                 del order[bisect_left(order, (old_s, number))]
                 insort(order, (new_s, number))
@@ -433,7 +471,7 @@ class AvailabilityProfile:
         times.unread.clear()
         return order
 
-    def _open_for(
+    def _find_open_nodes(
         self,
         share: int,
         wanted: int,
@@ -442,15 +480,17 @@ class AvailabilityProfile:
         least_bytes: int,
         open_s: float,
     ) -> Sequence[tuple[float, int]]:
-        """Return the first nodes that have a share free for so long together, each with its time."""
-        order = self._order_of(share, least_bytes)
+        """Return (time, node) of the first `wanted` nodes that have `share` devices free for
+        `seconds` together.
+        """
+        order = self._sort_by_free_time(share, least_bytes)
         first = order[:wanted]
         if not self._closed and not self._later:
             return first
 
         def opens(free_s: float, number: int, start_s: float) -> tuple[float, int]:
             start_s = max(free_s, start_s)
-            return self._opens_s(number, share, start_s, seconds, least_bytes, open_s), number
+            return self._usable_from_s(number, share, start_s, seconds, least_bytes, open_s), number
 
         while (
             len(first) == wanted
@@ -468,7 +508,7 @@ class AvailabilityProfile:
                 del first[wanted:]
         return first
 
-    def _opens_s(
+    def _usable_from_s(
         self,
         number: int,
         share: int,
@@ -477,7 +517,9 @@ class AvailabilityProfile:
         least_bytes: int,
         open_s: float,
     ) -> float:
-        """Return when, from `start_s` on, a node stays open and a share of its devices unreserved."""
+        """Return from when on a node stays open and has `share` unreserved devices for long enough;
+        infinity if never.
+        """
         while True:  # ends: each turn begins where a closing or a promise ends
             for closes_s, opens_s in self._closed.get(number, ()):
                 if closes_s < start_s + open_s and start_s < opens_s:
@@ -485,18 +527,18 @@ class AvailabilityProfile:
             if number not in self._later:
                 return start_s
             begins = (
-                self._begins_s(number, device, start_s, seconds)
+                self._unreserved_from_s(number, device, start_s, seconds)
                 for device in range(self.devices_per_node)
-                if self._is_roomy(number, device, least_bytes)
+                if self._has_bytes(number, device, least_bytes)
             )
             opens_s = sorted(begins)[share - 1]
             if opens_s in (start_s, inf):
                 return opens_s
             start_s = opens_s
 
-    def _begins_s(self, number: int, device: int, start_s: float, seconds: float) -> float:
-        """Return when, from `start_s` on, a device is unreserved for so long."""
-        start_s = max(start_s, self._free_from(number)[device])
+    def _unreserved_from_s(self, number: int, device: int, start_s: float, seconds: float) -> float:
+        """Return from when on, after `start_s`, a device is unreserved for `seconds` seconds."""
+        start_s = max(start_s, self._device_free_times(number)[device])
         for promise in self._later.get(number, ()):
             if (
                 device in promise.devices
@@ -506,17 +548,20 @@ class AvailabilityProfile:
                 start_s = promise.end_s
         return start_s
 
-    def _roomy_from(self, number: int, least_bytes: int) -> list[float]:
-        free_s = self._free_from(number)
+    def _free_times_with_bytes(self, number: int, least_bytes: int) -> list[float]:
+        free_s = self._device_free_times(number)
         return sorted(
-            s for device, s in enumerate(free_s) if self._is_roomy(number, device, least_bytes)
+            s for device, s in enumerate(free_s) if self._has_bytes(number, device, least_bytes)
         )
 
-    def _is_roomy(self, number: int, device: int, least_bytes: int) -> bool:
-        return self.has_room(least_bytes) or self.room_of(number, device) >= least_bytes
+    def _has_bytes(self, number: int, device: int, least_bytes: int) -> bool:
+        return (
+            self.has_bytes_on_every_device(least_bytes)
+            or self.usable_bytes(number, device) >= least_bytes
+        )
 
-    def _free_from(self, number: int) -> list[float]:
-        """Return when each device of a node is free for good."""
+    def _device_free_times(self, number: int) -> list[float]:
+        """Return when each device of a node is free for good, by index."""
         future = self._futures.get(number)
         if future is not None:
             return future.free_s
@@ -524,7 +569,7 @@ class AvailabilityProfile:
             return self._future(number).free_s
         return self._until_s[number]
 
-    def _future(self, number: int) -> _Future:
+    def _future(self, number: int) -> _DeviceTimes:
         future = self._futures.get(number)
         if future is None:
             closed = self._closed.get(number, ())
@@ -537,11 +582,11 @@ class AvailabilityProfile:
                     if not is_later:
                         free_s[device] = max(free_s[device], end_s)
                     next_s[device] = min(next_s[device], start_s)
-            future = self._futures[number] = _Future(free_s, next_s)
+            future = self._futures[number] = _DeviceTimes(free_s, next_s)
         return future
 
     def _shares_open_until_s(self, nodes: int, share: int) -> float:
-        """Return until when `share` idle devices of each of so many nodes stay unpromised and open."""
+        """Return until when `share` idle devices on each of `nodes` nodes stay unreserved and open."""
         promised_s = []
         unpromised = 0
         for idle in range(share, self.devices_per_node + 1):
@@ -560,14 +605,16 @@ class AvailabilityProfile:
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
 
     def _closes_s(self, number: int) -> float:
-        """Return when a node closes next; minus infinity: it is closed now."""
+        """Return when a node closes next; minus infinity if it is closed now."""
         windows = self._closed.get(number)
         return windows[0][0] if windows else inf
 
     def _able_nodes(
         self, share: int, end_s: float, least_bytes: int, open_until_s: float
     ) -> Iterator[_Able]:
-        """Yield nodes with `share` usable devices until `end_s`, the fullest first, each with these devices."""
+        """Yield the nodes with `share` usable devices until `end_s`, the fullest node first, with
+        those devices.
+        """
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
                 if self._closes_s(number) < open_until_s:
@@ -577,7 +624,10 @@ class AvailabilityProfile:
                     yield number, devices[:share]
 
     def _in_fewest_racks(self, able: Sequence[_Able], wanted: int) -> list[_Able]:
-        """Return so many of these nodes: from the largest racks, and for the rest the smallest rack that holds it."""
+        """Return `wanted` of these nodes in as few racks as possible.
+
+        The largest racks are filled first; the rest goes to the smallest rack that holds it.
+        """
         racks = group_values((self.group.nodes[entry[0]].rack, entry) for entry in able)
         chosen: list[_Able] = []
         largest = sorted(racks.values(), key=len)
@@ -589,7 +639,9 @@ class AvailabilityProfile:
         return chosen
 
     def _usable_devices(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
-        """Return idle devices of a node that are not promised before `end_s`, with so much memory free."""
+        """Return the idle devices of a node with `least_bytes` free that are not reserved before
+        `end_s`.
+        """
         until = self._until_s[number]
         if number not in self._promised and not least_bytes:
             return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)

@@ -6,4 +6,6 @@ from orchestrator.scheduling.policies.rigid import RigidPolicy
 
 
 class FifoPolicy(RigidPolicy):
-    """Jobs start strictly in order of submission. The policy needs no job lengths."""
+    """First come, first served: jobs start strictly in the order of submission, whatever their
+    duration.
+    """

@@ -18,5 +18,7 @@ POLICIES: dict[str, Callable[[SchedulerIndex], QueuePolicy]] = {  # by `policy.o
 
 
 def index_of(state: State) -> SchedulerIndex:
-    """Return a new scheduler index of a state, with the policy that its cluster file names."""
+    """Return a new scheduler index for the state, with the queue policy that its cluster file
+    names.
+    """
     return SchedulerIndex(state, lambda index: POLICIES[index.state.policy.order](index))

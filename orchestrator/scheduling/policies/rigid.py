@@ -1,23 +1,31 @@
-"""RigidPolicy, a base for short policies: each job runs on its `gpus.max`, ordered by one number."""
+"""RigidPolicy, a base class for short queue policies: jobs are ordered by one number, and none is
+stopped.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from orchestrator.scheduling.base.start_windows import is_open
+from orchestrator.scheduling.base.start_windows import may_start_at
 from orchestrator.scheduling.options.job_options import SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting, merge_lines
+from orchestrator.scheduling.queue.wait_queue import (
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
+    merge_queues,
+)
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 
 
 class RigidPolicy:
-    """Jobs start by rank, then by submission, on as many devices as speed them up. Nothing is preempted.
+    """Starts jobs by rank, then by submission, each on as many devices as make it faster; stops
+    none.
 
-    Neither priority nor teams count. A job whose start window is closed is behind all others.
+    Priority and teams do not count. Jobs whose start windows are closed come last.
     """
 
     reservations_max = 0
@@ -27,46 +35,48 @@ class RigidPolicy:
         self._index = index
 
     def rank(self, job: Job) -> float:  # noqa: ARG002
-        """Return 0 for every job, which means the order of submission."""
+        """Return 0 for every job, so that jobs start in the order of submission."""
         return 0.0
 
     def presses_s(self, job: Job) -> float:  # noqa: ARG002
         """Return infinity, since this policy ignores deadlines."""
         return inf
 
-    def in_order(self) -> Iterator[Turn]:
-        """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come last."""
+    def in_order(self) -> Iterator[WaitingWithDeadline]:
+        """Yield (job, infinity) by rank, then by submission; jobs with closed start windows come
+        last.
+        """
         at_s = self._index.state.at_s
         waiting = self.by_rank()
-        yield from ((entry, inf) for entry in waiting if is_open(entry.job.spec, at_s))
-        yield from ((entry, inf) for entry in waiting if not is_open(entry.job.spec, at_s))
+        yield from ((entry, inf) for entry in waiting if may_start_at(entry.job.spec, at_s))
+        yield from ((entry, inf) for entry in waiting if not may_start_at(entry.job.spec, at_s))
 
-    def by_rank(self) -> list[Waiting]:
+    def by_rank(self) -> list[WaitingJob]:
         """Return all jobs that wait for devices, by rank, then by submission."""
         queues = [queue.by_rank() for queue in self._index.lines.values()]
         return (
-            [self._index.waiting[job_id] for _, _, job_id in merge_lines(queues)] if queues else []
+            [self._index.waiting[job_id] for _, _, job_id in merge_queues(queues)] if queues else []
         )
 
-    def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
-        """Return whether later jobs may start first, which holds where the policy makes reservations."""
+    def may_overtake(self, waiting: WaitingJob) -> bool:  # noqa: ARG002
+        """Return whether later jobs may start first: only if the policy makes reservations."""
         return self.reservations_max > 0
 
-    def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:  # noqa: ARG002
+    def leaves_headroom(self, waiting: WaitingJob, at_s: float) -> bool:  # noqa: ARG002
         """Return False: no job leaves devices for shorter ones."""
         return False
 
     def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
-        """Return only the option with most devices. More, up to `gpus.max`, would not make the job faster."""
+        """Return only the option with the most devices; even more would not make the job faster."""
         return options[-1:]
 
     def preempt(
         self,
         state: State,  # noqa: ARG002
-        waits: Sequence[Promised],  # noqa: ARG002
-        late: Sequence[Turn],  # noqa: ARG002
+        waits: Sequence[WaitingWithReservation],  # noqa: ARG002
+        late: Sequence[WaitingWithDeadline],  # noqa: ARG002
     ) -> Preemption:
-        """Return an empty preemption: no job is stopped."""
+        """Return a preemption that stops no job."""
         return Preemption()
 
     def reevaluate_at_s(self) -> float | None:

@@ -1,4 +1,6 @@
-"""Recent demand of short jobs, and the free devices (headroom) that longer jobs must leave for them."""
+"""Recent use of devices by short jobs, and the headroom: free devices that longer jobs must leave
+for them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ NOBODY = (0.0,) * (LENGTHS + 1)
 
 
 def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
-    """Return the demand with a submission added: a job of `length_s` seconds and `device_s` device-seconds."""
+    """Return the demand with a submitted job added, which needs `length_s` seconds and `device_s`
+    device-seconds.
+    """
     if demand is None:
         demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
     share = exp((demand.at_s - at_s) / tuning.TUNING.memory_s)
@@ -24,8 +28,10 @@ def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s:
     return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
 
 
-def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
-    """Return the average number of devices used by jobs shorter than 1, 2, 4, 8 ... seconds."""
+def devices_used_by_shorter_jobs(demand: Demand | None, at_s: float) -> tuple[float, ...]:
+    """Return the average numbers of devices that recent jobs used: those shorter than 1, 2, 4, 8
+    ... seconds.
+    """
     if demand is None:
         return NOBODY
     counted_s = tuning.TUNING.memory_s * (
@@ -35,14 +41,15 @@ def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
     return tuple(accumulate((share * class_s for class_s in demand.device_s), initial=0.0))
 
 
-def headroom_available_from_s(
+def leaves_headroom_from_s(
     wanted: Sequence[float], pool: AvailabilityProfile, devices: int, seconds: float
 ) -> float:
-    """Return when a job can occupy `devices` for `seconds` and leave enough devices for much shorter jobs.
+    """Return when a job on `devices` for `seconds` would leave enough free devices for much shorter
+    jobs.
 
-    As long as such jobs matter, as many whole devices stay free of long jobs as short ones used lately, or no other job
-    holds any.
+    `wanted` is the result of `devices_used_by_shorter_jobs`. The time is in seconds since 1970.
+    Enough are as many whole devices as those shorter jobs used lately.
     """
     shorter_s = tuning.TUNING.short * seconds
     others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
-    return pool.held_until_s(pool.group.devices - int(others) - devices) - shorter_s
+    return pool.held_at_most_from_s(pool.group.devices - int(others) - devices) - shorter_s

@@ -1,4 +1,6 @@
-"""Job dependencies (`depends_on`): their resolution to ids, and their effect when they end."""
+"""Job dependencies (`depends_on`): which job each one names, and what its end means for the
+dependent job.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,21 @@ ENDED = {
 
 
 def resolve_dependencies(
-    spec: JobSpec, together: Mapping[str, Sequence[str]], find_job: Callable[[str], Job | None]
+    spec: JobSpec, ids_by_name: Mapping[str, Sequence[str]], find_job: Callable[[str], Job | None]
 ) -> tuple[JobSpec, tuple[str, ...]]:
-    """Return (job with dependency ids, ids of dependencies that are already satisfied).
+    """Return (the job with ids as its dependencies, ids of the dependencies that already ended as
+    required).
 
-    `together` maps a name to ids of earlier jobs in the same submission; `find_job` returns any earlier job. Raises
-    SpecError where there is no such job, or where it ended in another way than required.
+    `ids_by_name` maps a name to ids of jobs in the same submission; `find_job` returns any earlier
+    job. Raises SpecError where there is no such job, or where it ended in another way than
+    required.
     """
     depends_on = tuple(
         dependency.model_copy(update={"job": job_id})
         for dependency in spec.depends_on
-        for job_id in together.get(dependency.job, (dependency.job,))
+        for job_id in ids_by_name.get(dependency.job, (dependency.job,))
     )
-    new_ids = {job_id for ids in together.values() for job_id in ids}
+    new_ids = {job_id for ids in ids_by_name.values() for job_id in ids}
     satisfied = []
     for dependency in depends_on:
         if dependency.job in new_ids:
@@ -58,7 +62,11 @@ def resolve_dependencies(
 
 
 def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Collection[str]) -> Job:
-    """Return the submitted job, waiting for its dependencies in `jobs` that are unfinished and not in `satisfied`."""
+    """Return the submitted job with the dependencies it must wait for; cancelled where one cannot
+    be met.
+
+    `jobs` are the live jobs, and `satisfied` the ids of dependencies that ended as required before.
+    """
     for dependency in job.spec.depends_on:
         other = jobs.get(dependency.job)
         if other is None and dependency.job not in satisfied and dependency.when == "success":
@@ -76,7 +84,9 @@ def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Coll
 
 
 def on_dependency_ended(job: Job, ended: Job) -> Job:
-    """Return the job after one of its dependencies ended: it waits no more for it, or is cancelled."""
+    """Return the job without its dependency on the `ended` job; cancelled where that did not end as
+    required.
+    """
     wanted = [dependency for dependency in job.waits_for if dependency.job == ended.id]
     if not all(_is_met(dependency, ended.status) for dependency in wanted):
         return _in_vain(job, ended.id, ENDED[ended.status])

@@ -17,13 +17,17 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State, Usage
 
 FORGOTTEN_DEVICE_S = 1.0  # less than so much changes no turn for long
-Place = tuple[
+FairSharePlace = tuple[
     float, float
 ]  # usage per share of the team, then of the user within it: the smallest is next
 
 
 def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
-    """Return all users' usage with that of an ended attempt added."""
+    """Return every user's decayed usage, with the ended attempt's device-seconds added to its
+    owner's.
+
+    Users whose usage has decayed to almost nothing are left out.
+    """
     half_life_s = state.policy.half_life
     by_user = {
         usage.user: usage
@@ -38,11 +42,12 @@ def charge_usage(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
     return tuple(sorted(by_user.values(), key=lambda usage: usage.user))
 
 
-def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
-    """Return decayed device-seconds by user: of ended attempts, and of running ones up to now.
+def decayed_device_s_by_user(state: State, running: Iterable[Job]) -> dict[str, float]:
+    """Return {user: device-seconds used}, of ended attempts and of `running` jobs up to now,
+    decayed.
 
-    A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts n * half-life / ln 2
-    * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
+    A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts n
+    * half-life / ln 2 * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
     """
     half_life_s = state.policy.half_life
     parts: dict[str, list[float]] = {
@@ -57,31 +62,38 @@ def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
     return {user: fsum(seconds) for user, seconds in parts.items()}
 
 
-def equal_place(_: str) -> Place:
-    """Return the same fair-share place for every user, where jobs of one user alone wait."""
+def equal_fair_share_place(_: str) -> FairSharePlace:
+    """Return the same place in the fair-share order for every user, for queues where only one user
+    waits.
+    """
     return 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FairTree:
-    """Fair-share places of users, by their usage and that of their teams."""
+    """The fair-share order of users: by their team's usage per share, then by their own usage."""
 
     policy: PolicySpec
     of_users: Mapping[str, float]  # device-seconds that count today
     of_teams: Mapping[str, float]
 
-    def place(self, user: str) -> Place:
-        """Return the user's fair-share place. Users with equal places alternate by when their jobs are due."""
+    def place_of_user(self, user: str) -> FairSharePlace:
+        """Return the user's sort key in the fair-share order; the smallest is next.
+
+        Jobs of users with equal keys alternate, in order of their aging limits.
+        """
         team = self.policy.team_of(user)
         return self.of_teams.get(team.name, 0.0) / team.shares, self.of_users.get(user, 0.0)
 
 
-def fair_tree(policy: PolicySpec, of_users: Mapping[str, float]) -> FairTree:
-    """Return the fair tree for this decayed usage by user."""
+def make_fair_tree(policy: PolicySpec, device_s_by_user: Mapping[str, float]) -> FairTree:
+    """Return the fair-share order of users, from each user's decayed device-seconds."""
     parts = group_values(
-        (policy.team_of(user).name, device_s) for user, device_s in of_users.items()
+        (policy.team_of(user).name, device_s) for user, device_s in device_s_by_user.items()
     )
-    return FairTree(policy, of_users, {team: fsum(seconds) for team, seconds in parts.items()})
+    return FairTree(
+        policy, device_s_by_user, {team: fsum(seconds) for team, seconds in parts.items()}
+    )
 
 
 def _decayed_device_s(usage: Usage, at_s: float, half_life_s: float) -> float:

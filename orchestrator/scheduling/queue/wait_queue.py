@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import merge
 from math import inf
 
-from orchestrator.scheduling.base.credit import Fund
+from orchestrator.scheduling.base.credit import CreditFund
 from orchestrator.scheduling.base.tuning import Tuning
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
@@ -16,42 +16,44 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 
 SortKey = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
-OptionsByProfile = Sequence[tuple[AvailabilityProfile, JobOptions | Infeasible]]
+OptionsByPool = Sequence[tuple[AvailabilityProfile, JobOptions | Infeasible]]
 
 LAST = 2**63  # behind every job's number
 LARGEST_MAX = 10  # that change places with each other
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """A queued job with its rank, and its cached options per pool of devices."""
+class WaitingJob:
+    """A queued job with its rank in the queue, and its cached options per pool of devices."""
 
     job: Job
     rank: float  # by the queue's policy; under `adaptive` its aging limit
     device_s: float  # predicted device-seconds, before any measurement
     priority: int  # the highest of its own and of those that wait for its end
     presses_s: float = inf  # when its deadline becomes urgent enough to put it first
-    fund: Fund | None = None  # what pays for its start, as of the last look; None: nothing
-    menus: OptionsByProfile = ()
+    fund: CreditFund | None = None  # what pays for its start, as of the last look; None: nothing
+    menus: OptionsByPool = ()
     version: int = -1  # of the knowledge of its family when `menus` were made
 
     @property
     def sort_key(self) -> SortKey:
-        """Sort key of the job among jobs of its priority."""
+        """Sort key among waiting jobs of equal priority: rank, number, id."""
         return (self.rank, self.job.order, self.job.id)
 
     @property
     def length_key(self) -> tuple[float, int, str, float]:
-        """Sort key of the job by how long it takes until its aging limit; its limit stands last."""
+        """Sort key by the time from submission to the aging limit; the last element is the limit
+        itself.
+        """
         return (self.rank - self.job.submitted_at_s, self.job.order, self.job.id, self.rank)
 
 
-Turn = tuple[Waiting, float]  # a job, and the time that it should end by
-Promised = tuple[Waiting, Reservation]
+WaitingWithDeadline = tuple[WaitingJob, float]  # a job, and the time that it should end by
+WaitingWithReservation = tuple[WaitingJob, Reservation]
 
 
 class WaitQueue:
-    """Waiting jobs of one queue, sorted by rank, by deadline and by size."""
+    """The waiting jobs of one queue, kept sorted by rank, by deadline and by size."""
 
     def __init__(self) -> None:
         self._standing: list[SortKey] = []
@@ -67,12 +69,12 @@ class WaitQueue:
     def __len__(self) -> int:
         return len(self._standing)
 
-    def __contains__(self, waiting: Waiting) -> bool:
+    def __contains__(self, waiting: WaitingJob) -> bool:
         index = bisect_left(self._standing, waiting.sort_key)
         return index < len(self._standing) and self._standing[index] == waiting.sort_key
 
-    def add(self, waiting: Waiting) -> None:
-        """Add a waiting job."""
+    def add(self, waiting: WaitingJob) -> None:
+        """Add a job to the queue."""
         job = waiting.job
         insort(self._standing, waiting.sort_key)
         insort(self._sizes, (waiting.device_s, waiting.sort_key, job.spec.gpus.min))
@@ -82,8 +84,8 @@ class WaitQueue:
             insort(self._deadlines, (job.deadline_s, job.order, job.id))
             insort(self._presses, (waiting.presses_s, job.order, job.id))
 
-    def remove(self, waiting: Waiting) -> None:
-        """Remove a job that no longer waits."""
+    def remove(self, waiting: WaitingJob) -> None:
+        """Remove a job from the queue."""
         job = waiting.job
         del self._standing[bisect_left(self._standing, waiting.sort_key)]
         del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.sort_key, 0))]
@@ -94,11 +96,13 @@ class WaitQueue:
             del self._presses[bisect_left(self._presses, (waiting.presses_s, job.order, job.id))]
 
     def by_deadline(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs whose deadlines are after `at_s`, earliest first."""
+        """Return the jobs with deadlines after `at_s`, earliest deadline first."""
         return self._deadlines[bisect_right(self._deadlines, (at_s, 0, "")) :]
 
     def presses_at_s(self, at_s: float) -> float | None:
-        """Return when the next deadline after `at_s` becomes urgent; None without one."""
+        """Return when the next deadline becomes urgent after `at_s`, in seconds since 1970; None if
+        none does.
+        """
         index = bisect_right(self._presses, (at_s, LAST, ""))
         return self._presses[index][0] if index < len(self._presses) else None
 
@@ -107,7 +111,10 @@ class WaitQueue:
         return tuple(self._standing)
 
     def due(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs past their aging limits by submission; jobs with devices reserved for them come first."""
+        """Return the jobs whose aging limits have passed at `at_s`, in the order of submission.
+
+        Jobs with devices reserved for them come first.
+        """
         due = self._standing[: self._due(at_s)]
         return sorted(
             [
@@ -117,7 +124,11 @@ class WaitQueue:
         )
 
     def due_by_length(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs past their aging limits as if all had come now, so that the shortest is first."""
+        """Return the jobs whose aging limits have passed, with new limits as if all were submitted
+        at `at_s`.
+
+        The shortest job is then first. Returns () where no limit has passed.
+        """
         if not self._due(at_s):
             return ()
         return [
@@ -127,11 +138,13 @@ class WaitQueue:
         ]
 
     def in_order(self, at_s: float) -> Sequence[SortKey]:
-        """Return the jobs before their aging limits, earliest limit first."""
+        """Return the jobs whose aging limits have not passed at `at_s`, earliest limit first."""
         return self._standing[self._due(at_s) :]
 
     def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[SortKey]:
-        """Return the jobs of `in_order`, with the largest ones moved forward so that they could end together."""
+        """Return the jobs of `in_order`, with the largest jobs moved forward so that they can end
+        together.
+        """
         if len(self) < 2 or not self._ends_last(devices, tuning):
             return self.in_order(at_s)
         least_device_s = tuning.as_large * self._sizes[-1][0]
@@ -152,13 +165,15 @@ class WaitQueue:
         return bisect_right(self._standing, (at_s, LAST, ""))
 
     def _ends_last(self, devices: int, tuning: Tuning) -> bool:
-        """Return whether the largest job may end last, and another of its size could run beside it."""
+        """Return whether the largest job may end last of all, while another job as large can run
+        beside it.
+        """
         device_s, _, least_devices = self._sizes[-1]
         if self._sizes[-2][0] < tuning.as_large * device_s or 2 * least_devices > devices:
             return False
         return tuning.large * self._total_device_ms <= round(1e3 * device_s)
 
 
-def merge_lines(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
-    """Return the jobs of several queues in one order."""
+def merge_queues(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
+    """Return the jobs of several sorted queues as one sorted queue."""
     return lines[0] if len(lines) == 1 else merge(*lines)

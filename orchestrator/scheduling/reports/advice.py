@@ -1,4 +1,4 @@
-"""What a person can do after a failure, by its kind and by what it is about."""
+"""Advice to a person after a failure, by its kind and by the thing that it names as wrong."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ ELSEWHERE: Mapping[str, str] = _TEXTS["elsewhere"]
 BY_ABOUT: Mapping[str, str] = _TEXTS["by_about"]
 
 
-def help_for(failure: Failure | None, by_kind: Mapping[str, str] = BY_KIND) -> str:
+def advise_after_failure(failure: Failure | None, by_kind: Mapping[str, str] = BY_KIND) -> str:
     """Return what a person can do after a failure that ended a job, as a short text.
 
-    A device that is named as broken comes first, then what an end without a known cause is about.
+    Broken hardware comes first, then the thing that an exception names as wrong, then the kind in
+    `by_kind`.
     """
     if failure is None:
         return "read its log"

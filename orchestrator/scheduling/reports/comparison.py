@@ -1,4 +1,6 @@
-"""Comparisons of strategies (ways to run one training): a table of costs and results, a verdict and a chart."""
+"""Comparisons of strategies (ways to run one training): a table of costs and results, conclusions
+and a chart.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.reports.comparison_rows import (
-    Curve,
+    ComparisonRow,
+    LossCurve,
     Outcome,
-    Row,
     is_finished,
-    largest,
+    largest_known,
+    make_comparison_row,
     merge_repeats,
-    row_of,
 )
-from orchestrator.scheduling.reports.comparison_verdict import verdict
+from orchestrator.scheduling.reports.comparison_verdict import write_verdict
 from orchestrator.scheduling.reports.intervals import ratio_interval
-from orchestrator.scheduling.reports.provenance import name_model, shared_provenance
+from orchestrator.scheduling.reports.provenance import describe_shared_provenance, name_model
 from orchestrator.specs.attempt import VERSIONS
 from orchestrator.specs.choices import AXES
 from orchestrator.specs.frozen import frozen
@@ -48,8 +50,8 @@ MEASURED_MARKS = {Outcome.FINISHED: Mark.MEASURED, Outcome.OUT_OF_MEMORY: Mark.R
 
 
 @frozen
-class Setup:
-    """What all strategies of a comparison have in common; "" and None stand for what is unknown."""
+class SharedSetup:
+    """The settings that all strategies of a comparison share; "" and None stand for unknown ones."""
 
     model: str  # or the script
     device: str  # as its driver names it, else as the cluster file does
@@ -62,32 +64,37 @@ class Setup:
 
 @frozen
 class Comparison:
-    """The strategies of one comparison, in the order of the request."""
+    """The strategies of one comparison, in the order in which they were requested."""
 
     name: str
-    setup: Setup
-    rows: tuple[Row, ...]
+    setup: SharedSetup
+    rows: tuple[ComparisonRow, ...]
     verdict: str
     notes: tuple[str, ...]  # other differences, and unknowns
     picture: Picture | None  # None where no strategy has a prediction
 
     @property
     def is_complete(self) -> bool:
-        """Whether every job has ended."""
+        """Whether all jobs of the comparison have ended."""
         return all(row.outcome is not Outcome.PENDING for row in self.rows)
 
 
-def compared_ids(job: Job) -> list[str]:
-    """Return the ids of all jobs in the job's comparison, which were submitted in one transaction."""
+def list_compared_job_ids(job: Job) -> list[str]:
+    """Return the ids of all jobs of the job's comparison, which were submitted together."""
     member = job.spec.member
     assert member is not None, job.id
     first = job.order - member.number
     return [f"{job.spec.name}-{first + number}" for number in range(member.of)]
 
 
-def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -> Comparison:
-    """Return the comparison of these jobs; `curves` are by job id. Jobs with equal pins repeat one strategy."""
-    rows = [row_of(state, job, curves.get(job.id)) for job in jobs]
+def make_comparison(
+    state: State, jobs: Sequence[Job], curves: Mapping[str, LossCurve]
+) -> Comparison:
+    """Return the comparison of these jobs; `curves` are their loss curves by job id.
+
+    Jobs with equal pins repeat one strategy and share a row.
+    """
+    rows = [make_comparison_row(state, job, curves.get(job.id)) for job in jobs]
     groups = group_values(
         ((job.spec.plan, row.learning_rate) if job.spec.plan else job.id, row)
         for job, row in zip(jobs, rows, strict=True)
@@ -101,21 +108,25 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
             curve = curves.get(row.job_id)
             if curve is not None and curve.losses:
                 firsts.setdefault((repeat, row.learning_rate), curve.losses)
-            distances.append(_distance(firsts.get((repeat, row.learning_rate), {}), curve))
-        repeated.append(replace(merge_repeats(group), loss_distance=largest(distances)))
-    rows = _against_fastest(_with_distinct_names(repeated))
+            distances.append(
+                _largest_loss_difference(firsts.get((repeat, row.learning_rate), {}), curve)
+            )
+        repeated.append(replace(merge_repeats(group), loss_distance=largest_known(distances)))
+    rows = _with_time_ratios(_with_distinct_names(repeated))
     return Comparison(
         name=jobs[0].array or jobs[0].id,
-        setup=setup_of(jobs, rows),
+        setup=find_shared_setup(jobs, rows),
         rows=tuple(rows),
-        verdict=verdict(rows),
-        notes=tuple(_notes(rows)),
-        picture=picture_of_rows(rows),
+        verdict=write_verdict(rows),
+        notes=tuple(_list_notes(rows)),
+        picture=make_comparison_chart(rows),
     )
 
 
-def setup_of(jobs: Sequence[Job], rows: Sequence[Row]) -> Setup:
-    """Return what the strategies have in common; several versions of the same program stand side by side."""
+def find_shared_setup(jobs: Sequence[Job], rows: Sequence[ComparisonRow]) -> SharedSetup:
+    """Return the settings that all strategies share; differing versions of a program are all
+    listed.
+    """
     spec = jobs[0].spec
     attempts = [job.last for job in jobs if job.last is not None]
     texts = {
@@ -133,19 +144,19 @@ def setup_of(jobs: Sequence[Job], rows: Sequence[Row]) -> Setup:
         (int(row.settings["sequence_length"]) for row in rows if "sequence_length" in row.settings),
         None,
     )
-    return Setup(
+    return SharedSetup(
         model=name_model(spec),
         device=device,
         global_batch_size=spec.global_batch_size,
         sequence_length=planned or own_length,
         steps=spec.optimizer_steps,
         versions=versions,
-        provenance=shared_provenance(job.spec for job in jobs),
+        provenance=describe_shared_provenance(job.spec for job in jobs),
     )
 
 
-def _against_fastest(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, with the step time of each over that of the fastest."""
+def _with_time_ratios(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the rows with each step time divided by that of the fastest strategy."""
     timed = [row for row in rows if row.step_s and is_finished(row)]
     fastest = min(timed, key=lambda row: row.step_s or 0.0, default=None)
     if fastest is None or not fastest.step_s:
@@ -162,8 +173,10 @@ def _against_fastest(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what differs beside the strategies, and how sure their times are."""
+def _list_notes(rows: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield sentences on other differences between the strategies, and on the accuracy of their
+    times.
+    """
     timed = [row for row in rows if row.step_s and is_finished(row)]
     names = dict.fromkeys(
         name for row in timed for name in row.settings if name not in (*WAYS, *DERIVED)
@@ -182,10 +195,10 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
         yield f"Measured {times}. `--repeats {REPEATS_MIN}` tells more strategies apart."
 
 
-def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
+def make_comparison_chart(rows: Sequence[ComparisonRow]) -> Picture | None:
     """Return a chart of device memory against step time, predicted and measured; None without data.
 
-    Labels are the rows' numbers, from 1.
+    Points are labelled by the rows' numbers, from 1.
     """
     first = next((row for row in rows if row.capacity_bytes), None)
     if first is None:
@@ -228,16 +241,21 @@ def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
     )
 
 
-def _distance(first: Mapping[int, float], curve: Curve | None) -> float | None:
-    """Return the largest difference of two losses at the same step; None without a common step."""
+def _largest_loss_difference(first: Mapping[int, float], curve: LossCurve | None) -> float | None:
+    """Return the largest difference between two loss curves at the same step; None without a common
+    step.
+    """
     shared = [] if curve is None else [step for step in curve.losses if step in first]
     if curve is None or not shared:
         return None
     return max(abs(curve.losses[step] - first[step]) for step in shared)
 
 
-def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows. All names have the learning rate where it differs, the cut of the batch where any recurs."""
+def _with_distinct_names(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the rows with names that differ.
+
+    Where learning rates differ, all names have them; where names recur, they have the batch split.
+    """
     if len({row.learning_rate for row in rows}) > 1:
         rows = [
             replace(row, strategy=f"{row.strategy}, learning rate {row.learning_rate:g}")
@@ -255,8 +273,10 @@ def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _measured_device_bytes(row: Row) -> int | None:
-    """Return the measured peak with what the device is predicted to hold around it; None where either is unknown."""
+def _measured_device_bytes(row: ComparisonRow) -> int | None:
+    """Return the measured peak plus the predicted bytes outside the allocator; None where either is
+    unknown.
+    """
     if (
         row.peak_bytes is None
         or row.predicted_device_bytes is None

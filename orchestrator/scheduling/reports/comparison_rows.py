@@ -1,4 +1,6 @@
-"""Rows of a comparison: predictions, measurements and costs of one strategy, over one job or its repeats."""
+"""Rows of a comparison: predictions, measurements and costs of a strategy, over one job or several
+repeats.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import Group, device_of, groups_of
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, group_equal_nodes
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import calibration_for
 from orchestrator.scheduling.reports.cost import SECONDS_AN_HOUR
 from orchestrator.scheduling.reports.intervals import Interval, geometric_interval
@@ -39,7 +41,7 @@ BACKWARD_FLOPS = 2.0
 
 
 class Outcome(StrEnum):
-    """Outcome of a strategy's job."""
+    """How a strategy's job ended, or that it has not ended."""
 
     FINISHED = "finished"
     OUT_OF_MEMORY = "out of memory"
@@ -51,16 +53,16 @@ class Outcome(StrEnum):
 
 
 @frozen
-class Curve:
-    """Loss and tokens of each step of a training."""
+class LossCurve:
+    """Loss and tokens at each step of a training."""
 
     losses: Mapping[int, float]  # by step
     tokens: tuple[int, ...] = ()  # of each step
 
 
 @frozen
-class Row:
-    """A strategy in a comparison. None means unknown."""
+class ComparisonRow:
+    """A strategy in a comparison; None means unknown."""
 
     job_id: str
     strategy: str
@@ -100,7 +102,7 @@ class Row:
 
     @property
     def accumulation(self) -> str | None:
-        """Passes of a rank in an optimizer step."""
+        """Number of micro-batches that a rank runs per optimizer step, as text."""
         return self.settings.get("gradient_accumulation_steps")
 
     @property
@@ -109,8 +111,10 @@ class Row:
         return self.settings.get("micro_batch_size")
 
 
-def curve_of(lines: Iterable[str]) -> Curve:
-    """Return the loss curve from lines of the attempts' metrics.jsonl, without broken lines and odd numbers."""
+def parse_loss_curve(lines: Iterable[str]) -> LossCurve:
+    """Return the loss curve in lines of the attempts' metrics.jsonl; broken lines and odd numbers
+    are skipped.
+    """
     losses: dict[int, float] = {}
     tokens: list[int] = []
     for text in lines:
@@ -122,11 +126,13 @@ def curve_of(lines: Iterable[str]) -> Curve:
             losses[step] = float(row["loss"])
         if isinstance(row.get("tokens"), int):
             tokens.append(int(row["tokens"]))
-    return Curve(losses=losses, tokens=tuple(tokens))
+    return LossCurve(losses=losses, tokens=tuple(tokens))
 
 
-def strategy_of(plan: Plan) -> str:
-    """Return a plan's sharding, recomputation, offload and devices as text: `ZeRO-3 (FSDP2) on 4`."""
+def describe_strategy(plan: Plan) -> str:
+    """Return a plan's sharding, recomputation, offload and devices as text, such as `ZeRO-3 (FSDP2)
+    on 4`.
+    """
     parts = [part for part in in_short(plan).split(" · ")[2:] if not part.startswith("micro ")]
     if isinstance(plan.mechanics, Fsdp2):
         name = f"ZeRO-{int(plan.mechanics.stage)} (FSDP2)"
@@ -137,15 +143,17 @@ def strategy_of(plan: Plan) -> str:
     return f"{' + '.join(parts) or 'plain'} on {plan.world_size}"
 
 
-def row_of(state: State, job: Job, curve: Curve | None) -> Row:
-    """Return the comparison row of one job. A job that never ran gets the predictions of its closest plan."""
+def make_comparison_row(state: State, job: Job, curve: LossCurve | None) -> ComparisonRow:
+    """Return the comparison row of one job; a job that never ran gets the predictions of its
+    closest plan.
+    """
     last = job.last
     if last is None:
         return _predicted_row(state, job)
     estimate = corrected(last.estimate, last.correction)
     predicted_bytes = predicted_peak_bytes(last)
     is_known = predicted_bytes is not None
-    device = device_of(state, last.device)
+    device = find_device_spec(state, last.device)
     step_s = last.measured_step_s
     devices = last.plan.world_size
     losses = dict(curve.losses) if curve is not None else {}
@@ -157,12 +165,12 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         if attempt.ended_at_s is not None
     )
     price = device.price_per_hour if device is not None else None
-    return Row(
+    return ComparisonRow(
         job_id=job.id,
-        strategy=strategy_of(last.plan),
+        strategy=describe_strategy(last.plan),
         plan=in_short(last.plan),
         outcome=_outcome(job),
-        reason=reason_of(job),
+        reason=describe_status(job),
         devices=devices,
         device=last.device,
         capacity_bytes=None if device is None else device.memory,
@@ -177,9 +185,9 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
         step_s=step_s,
         samples_per_s=job.spec.global_batch_size / step_s if step_s else None,
         tokens_per_s=tokens / step_s if tokens and step_s else None,
-        mfu=utilisation(job, last.plan, device, step_s),
+        mfu=model_flops_utilisation(job, last.plan, device, step_s),
         loss=last_loss,
-        ooms=sum(ran_out(attempt) for attempt in job.attempts),
+        ooms=sum(ran_out_of_memory(attempt) for attempt in job.attempts),
         restarts=len(job.attempts) - 1,
         device_s=device_s,
         money=None if price is None else price * device_s / SECONDS_AN_HOUR,
@@ -191,16 +199,16 @@ def row_of(state: State, job: Job, curve: Curve | None) -> Row:
     )
 
 
-def _predicted_row(state: State, job: Job) -> Row:
-    closest = _closest(state, job)
+def _predicted_row(state: State, job: Job) -> ComparisonRow:
+    closest = _find_closest_plan(state, job)
     outcome = _outcome(job)
     pinned = in_words(job.spec.plan)
-    row = Row(
+    row = ComparisonRow(
         job_id=job.id,
         strategy=pinned,
         plan=pinned,
         outcome=outcome,
-        reason=reason_of(job),
+        reason=describe_status(job),
         learning_rate=job.spec.learning_rate,
         seeds=_seeds(job),
     )
@@ -214,7 +222,7 @@ def _predicted_row(state: State, job: Job) -> Row:
     device = group.hardware.device
     return replace(
         row,
-        strategy=strategy_of(plan),
+        strategy=describe_strategy(plan),
         plan=in_short(plan),
         devices=plan.world_size,
         device=device.name,
@@ -229,9 +237,13 @@ def _predicted_row(state: State, job: Job) -> Row:
     )
 
 
-def _closest(state: State, job: Job) -> tuple[Group, Candidate, int] | None:
-    """Return the first plan that fits a kind of device, else the one that needs least, with its needed bytes."""
-    for group in (*groups_of(state.nodes), *groups_of(state.declared)):
+def _find_closest_plan(state: State, job: Job) -> tuple[NodeGroup, Candidate, int] | None:
+    """Return (node group, plan, needed bytes) of the first plan that fits; without one, of the one
+    that needs least.
+
+    None where the job has no plans.
+    """
+    for group in (*group_equal_nodes(state.nodes), *group_equal_nodes(state.declared)):
         calibrated = calibration_for(state, job, group.hardware.device.name)
         try:
             candidates = frontier(read_request(job.spec), group.hardware, calibrated)
@@ -257,17 +269,19 @@ def _outcome(job: Job) -> Outcome:
         case JobStatus.FAILED:
             return (
                 Outcome.OUT_OF_MEMORY
-                if job.last is not None and ran_out(job.last)
+                if job.last is not None and ran_out_of_memory(job.last)
                 else Outcome.FAILED
             )
         case _:
             return Outcome.PENDING
 
 
-def utilisation(
+def model_flops_utilisation(
     job: Job, plan: Plan, device: DeviceSpec | None, step_s: float | None
 ) -> float | None:
-    """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are unknown."""
+    """Return the model FLOPs utilisation (arXiv:2204.02311, appendix B); None where the FLOPs are
+    unknown.
+    """
     share = Share(
         precision=plan.precision,
         sequence_length=plan.sequence_length,
@@ -283,10 +297,11 @@ def utilisation(
     return flops / (step_s * plan.world_size * device.peak_flops(plan.precision))
 
 
-def merge_repeats(group: Sequence[Row]) -> Row:
-    """Return the row of a strategy from those of its repeats; a repeat that did not finish gives the outcome.
+def merge_repeats(group: Sequence[ComparisonRow]) -> ComparisonRow:
+    """Return one row for the repeats of a strategy; a repeat that did not finish decides the
+    outcome.
 
-    Step times and rates are geometric means over the repeats that finished, the loss is their mean.
+    Step times and rates are geometric means over the repeats that finished; the loss is their mean.
     """
     if len(group) == 1:
         return group[0]
@@ -329,11 +344,11 @@ def _seeds(job: Job) -> tuple[int, ...]:
     return () if job.spec.is_script else (job.spec.training.seed,)
 
 
-def largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest value that is not None; None without one."""
+def largest_known(values: Iterable[float | None]) -> float | None:
+    """Return the largest of the values that are not None; None without any."""
     return max((value for value in values if value is not None), default=None)
 
 
-def is_finished(row: Row) -> bool:
-    """Return whether every repeat of a strategy finished."""
+def is_finished(row: ComparisonRow) -> bool:
+    """Return whether every repeat of the strategy finished."""
     return row.outcome is Outcome.FINISHED

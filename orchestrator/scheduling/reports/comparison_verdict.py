@@ -1,10 +1,12 @@
-"""The verdict on a comparison: time, cost, memory and losses of its strategies in short sentences."""
+"""The conclusions of a comparison in short sentences: time, cost, memory and losses of its
+strategies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from orchestrator.scheduling.reports.comparison_rows import Outcome, Row, is_finished
+from orchestrator.scheduling.reports.comparison_rows import ComparisonRow, Outcome, is_finished
 from orchestrator.specs.plain_text import join_first
 from orchestrator.specs.units import format_bytes, format_seconds
 
@@ -13,20 +15,21 @@ LOSS_ALIKE = 2.0**-7  # of the loss: the distance between neighbouring numbers i
 NAMED_MAX = 3  # strategies that a sentence names for one reason
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Return what the rows show, in sentences.
+def write_verdict(rows: Sequence[ComparisonRow]) -> str:
+    """Return the conclusions from these rows, in sentences.
 
-    These are: the step time of each strategy against the fastest, which costs and needs least, whether the losses
-    agree, and what memory excludes. No difference is claimed where the 95 % interval of a ratio holds 1.
+    They are the step time of each strategy against the fastest, which strategy costs and needs
+    least, whether the losses agree, and which ones memory excludes. No difference is claimed where
+    the 95 % interval of a ratio includes 1.
     """
     timed = sorted(
         (row for row in rows if row.step_s and is_finished(row)), key=lambda row: row.step_s or 0.0
     )
-    sentences = [*_times(timed), *_memory(timed), *_losses(timed)]
-    sentences += _excluded(
+    sentences = [*_compare_times(timed), *_compare_memory(timed), *_compare_losses(timed)]
+    sentences += _list_excluded_by_memory(
         [row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory"
     )
-    sentences += _excluded(
+    sentences += _list_excluded_by_memory(
         [row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit"
     )
     pending = sum(row.outcome is Outcome.PENDING for row in rows)
@@ -37,21 +40,25 @@ def verdict(rows: Sequence[Row]) -> str:
     return "".join(f"{sentence}. " for sentence in sentences).rstrip()
 
 
-def _times(timed: Sequence[Row]) -> Iterator[str]:
-    """Yield how long a step of each strategy takes, and which one costs least; `timed` has the fastest first."""
+def _compare_times(timed: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield sentences on the step time of each strategy and on the cheapest; `timed` has the
+    fastest first.
+    """
     if len(timed) < 2:
         yield from (f"Only {row.strategy} finished" for row in timed)
         return
     fastest = timed[0]
     yield f"{fastest.strategy} has the shortest step: {format_seconds(fastest.step_s or 0.0)}"
     yield from (f"{row.strategy} takes {_times_of(row, fastest)}" for row in timed[1:])
-    cheapest = min(timed, key=step_cost)
-    if step_cost(cheapest) * ALIKE < step_cost(fastest) and _is_cheaper(cheapest, fastest):
-        share = step_cost(cheapest) / step_cost(fastest)
+    cheapest = min(timed, key=step_device_seconds)
+    if step_device_seconds(cheapest) * ALIKE < step_device_seconds(fastest) and _is_cheaper(
+        cheapest, fastest
+    ):
+        share = step_device_seconds(cheapest) / step_device_seconds(fastest)
         yield f"{cheapest.strategy} costs least: {_ratio(share)} the device-seconds of {fastest.strategy} a step"
 
 
-def _times_of(row: Row, fastest: Row) -> str:
+def _times_of(row: ComparisonRow, fastest: ComparisonRow) -> str:
     times = 1.0 if row.times_fastest is None else row.times_fastest
     if row.times_within is None:
         return f"{_ratio(times)}, about as long" if times < ALIKE else _ratio(times)
@@ -68,14 +75,16 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x"
 
 
-def _is_cheaper(row: Row, fastest: Row) -> bool:
-    """Return whether the cost of a step is surely below that of the fastest."""
+def _is_cheaper(row: ComparisonRow, fastest: ComparisonRow) -> bool:
+    """Return whether a step of this strategy surely costs less than one of the fastest."""
     slowest = row.times_fastest if row.times_within is None else row.times_within[1]
     return (slowest or 1.0) * (row.devices or 1) < (fastest.devices or 1)
 
 
-def _memory(timed: Sequence[Row]) -> Iterator[str]:
-    """Yield which strategy needs least memory, and how much more the others need at most."""
+def _compare_memory(timed: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield sentences on the strategy that needs least memory, and how much more the others need at
+    most.
+    """
     peaks = sorted(
         ((row.peak_bytes, row.strategy) for row in timed if row.peak_bytes),
         key=lambda peak: peak[0],
@@ -91,8 +100,10 @@ def _memory(timed: Sequence[Row]) -> Iterator[str]:
         yield f"{greediest} needs most: {format_bytes(most)}, {_ratio(most / least)}"
 
 
-def _losses(timed: Sequence[Row]) -> Iterator[str]:
-    """Yield whether losses agree at the same step and seed, up to the rounding of bfloat16."""
+def _compare_losses(timed: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield sentences on whether losses agree at the same step and seed, up to the rounding of
+    bfloat16.
+    """
     distances = [(row, row.loss_distance) for row in timed if row.loss_distance is not None]
     if len(distances) < 2:
         return
@@ -106,13 +117,15 @@ def _losses(timed: Sequence[Row]) -> Iterator[str]:
         yield f"Losses agree: they differ by at most {most:.1g} at the same step"
 
 
-def step_cost(row: Row) -> float:
-    """Return the device-seconds of a step."""
+def step_device_seconds(row: ComparisonRow) -> float:
+    """Return the device-seconds of one step of this strategy."""
     return (row.step_s or 0.0) * (row.devices or 1)
 
 
-def _excluded(rows: Sequence[Row], singular: str, several: str = "") -> Iterator[str]:
-    """Yield the strategies that memory excludes, each with the bytes that it needs and those that there are."""
+def _list_excluded_by_memory(
+    rows: Sequence[ComparisonRow], singular: str, several: str = ""
+) -> Iterator[str]:
+    """Yield sentences on strategies that do not fit, each with the needed and the available bytes."""
     if not rows:
         return
     named = [f"{row.strategy}{_of_capacity(row)}" for row in rows]
@@ -122,7 +135,7 @@ def _excluded(rows: Sequence[Row], singular: str, several: str = "") -> Iterator
         yield f"{join_first(named, NAMED_MAX)} {several or singular}"
 
 
-def _of_capacity(row: Row, form: str = " ({} of {})") -> str:
+def _of_capacity(row: ComparisonRow, form: str = " ({} of {})") -> str:
     needed = row.needed_bytes if row.outcome is Outcome.DOES_NOT_FIT else row.peak_bytes
     if needed is None or row.capacity_bytes is None:
         return ""

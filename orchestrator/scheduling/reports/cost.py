@@ -1,4 +1,4 @@
-"""Cost of jobs: device-seconds, and money where the cluster file has prices."""
+"""Cost of jobs: device-seconds, and money where the cluster file gives prices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SECONDS_AN_HOUR = 3600.0
 
 
 @frozen
-class Spent:
-    """Device-seconds used by attempts, and their price; None without prices."""
+class JobCost:
+    """Device-seconds that attempts used, and their price; None without prices."""
 
     device_s: float
     money: float | None  # None: a device that was used has no price
@@ -27,8 +27,8 @@ class Spent:
         return text if self.money is None else f"{text}, cost {self.money:.4g}"
 
 
-def prices(state: State) -> Mapping[str, float]:
-    """Return the hourly price per device by device name, where known."""
+def hourly_price_by_device(state: State) -> Mapping[str, float]:
+    """Return {device name: price per hour} of the devices whose prices the cluster file gives."""
     devices = (node.device for node in (*state.declared, *state.nodes))
     return {
         device.name: device.price_per_hour
@@ -37,10 +37,13 @@ def prices(state: State) -> Mapping[str, float]:
     }
 
 
-def sum_spent(
+def sum_job_cost(
     jobs: Iterable[Job], price: Mapping[str, float], until_s: float, since_s: float = 0.0
-) -> Spent:
-    """Return the cost of these jobs between `since_s` and `until_s`; running attempts count until `until_s`."""
+) -> JobCost:
+    """Return the cost of these jobs between `since_s` and `until_s`, in seconds since 1970.
+
+    `price` is the hourly price by device name. Running attempts count until `until_s`.
+    """
     by_device = dict[str, float]()  # by device
     for job in jobs:
         for attempt in job.attempts:
@@ -54,4 +57,4 @@ def sum_spent(
         if is_priced
         else None
     )
-    return Spent(device_s=sum(by_device.values()), money=money)
+    return JobCost(device_s=sum(by_device.values()), money=money)

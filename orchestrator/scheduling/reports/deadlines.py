@@ -1,4 +1,4 @@
-"""Deadlines that cannot be met, with possible remedies."""
+"""Jobs that will miss their deadlines, with what could help."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import islice
 from math import inf
 
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.forecast import Expected, quick_forecast
-from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
+from orchestrator.scheduling.reports.forecast import JobForecast, make_quick_forecast
+from orchestrator.scheduling.scheduling_pass.decide import find_array_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline
 from orchestrator.specs.clock import local_text
@@ -33,39 +33,41 @@ def late(state: State, ids: Iterable[str]) -> dict[str, str]:
     wanted = [
         job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None
     ]
-    forecasts = quick_forecast(state) if wanted else {}
+    forecasts = make_quick_forecast(state) if wanted else {}
     missed = [job for job in wanted if not _is_met(job, forecasts.get(job.id))]
     index = index_of(state)
-    missed = [job for job in missed if job.id in forecasts or _is_near(index, job)]
-    helped = _find_helped(index, forecasts) if missed else set[str]()
-    return {job.id: _in_words(state, job) for job in missed if job.id not in helped}
+    missed = [job for job in missed if job.id in forecasts or _is_near_deadline(index, job)]
+    helped = _find_jobs_with_victims(index, forecasts) if missed else set[str]()
+    return {job.id: _describe_remedies(state, job) for job in missed if job.id not in helped}
 
 
-def _in_words(state: State, job: Job) -> str:
-    """Return what is possible for a late job: with the fastest option, and with the highest priority."""
+def _describe_remedies(state: State, job: Job) -> str:
+    """Return what would help a late job, as text: its fastest option, and the highest priority."""
     assert job.deadline_s is not None, job.id
     assert job.spec.deadline is not None, job.id
     zone = job.spec.deadline.zone
 
-    def describe(expected: Expected) -> str:
+    def describe(expected: JobForecast) -> str:
         return f"{local_text(expected.end_s, zone)} with {expected.devices} GPU{'s' if expected.devices > 1 else ''}"
 
-    earliest = quick_forecast(state, {job.id}).get(job.id)
+    earliest = make_quick_forecast(state, {job.id}).get(job.id)
     due = local_text(job.deadline_s, zone)
     if earliest is None:
         return f"is not expected by {due}: the time of its start is not known"
     first = max(entry.spec.priority for entry in state.jobs.values()) + 1
     raised = replace(job, spec=job.spec.model_copy(update={"priority": first}))
-    before_all = quick_forecast(replace(state, jobs=state.jobs.with_job(raised)), {job.id}).get(
-        job.id
-    )
+    before_all = make_quick_forecast(
+        replace(state, jobs=state.jobs.with_job(raised)), {job.id}
+    ).get(job.id)
     sentence = f"cannot be done by {due}: earliest {describe(earliest)}"
     if before_all is not None and before_all.end_s < earliest.end_s:
         sentence = f"{sentence}; {describe(before_all)} if its priority is {first}"
     return sentence
 
 
-def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> set[str]:
+def _find_jobs_with_victims(
+    index: SchedulerIndex, forecasts: Mapping[str, JobForecast]
+) -> set[str]:
     """Return the ids of late jobs for which a running job can be stopped, a different one for each."""
     helped = set[str]()
     late = (
@@ -74,7 +76,7 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
         if turn[1] < inf and not _is_met(turn[0].job, forecasts.get(turn[0].job.id))
     )
     for waiting, by_s in islice(late, HELPED_MAX):
-        may_start = array_limit_reason(index, waiting.job, Counter()) is None
+        may_start = find_array_wait(index, waiting.job, Counter()) is None
         moves = (
             preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else ()
         )
@@ -85,13 +87,16 @@ def _find_helped(index: SchedulerIndex, forecasts: Mapping[str, Expected]) -> se
     return helped
 
 
-def _is_near(index: SchedulerIndex, job: Job) -> bool:
-    """Return whether less than MARGIN of the job's length is left before its deadline; without a length, nothing."""
+def _is_near_deadline(index: SchedulerIndex, job: Job) -> bool:
+    """Return whether less than MARGIN of the job's duration is left before its deadline.
+
+    Where its duration is unknown, the deadline itself must have come.
+    """
     assert job.deadline_s is not None, job.id
-    length_s = index.options.size_of(job).duration_s
+    length_s = index.options.remaining_work_of(job).duration_s
     return job.deadline_s - MARGIN * length_s <= index.state.at_s
 
 
-def _is_met(job: Job, expected: Expected | None) -> bool:
+def _is_met(job: Job, expected: JobForecast | None) -> bool:
     due_s = inf if job.deadline_s is None else job.deadline_s
     return expected is not None and (expected.end_s <= due_s or not expected.knows_end)

@@ -1,4 +1,4 @@
-"""Explanations of a job's attempts: prediction, measurement, the wrong term, and the consequences."""
+"""Explanations of a job's attempts: prediction, measurement, the wrong term, and what followed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import kind
-from orchestrator.scheduling.base.node_groups import Group, device_of, group_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, find_device_spec, find_node_group
 from orchestrator.scheduling.failures.degrade import candidates_for_oom
-from orchestrator.scheduling.failures.observation import ran_out, warnings
-from orchestrator.scheduling.options.job_options import calibration_for, measured_peaks
-from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.scheduling.failures.observation import list_record_warnings, ran_out_of_memory
+from orchestrator.scheduling.options.job_options import calibration_for, measured_peak_bytes_by_plan
+from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.group_values import group_values
@@ -44,8 +44,12 @@ ANY_DIFFERENCE = 1.005  # of activations: what is less is shown as x1.00
 
 
 def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
-    """Return lines on an attempt: prediction, measurement, the term that was wrong by more than the margin, effects."""
-    observation = observation_of(state, job, attempt)
+    """Return lines of text on an attempt: its prediction, its measurement, the wrong term, and the
+    effects.
+
+    A term is named where the prediction was wrong by more than the margin.
+    """
+    observation = find_observation(state, job, attempt)
     sentences = [_describe_prediction(state, attempt)]
     predicted = predicted_peak_bytes(attempt)
     if observation is not None:
@@ -55,16 +59,16 @@ def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]
         observation.ran_out or _is_underestimated(attempt, observation)
     ):
         if predicted is not None:
-            sentences.append(_wrong_term(attempt, observation))
+            sentences.append(_describe_wrong_term(attempt, observation))
         sentences.append(_describe_learning(state, attempt, observation))
-    if ran_out(attempt) and attempt.number < len(job.attempts):
+    if ran_out_of_memory(attempt) and attempt.number < len(job.attempts):
         sentences.append(_describe_next(state, job, attempt, job.attempts[attempt.number]))
     if attempt.failure is not None:
         sentences.append(f"ended by {attempt.failure.kind.value}: {attempt.failure.reason}")
-    return (*sentences, *warnings(attempt))
+    return (*sentences, *list_record_warnings(attempt))
 
 
-def observation_of(state: State, job: Job, attempt: Attempt) -> Observation | None:
+def find_observation(state: State, job: Job, attempt: Attempt) -> Observation | None:
     """Return the stored observation (prediction and measurement) of the attempt; None without one."""
     return next(
         (
@@ -76,17 +80,19 @@ def observation_of(state: State, job: Job, attempt: Attempt) -> Observation | No
     )
 
 
-def picture_of(state: State, job: Job) -> Picture | None:
-    """Return a chart of the job's plans on the devices of its last attempt, judged today; None without plans.
+def make_plan_chart(state: State, job: Job) -> Picture | None:
+    """Return a chart of the job's plans on the devices of its last attempt, as judged today; None
+    without plans.
 
-    Plans that the job ran are at their measurement, all others at their corrected prediction with margin.
+    Plans that the job ran are drawn at their measurement, all others at their corrected prediction
+    with margin.
     """
-    group = group_of(state, job.last.device if job.last else None)
+    group = find_node_group(state, job.last.device if job.last else None)
     if group is None or not (candidates := _frontier(state, job, group)):
         return None
     device = group.hardware.device
     calibrated = calibration_for(state, job, device.name)
-    measured = measured_peaks(job, device.name)
+    measured = measured_peak_bytes_by_plan(job, device.name)
     if not is_known(candidates[0].estimate, calibrated.correction):
         return None
     tried = group_values((attempt.plan, str(attempt.number)) for attempt in job.attempts)
@@ -122,11 +128,11 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     text = f"predicted: {format_bytes(predicted)} allocated at {corrected(attempt.estimate, attempt.correction).moment}"
     if attempt.needed_bytes is None:
         return f"{text}; it was judged by the peak measured before"
-    around = _around_bytes(attempt)
+    around = _bytes_outside_tensors(attempt)
     if around:
         text += f" + {format_bytes(around)} around it"
     text += f", {format_bytes(attempt.needed_bytes)} with margin"
-    if (device := device_of(state, attempt.device)) is not None:
+    if (device := find_device_spec(state, attempt.device)) is not None:
         text += f", of {format_bytes(device.memory)}"
     if attempt.fit_probability is not None:
         text += f": fits with {format_probability(attempt.fit_probability)}"
@@ -135,8 +141,8 @@ def _describe_prediction(state: State, attempt: Attempt) -> str:
     return text
 
 
-def _around_bytes(attempt: Attempt) -> int:
-    """Return the predicted device bytes outside of allocated tensors."""
+def _bytes_outside_tensors(attempt: Attempt) -> int:
+    """Return the predicted device bytes that are not allocated tensors."""
     estimate = attempt.estimate
     factor = attempt.correction
     return corrected_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
@@ -172,7 +178,9 @@ def _describe_reserved(attempt: Attempt) -> str:
 
 
 def _describe_overhead(state: State, attempt: Attempt, observation: Observation) -> list[str]:
-    """Return what devices held beside the allocator, and what that changed for other jobs there, as one sentence."""
+    """Return a sentence on the devices' memory outside the allocator, and what it changed for other
+    jobs.
+    """
     if observation.overhead_bytes is None:
         return []
     predicted_bytes = attempt.estimate.device_bytes - attempt.estimate.reserved_bytes
@@ -180,7 +188,7 @@ def _describe_overhead(state: State, attempt: Attempt, observation: Observation)
     predicted = format_bytes(predicted_bytes)
     was, now = (
         calibrated.overhead.bytes_of(observation.plan)
-        for calibrated in _before_and_after(state, observation)
+        for calibrated in _calibrations_before_and_after(state, observation)
     )
     changed = (
         ""
@@ -190,8 +198,8 @@ def _describe_overhead(state: State, attempt: Attempt, observation: Observation)
     return [f"measured: {measured} of context and communicators, {predicted} predicted{changed}"]
 
 
-def _before_and_after(state: State, observation: Observation) -> Iterator[Calibration]:
-    """Yield the calibration without the observation, and with it."""
+def _calibrations_before_and_after(state: State, observation: Observation) -> Iterator[Calibration]:
+    """Yield the calibration without the observation, then the one with it."""
     end = state.observations.index(observation)
     for observations in (state.observations[:end], state.observations[: end + 1]):
         yield calibration(
@@ -200,7 +208,7 @@ def _before_and_after(state: State, observation: Observation) -> Iterator[Calibr
 
 
 def _is_underestimated(attempt: Attempt, observation: Observation) -> bool:
-    """Return whether visibly more was needed than predicted."""
+    """Return whether the attempt needed clearly more memory than predicted."""
     predicted = predicted_peak_bytes(attempt)
     factor = observed_correction(observation.moments, observation.measured_bytes)
     return predicted is not None and (
@@ -209,8 +217,10 @@ def _is_underestimated(attempt: Attempt, observation: Observation) -> bool:
     )
 
 
-def _wrong_term(attempt: Attempt, observation: Observation) -> str:
-    """Return the moment that explains the measurement with the least change of its activations, as a sentence."""
+def _describe_wrong_term(attempt: Attempt, observation: Observation) -> str:
+    """Return a sentence on the moment of a step whose activations explain the measurement with the
+    least change.
+    """
     moments = [moment for moment in observation.moments if moment.activation_bytes > 0]
     if not moments:
         return "wrong: the estimate has no activations that could have been larger; its other terms are counted"
@@ -236,14 +246,14 @@ def _wrong_term(attempt: Attempt, observation: Observation) -> str:
         else ""
     )
     term = f"activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}{far}"
-    is_expected = not observation.ran_out and observation.measured_bytes + _around_bytes(
+    is_expected = not observation.ran_out and observation.measured_bytes + _bytes_outside_tensors(
         attempt
     ) <= (attempt.needed_bytes or 0)
     return f"within the margin: {term}" if is_expected else f"wrong: {term}"
 
 
 def _describe_learning(state: State, attempt: Attempt, observation: Observation) -> str:
-    was, now = _before_and_after(state, observation)
+    was, now = _calibrations_before_and_after(state, observation)
     engine = attempt.plan.engine
     where = f"{observation.family} on {observation.device}"
     text = f"learned: activations of {where} x{was.correction:.2f} -> x{now.correction:.2f}"
@@ -273,7 +283,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
     changed = ", ".join(str(change) for change in following.change)
     text = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    candidates = _frontier(state, job, group_of(state, following.device))
+    candidates = _frontier(state, job, find_node_group(state, following.device))
     here = [
         attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device
     ]
@@ -286,7 +296,7 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
             break
         is_answer = candidate.plan in answers
         faster[
-            _why_not(
+            _describe_rejection(
                 job, candidate, failed, following, _memory_of(state, following), is_answer=is_answer
             )
         ] += 1
@@ -302,11 +312,11 @@ def _describe_next(state: State, job: Job, failed: Attempt, following: Attempt) 
 
 
 def _memory_of(state: State, attempt: Attempt) -> int:
-    device = device_of(state, attempt.device)
+    device = find_device_spec(state, attempt.device)
     return 0 if device is None else device.memory
 
 
-def _why_not(
+def _describe_rejection(
     job: Job,
     candidate: Candidate,
     failed: Attempt,
@@ -317,7 +327,7 @@ def _why_not(
 ) -> str:
     correction = following.correction
     if any(
-        ran_out(attempt) and attempt.plan == candidate.plan
+        ran_out_of_memory(attempt) and attempt.plan == candidate.plan
         for attempt in job.attempts[: failed.number]
     ):
         return "ran out of memory"
@@ -334,12 +344,12 @@ def _why_not(
     return "too big with what was learned"
 
 
-def _frontier(state: State, job: Job, group: Group | None) -> tuple[Candidate, ...]:
+def _frontier(state: State, job: Job, group: NodeGroup | None) -> tuple[Candidate, ...]:
     if group is None:
         return ()
     try:
         calibrated = calibration_for(state, job, group.hardware.device.name)
-        request = read_request(measured_spec(job.spec, calibrated))
+        request = read_request(with_measured_memory(job.spec, calibrated))
         return frontier(request, group.hardware, calibrated).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()

@@ -1,4 +1,4 @@
-"""Forecasts of job starts and ends, by simulating the queue without new submissions."""
+"""Forecasts of the start and end of jobs, by simulating the queue without new submissions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from types import MappingProxyType
 
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.base.migration import expected_loss_s
-from orchestrator.scheduling.failures.observation import observe_pace
-from orchestrator.scheduling.options.job_options import JobOptions, step_factors, steps_left
+from orchestrator.scheduling.failures.observation import make_pace_observation
+from orchestrator.scheduling.options.job_options import JobOptions, own_step_factors, steps_left
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.scheduling.scheduling_pass.decide import expected_reservation, price_of
+from orchestrator.scheduling.scheduling_pass.decide import device_second_price, expected_reservation
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import (
@@ -58,11 +58,11 @@ STOPPED = Evidence(stopped=True)
 
 
 @frozen
-class Expected:
+class JobForecast:
     """Expected start and end of a job (seconds since 1970), and its number of devices.
 
-    The ranges hold with a probability of 80 %, if lengths are as wrong as they were before. The forecast assumes that
-    nothing more is submitted and nothing fails.
+    The ranges hold with a probability of 80 %, if durations are as wrong as they were before. The
+    forecast assumes that nothing more is submitted and nothing fails.
     """
 
     start_s: float
@@ -75,23 +75,26 @@ class Expected:
     knows_end: bool = True
 
 
-def forecast(state: State) -> Mapping[str, Expected]:
-    """Return the forecast of every running job and of at most FORECAST_MAX waiting ones, by id, in queue order.
+def make_forecast(state: State) -> Mapping[str, JobForecast]:
+    """Return {job id: forecast} of all running jobs and of at most FORECAST_MAX waiting ones, in
+    queue order.
 
-    The first jobs are simulated with all decisions, in which they may be moved; the others are only placed.
+    The first jobs are simulated with all decisions of the scheduler; the others are placed one
+    after another.
     """
-    forecasts = dict(quick_forecast(state))
+    forecasts = dict(make_quick_forecast(state))
     near = [*forecasts][
         : sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX
     ]
     near += [
         job.id for job in state.jobs.values() if not (job.status.ended or job.id in forecasts)
     ][:RANGED_MAX]
-    played = _first_jobs(state, forecasts)
-    spreads = {job.id: spread_of(state.observations, job) for job in played.jobs.values()}
+    played = _keep_first_waiting(state, forecasts)
+    spreads = {job.id: duration_log_spread(state.observations, job) for job in played.jobs.values()}
     index = index_of(played)
     plays = [
-        Play(played, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)
+        QueueSimulation(played, index, spreads, sample).run_until_ended(near)
+        for sample in range(SAMPLES + 1)
     ]
     for job_id in near:
         samples = [play[job_id] for play in plays if job_id in play]
@@ -105,23 +108,26 @@ def forecast(state: State) -> Mapping[str, Expected]:
     return forecasts
 
 
-def with_paces(state: State) -> State:
-    """Return the state with the speeds of running attempts as observations, where a family has none on that device.
+def with_measured_paces(state: State) -> State:
+    """Return the state with running attempts' speeds as observations, for families without any on
+    that device.
 
-    Its queued twins are then forecast by them. No decision reads this state.
+    The forecast of queued jobs of the family then uses them. No decision reads this state.
     """
     measured = {(entry.family, entry.device) for entry in state.observations if entry.step_ratio}
     paces = []
     for job in state.jobs.values():
         if job.status is JobStatus.RUNNING and job.last is not None:
-            observation = observe_pace(job, job.last)
+            observation = make_pace_observation(job, job.last)
             if observation and (observation.family, observation.device) not in measured:
                 paces.append(observation)
     return replace(state, observations=(*state.observations, *paces)) if paces else state
 
 
-def _first_jobs(state: State, order: Iterable[str]) -> State:
-    """Return the state without the waiting jobs behind the first PLAYED_MAX, which delay none of those."""
+def _keep_first_waiting(state: State, order: Iterable[str]) -> State:
+    """Return the state without the waiting jobs behind the first PLAYED_MAX of `order`, which delay
+    none of those.
+    """
     queued = [job.id for job in state.live_jobs if job.status is JobStatus.QUEUED]
     expected = [job_id for job_id in order if state.jobs[job_id].status is JobStatus.QUEUED]
     waiting = [*dict.fromkeys((*expected, *queued))]
@@ -131,19 +137,20 @@ def _first_jobs(state: State, order: Iterable[str]) -> State:
     return replace(state, jobs=jobs)
 
 
-def quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
-    """Return a forecast without ranges and moves: jobs are placed one after the other.
+def make_quick_forecast(state: State, hurried: Collection[str] = ()) -> Mapping[str, JobForecast]:
+    """Return {job id: forecast} without ranges and moves: jobs are placed one after another.
 
-    Jobs in `hurried` use the option that ends them first, at any cost.
+    Jobs in `hurried` use the option that ends first, at any cost.
     """
-    return _Placing(index_of(state), hurried).place_all()
+    return _PlacementForecast(index_of(state), hurried).place_all()
 
 
-def spread_of(observations: Sequence[Observation], job: Job) -> float:
-    """Return the standard deviation of the log of true over predicted lengths, in the job's family.
+def duration_log_spread(observations: Sequence[Observation], job: Job) -> float:
+    """Return the standard deviation of the log of true over predicted durations in the job's
+    family.
 
-    The assumed spread counts as SUPPOSED_OUTCOMES observations (Gelman et al. 2013, Bayesian Data Analysis, section
-    2.6).
+    The assumed spread counts as SUPPOSED_OUTCOMES observations (Gelman et al. 2013, Bayesian Data
+    Analysis, section 2.6).
     """
     ratios = [
         observation.step_ratio
@@ -157,50 +164,51 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     )
 
 
-def is_timed(
+def may_show_step_time(
     index: SchedulerIndex, job: Job, device: DeviceSpec, source: Source, attempt: Attempt | None
 ) -> bool:
-    """Return whether the predicted seconds of a job's steps may be told to a person.
+    """Return whether a job's predicted step time is good enough to be shown to a person.
 
-    A virtual device's steps are the host's: a prediction of them was 27 times off (November 2026). They are told once
-    the attempt has a pace, or an attempt of the family was measured on this kind of device. Where `source` has no
-    seconds, other lengths were learned.
+    It is not on a virtual device, whose steps are the host's: a prediction was 27 times off
+    (November 2026). There it is shown once the attempt has a pace, or an attempt of the family was
+    measured on this kind of device. Where `source` gives no seconds, the duration was learned from
+    other jobs.
     """
     if not device.kind.traits.is_virtual or job.spec.speeds or source in WITHOUT_SECONDS:
         return True
     if attempt is not None and attempt.pace is not None:
         return True
-    calibrated = index.options.calibrated(job, device.name)
-    return bool(calibrated.step_factors or step_factors(job, device.name))
+    calibrated = index.options.calibration_of(job, device.name)
+    return bool(calibrated.step_factors or own_step_factors(job, device.name))
 
 
 def _knows_length(index: SchedulerIndex, job: Job, attempt: Attempt) -> bool:
-    length = index.length_of(job, attempt)
+    length = index.predict_duration(job, attempt)
     pool = index.pool_of(attempt)
     if length is None or pool is None:
         return False
-    return length.is_known and is_timed(
+    return length.is_known and may_show_step_time(
         index, job, pool.group.hardware.device, attempt.estimate.source, attempt
     )
 
 
-class _Placing:
-    """A forecast that places jobs one after the other, each with its predicted length."""
+class _PlacementForecast:
+    """A forecast that places jobs one after another, each with its predicted duration."""
 
     def __init__(self, index: SchedulerIndex, hurried: Collection[str]) -> None:
         self._index = index
         self._state = index.state
         self._hurried = hurried
-        self._forecasts: dict[str, Expected] = {}
-        self._arrays = _Arrays()
-        self._price = price_of(index)
+        self._forecasts: dict[str, JobForecast] = {}
+        self._arrays = _RunningArrays()
+        self._price = device_second_price(index)
         self._vague = _VagueDevices(index.state.at_s)
         self._later: list[
             tuple[float, int, str]
         ] = []  # from when on jobs can start; their order and ids
 
-    def place_all(self) -> dict[str, Expected]:
-        """Return {job id: forecast} of running jobs, and of at most FORECAST_MAX waiting ones."""
+    def place_all(self) -> dict[str, JobForecast]:
+        """Return {job id: forecast} of all running jobs, and of at most FORECAST_MAX waiting ones."""
         self._index.clear_reservations()
         self._keep_running()
         jobs_max = FORECAST_MAX + len(self._forecasts)
@@ -219,43 +227,45 @@ class _Placing:
             attempt = job.last
             end_s = at_s
             if attempt is not None and attempt.ended_at_s is None:
-                end_s = self._index.end_of(job, attempt)
+                end_s = self._index.expected_end_s(job, attempt)
                 launched_s = attempt.launched_at_s
                 if end_s <= at_s:
                     end_s = at_s + OVERDUE_S
-                self._index.expect(attempt, end_s)
-                self._forecasts[job.id] = self._vague.expect(
+                self._index.set_expected_end(attempt, end_s)
+                self._forecasts[job.id] = self._vague.forecast_job(
                     launched_s,
                     end_s,
                     attempt.placement,
                     knows_length=_knows_length(self._index, job, attempt) and not attempt.probe,
                 )
-            self._arrays.take(job, end_s)
+            self._arrays.add_running(job, end_s)
 
     def _place_waiting(self, jobs_max: int) -> None:
-        """Place the waiting jobs in the order of the policy; jobs whose array is full come later."""
+        """Place the waiting jobs in the order of the queue policy; jobs whose array is full come
+        later.
+        """
         for waiting, by_s in self._index.policy.in_order():
             if len(self._forecasts) >= jobs_max:
                 break
             if waiting.job.id not in self._forecasts:
-                if self._arrays.room_s(waiting.job) > -inf:
+                if self._arrays.next_free_s(waiting.job) > -inf:
                     heappush(self._later, (self._state.at_s, waiting.job.order, waiting.job.id))
                 else:
                     self._place(waiting, self._state.at_s, by_s)
 
     def _place_later(self, jobs_max: int) -> None:
-        """Place the jobs that can start later only, the first to be ready first."""
+        """Place the jobs that cannot start yet, the first to be ready first."""
         while self._later and len(self._forecasts) < jobs_max:
             ready_s, _, job_id = heappop(self._later)
             job = self._state.jobs[job_id]
             for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
                 if job_id not in self._forecasts:
-                    waiting = self._index.waiting.get(job_id) or self._index.queue_entry(job)
-                    self._place(waiting, max(ready_s, self._arrays.room_s(job)), by_s)
+                    waiting = self._index.waiting.get(job_id) or self._index.make_queue_entry(job)
+                    self._place(waiting, max(ready_s, self._arrays.next_free_s(job)), by_s)
             if job_id in self._forecasts:
                 self._queue_followers(job_id)
 
-    def _place(self, waiting: Waiting, from_s: float, by_s: float) -> None:
+    def _place(self, waiting: WaitingJob, from_s: float, by_s: float) -> None:
         job = waiting.job
         price = 0.0 if job.id in self._hurried else self._price
         reservation = expected_reservation(self._index, waiting, price, from_s=from_s, by_s=by_s)
@@ -269,14 +279,16 @@ class _Placing:
                 device = profile.group.hardware.device
                 is_known = entry.is_known and not entry.probe
                 source = entry.candidate.estimate.source
-                knows_length &= is_known and is_timed(self._index, job, device, source, None)
-        self._forecasts[job.id] = self._vague.expect(
+                knows_length &= is_known and may_show_step_time(
+                    self._index, job, device, source, None
+                )
+        self._forecasts[job.id] = self._vague.forecast_job(
             reservation.start_s,
             reservation.end_s,
             reservation.placement,
             knows_length=knows_length,
         )
-        self._arrays.take(job, reservation.end_s)
+        self._arrays.add_running(job, reservation.end_s)
 
     def _queue_followers(self, job_id: str) -> None:
         for follower_id in self._index.followers_of(job_id):
@@ -287,22 +299,22 @@ class _Placing:
 
 
 class _VagueDevices:
-    """Devices of which nobody knows when they come free, in a forecast from `at_s` on."""
+    """Devices whose next free time is unknown, in a forecast from `at_s` on."""
 
     def __init__(self, at_s: float) -> None:
         self._at_s = at_s
         self._devices = set[Device]()
 
-    def expect(
+    def forecast_job(
         self, start_s: float, end_s: float, placement: Placement, *, knows_length: bool
-    ) -> Expected:
-        """Return the expectation of a job on these devices."""
+    ) -> JobForecast:
+        """Return the forecast of a job on these devices, and whether its start and end are known."""
         devices = set(devices_in(placement))
         knows_start = start_s <= self._at_s or not devices & self._devices
         knows_end = knows_start and knows_length
         if not knows_end:
             self._devices |= devices
-        return Expected(
+        return JobForecast(
             start_s=start_s,
             end_s=end_s,
             devices=len(devices),
@@ -312,8 +324,8 @@ class _VagueDevices:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stint:
-    """An attempt in a simulation, from its launch to its end, both in seconds since 1970."""
+class SimulatedAttempt:
+    """An attempt in a simulation, with its launch and end in seconds since 1970."""
 
     job: Job
     attempt: Attempt
@@ -322,8 +334,11 @@ class Stint:
     is_done: bool = False  # the job succeeded with it
 
 
-class Play:
-    """A simulation of the coming decisions with one sample of job lengths. Sample 0 has the predicted lengths."""
+class QueueSimulation:
+    """A simulation of the scheduler's next decisions with sampled job durations.
+
+    Sample 0 has the predicted durations.
+    """
 
     def __init__(
         self,
@@ -332,21 +347,23 @@ class Play:
         spreads: Mapping[str, float],
         sample: int,
         *,
-        saved: Mapping[str, int | None] = MappingProxyType({}),
-        more: Callable[[State], Iterable[Submitted]] = lambda state: (),  # noqa: ARG005
+        saved_steps: Mapping[str, int | None] = MappingProxyType({}),
+        list_submissions: Callable[[State], Iterable[Submitted]] = lambda state: (),  # noqa: ARG005
     ) -> None:
-        """`saved` has the steps that stopped jobs have saved; `more` gives further submissions after each event."""
+        """`saved_steps` are the steps that stopped jobs had saved, by job id. `list_submissions`
+        returns further submissions after each event.
+        """
         self._scheduler = Scheduler(state)
         self._spreads = spreads
         self._sample = sample
-        self._saved = saved
-        self._more = more
+        self._saved = saved_steps
+        self._more = list_submissions
         self._going = set[str]()
-        self.stints: list[Stint] = []
-        self._newest: dict[str, Stint] = {}  # by job
+        self.stints: list[SimulatedAttempt] = []
+        self._newest: dict[str, SimulatedAttempt] = {}  # by job
         # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
         self._index = index
-        self._found: dict[str, Expected] = {}
+        self._found: dict[str, JobForecast] = {}
         self._running: dict[
             str, tuple[Attempt, float]
         ] = {}  # by job, with the end that it comes to
@@ -358,8 +375,10 @@ class Play:
             if attempt.ended_at_s is None:
                 self._begin(job, attempt)
 
-    def until_ended(self, near: Sequence[str]) -> Mapping[str, Expected]:
-        """Return {job id: forecast} of those jobs in `near` that ended in the simulation."""
+    def run_until_ended(self, near: Sequence[str]) -> Mapping[str, JobForecast]:
+        """Run the simulation, and return {job id: forecast} of those jobs in `near` that ended in
+        it.
+        """
         going = self._going = {*near}
         self._submit()
         for job in self._index.running.values():
@@ -393,7 +412,7 @@ class Play:
         }
 
     def knows_end(self, job_id: str) -> bool:
-        """Return whether the end that a job came to follows from lengths that are known."""
+        """Return whether the job's simulated end follows from known durations."""
         return job_id in self._found and self._found[job_id].knows_end
 
     @property
@@ -415,17 +434,19 @@ class Play:
     def _begin(self, job: Job, attempt: Attempt) -> None:
         launched_s = attempt.launched_at_s
         at_s = self._state.at_s
-        length = self._index.length_of(job, attempt)
-        length_s = self._index.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
+        length = self._index.predict_duration(job, attempt)
+        length_s = self._index.expected_end_s(job, replace(attempt, leaves_by_s=None)) - launched_s
         if job.id not in self._longer and 0 < length_s < inf and self._sample:
-            share = _share(job, self._sample)
+            share = _duration_quantile(job, self._sample)
             spread = max(self._spreads[job.id], 0.0 if length is None else length.spread)
-            self._longer[job.id] = _longer(length_s, at_s - launched_s, spread, share) / length_s
+            self._longer[job.id] = (
+                _duration_beyond(length_s, at_s - launched_s, spread, share) / length_s
+            )
         end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
-        end_s = min(end_s, self._index.limit_end_s(job, attempt))
+        end_s = min(end_s, self._index.time_limit_end_s(job, attempt))
         if end_s <= at_s:
             end_s = at_s + OVERDUE_S
-        expected = self._vague.expect(
+        expected = self._vague.forecast_job(
             launched_s,
             inf,
             attempt.placement,
@@ -434,20 +455,22 @@ class Play:
         begun = self._found.get(job.id, expected)
         self._found[job.id] = replace(begun, knows_end=expected.knows_end)
         self._running[job.id] = attempt, end_s
-        self._newest[job.id] = stint = Stint(job=job, attempt=attempt, launched_at_s=launched_s)
+        self._newest[job.id] = stint = SimulatedAttempt(
+            job=job, attempt=attempt, launched_at_s=launched_s
+        )
         self.stints.append(stint)
         if end_s < inf:  # its nodes are there
             heappush(self._ends, (end_s, job.order, job.id))
 
     def _stop(self, job_id: str) -> None:
-        """End a job that is asked to stop; it has saved what it has trained so far."""
+        """End a job that the scheduler stops, with what it has trained so far saved."""
         attempt, end_s = self._running[job_id]
         job = self._state.jobs[job_id]
         at_s = self._state.at_s
         saved = (
             self._saved[job_id]
             if job_id in self._saved
-            else saved_step(self._index, job, attempt, end_s, at_s)
+            else estimate_saved_step(self._index, job, attempt, end_s, at_s)
         )
         self._end(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
 
@@ -460,10 +483,12 @@ class Play:
         self._tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=at_s))
 
 
-def saved_step(
+def estimate_saved_step(
     index: SchedulerIndex, job: Job, attempt: Attempt, end_s: float, at_s: float
 ) -> int | None:
-    """Return the step that a job reaches by `at_s` if it would end at `end_s`; None where that is unknown."""
+    """Return the step that the job will have saved by `at_s`, if it would end at `end_s`; None if
+    unknown.
+    """
     pool = index.pool_of(attempt)
     left = steps_left(job, attempt)
     if pool is None or left is None or job.spec.optimizer_steps is None:
@@ -474,22 +499,24 @@ def saved_step(
     return job.spec.optimizer_steps - left + int(left * trained)
 
 
-class _Arrays:
-    """The ends of the running members of each array with `max_concurrent`."""
+class _RunningArrays:
+    """The ends of the running jobs of each array that limits how many run at once."""
 
     def __init__(self) -> None:
         self._ends_s: dict[
             str, list[float]
         ] = {}  # of those that run together, the first to end first
 
-    def room_s(self, job: Job) -> float:
-        """Return when one more job of the array may run; minus infinity: now."""
+    def next_free_s(self, job: Job) -> float:
+        """Return when one more job of the array may run, in seconds since 1970; minus infinity for
+        now.
+        """
         if job.array is None or job.spec.member is None:
             return -inf
         ends_s = self._ends_s.get(job.array, [])
         return -inf if len(ends_s) < job.spec.member.max_concurrent else ends_s[0]
 
-    def take(self, job: Job, end_s: float) -> None:
+    def add_running(self, job: Job, end_s: float) -> None:
         """Count the job as running in its array until `end_s`."""
         if job.array is None or job.spec.member is None:
             return
@@ -499,25 +526,30 @@ class _Arrays:
         heappush(ends_s, end_s)
 
 
-def _share(job: Job, sample: int) -> float:
-    """Return which quantile of its run time the job has in this sample, 0 to 1; each is used once over all samples.
+def _duration_quantile(job: Job, sample: int) -> float:
+    """Return the quantile (0 to 1) of its duration that the job has in this sample.
 
-    A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without random numbers: SAMPLES is a prime,
-    so multiples of a step modulo SAMPLES run through all quantiles.
+    Over all samples, a job has each quantile once: a Latin hypercube (McKay, Beckman, Conover 1979,
+    Technometrics 21:239) without random numbers. SAMPLES is a prime, so multiples of a step modulo
+    SAMPLES run through all quantiles.
     """
     steps = 1 + job.order % (SAMPLES - 1)
     offset = job.order // (SAMPLES - 1)
     return ((sample * steps + offset) % SAMPLES + 0.5) / SAMPLES
 
 
-def _longer(expected_s: float, past_s: float, spread: float, share: float) -> float:
-    """Return the quantile `share` of lognormal lengths, given that the job takes longer than `past_s`."""
+def _duration_beyond(expected_s: float, past_s: float, spread: float, quantile: float) -> float:
+    """Return this quantile of a lognormal duration, given that the job has already run for `past_s`
+    seconds.
+
+    `expected_s` is the predicted duration, and `spread` the standard deviation of its logarithm.
+    """
     if expected_s <= 0 or not expected_s < float("inf"):
         return expected_s
     before = 0.0 if past_s <= 0 else NORMAL.cdf(log(past_s / expected_s) / spread)
     if before > LATE:
         return past_s  # nothing is known of what takes so much longer than expected
-    return expected_s * exp(spread * _quantile(before + share * (1 - before)))
+    return expected_s * exp(spread * _normal_quantile(before + quantile * (1 - before)))
 
 
 NORMAL = NormalDist()
@@ -525,7 +557,7 @@ LATE = 1 - 1e-9
 
 
 @lru_cache(maxsize=4096)
-def _quantile(share: float) -> float:
+def _normal_quantile(share: float) -> float:
     return NORMAL.inv_cdf(share)
 
 

@@ -1,4 +1,4 @@
-"""95 % intervals of step times over repeats, on the logarithmic scale: no end of one is negative."""
+"""95 % intervals of step times over repeats, computed on logarithms, so that no limit is negative."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Interval = tuple[float, float]
 
 
 def geometric_interval(values: Sequence[float]) -> Interval | None:
-    """Return the 95 % interval of the geometric mean of positive numbers, by Student's t; None of fewer than two."""
+    """Return the 95 % interval of the geometric mean of positive numbers, by Student's t.
+
+    None for fewer than two numbers.
+    """
     if len(values) < 2:
         return None
     mean, square = _moments(values)
@@ -28,9 +31,11 @@ def geometric_interval(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval | None:
-    """Return the 95 % interval of the ratio of two geometric means; None where either has fewer than two values.
+    """Return the 95 % interval of the ratio of two geometric means; None where either has fewer
+    than two values.
 
-    It is Welch's t (Welch 1947, Biometrika 34:28) on logarithms, its degrees of freedom rounded down.
+    It is Welch's t (Welch 1947, Biometrika 34:28) on logarithms, its degrees of freedom rounded
+    down.
     """
     if min(len(values), len(others)) < 2:
         return None
@@ -45,6 +50,6 @@ def ratio_interval(values: Sequence[float], others: Sequence[float]) -> Interval
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of the logarithms, and the square of its standard error."""
+    """Return (mean of the logarithms, square of its standard error)."""
     logs = [log(value) for value in values]
     return fmean(logs), variance(logs) / len(logs)

@@ -1,4 +1,4 @@
-"""The morning report: results, costs, and open tasks of the last night."""
+"""The morning report: results, costs and open tasks of the last night's jobs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import field
 
 from orchestrator.memory.calibration.calibrate import MARGIN
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
-from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.sentences import shown_reason
-from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.reports.advice import help_for
-from orchestrator.scheduling.reports.cost import prices, sum_spent
+from orchestrator.scheduling.base.drain import list_active_suspensions
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
+from orchestrator.scheduling.reports.advice import advise_after_failure
+from orchestrator.scheduling.reports.cost import hourly_price_by_device, sum_job_cost
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -35,7 +35,7 @@ NOT_LOST = (
 
 
 @frozen
-class Line:
+class ReportLine:
     """A job in the report, with a sentence about it."""
 
     id: str
@@ -44,11 +44,11 @@ class Line:
     sentence: str
 
 
-Lines = tuple[Line, ...]
+ReportLines = tuple[ReportLine, ...]
 
 
 @frozen
-class Miss:
+class MemoryMiss:
     """An attempt (one launch of a job) whose measured memory differed from the prediction."""
 
     attempt: str
@@ -64,8 +64,8 @@ class Miss:
 
 
 @frozen
-class Span:
-    """Devices of one node that an attempt occupied, clipped to the report's time."""
+class OccupiedSpan:
+    """Devices of one node that an attempt held, and when, clipped to the report's time."""
 
     node: str
     devices: tuple[int, ...]
@@ -76,8 +76,8 @@ class Span:
 
 
 @frozen
-class Cost:
-    """Device-seconds within the report's time, by use, and their price; None without prices."""
+class DeviceTimeCost:
+    """Device-seconds within the report's time by use, and their price; None without prices."""
 
     trained_s: float  # by attempts that succeeded, run, or saved their progress
     lost_s: float  # by attempts that failed
@@ -96,45 +96,48 @@ class Cost:
 
 @frozen
 class MorningReport:
-    """Events between two times, in seconds since 1970. Lists are in the order of submission."""
+    """What happened between two times, in seconds since 1970; lists are in the order of submission."""
 
     since_s: float
     until_s: float
     summary: str  # in one sentence
-    succeeded: Lines
-    recovered: Lines  # succeeded jobs with failures and the changes that followed
-    failed: Lines
-    refused: Lines
-    cancelled: Lines
-    late: Lines
-    running: Lines
-    waiting: Lines
-    sweeps: Lines  # with trials in this time: progress, best trial, and cost of all trials
-    idle: Lines  # jobs that left their cards idle, and what would fill them
-    misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
-    cost: Cost
+    succeeded: ReportLines
+    recovered: ReportLines  # succeeded jobs with failures and the changes that followed
+    failed: ReportLines
+    refused: ReportLines
+    cancelled: ReportLines
+    late: ReportLines
+    running: ReportLines
+    waiting: ReportLines
+    sweeps: ReportLines  # with trials in this time: progress, best trial, and cost of all trials
+    idle: ReportLines  # jobs that left their cards idle, and what would fill them
+    misses: tuple[MemoryMiss, ...]  # predictions wrong by more than the margin, the worst first
+    cost: DeviceTimeCost
     to_do: tuple[str, ...]
     stops: Mapping[str, int]  # of jobs that go on, by `StopCause`
     nodes: Mapping[str, int] = field(default_factory=dict)  # devices of each
-    spans: tuple[Span, ...] = ()
+    spans: tuple[OccupiedSpan, ...] = ()
 
 
 def ended_at_s(job: Job) -> float:
-    """Return when a job's last attempt ended; its submission time where it never ran."""
+    """Return when the job's last attempt ended; the time of submission where none did."""
     return max(
         (attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None),
         default=job.submitted_at_s,
     )
 
 
-def morning_report(
+def make_morning_report(
     state: State,
     ended: Iterable[Job],
     since_s: float,
     until_s: float,
     sweeps: Iterable[SweepReport] = (),
 ) -> MorningReport:
-    """Return the report of a time span. Jobs that ended before it and sweeps without a trial in it are left out."""
+    """Return the report on the time from `since_s` to `until_s`, in seconds since 1970.
+
+    Jobs that ended before, and sweeps without a trial in this time, are left out.
+    """
     by_id = {job.id: job for job in (*ended, *state.jobs.values())}
     jobs = sorted(
         (job for job in by_id.values() if not job.status.ended or ended_at_s(job) >= since_s),
@@ -145,10 +148,10 @@ def morning_report(
         # a strategy without a plan is what a comparison has found out
         if not (job.status is JobStatus.REFUSED and job.spec.is_compared):
             by_status[job.status].append(job)
-    missed = _late(state, jobs)
+    missed = _list_late(state, jobs)
     ids = {job.id for job in jobs}
     recovered = [job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)]
-    spans = tuple(_spans(jobs, since_s, until_s))
+    spans = tuple(_list_spans(jobs, since_s, until_s))
     nodes = {node.name: node.devices for node in state.nodes}
     for span in spans:
         nodes[span.node] = max(nodes.get(span.node, 0), 1 + max(span.devices, default=-1))
@@ -156,23 +159,25 @@ def morning_report(
         since_s=since_s,
         until_s=until_s,
         summary="",
-        succeeded=_lines(by_status[JobStatus.SUCCEEDED], _success),
-        recovered=_lines(recovered, _recovery),
-        failed=_lines(by_status[JobStatus.FAILED], _reason),
-        refused=_lines(by_status[JobStatus.REFUSED], _reason),
-        cancelled=_lines(by_status[JobStatus.CANCELLED], _reason),
+        succeeded=_make_lines(by_status[JobStatus.SUCCEEDED], _success),
+        recovered=_make_lines(recovered, _recovery),
+        failed=_make_lines(by_status[JobStatus.FAILED], _reason),
+        refused=_make_lines(by_status[JobStatus.REFUSED], _reason),
+        cancelled=_make_lines(by_status[JobStatus.CANCELLED], _reason),
         late=missed,
-        running=_lines(by_status[JobStatus.RUNNING], _progress),
-        waiting=_lines(by_status[JobStatus.QUEUED], _reason),
+        running=_make_lines(by_status[JobStatus.RUNNING], _progress),
+        waiting=_make_lines(by_status[JobStatus.QUEUED], _reason),
         sweeps=tuple(
-            _sweep(sweep)
+            _describe_sweep(sweep)
             for sweep in sweeps
             if not ids.isdisjoint(trial.job for trial in sweep.trials)
         ),
-        idle=_lines((job for job in jobs if _leaves_idle(job, since_s)), _idle),
-        misses=tuple(_misses(jobs, since_s)),
+        idle=_make_lines((job for job in jobs if _leaves_idle(job, since_s)), _describe_idle),
+        misses=tuple(_list_memory_misses(jobs, since_s)),
         cost=_cost(state, jobs, spans, since_s, until_s, {job.id for job in recovered}),
-        to_do=tuple(_to_do(state, by_status, missed, {job.retry_of for job in by_id.values()})),
+        to_do=tuple(
+            _list_tasks(state, by_status, missed, {job.retry_of for job in by_id.values()})
+        ),
         stops=_count_stops(jobs, since_s, until_s),
         nodes=dict(sorted(nodes.items())),
         spans=spans,
@@ -193,14 +198,14 @@ def _count_stops(jobs: Iterable[Job], since_s: float, until_s: float) -> dict[st
 # -------------------------------------------------------------------------------------------------------------- lines
 
 
-def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> Lines:
+def _make_lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> ReportLines:
     return tuple(
-        Line(id=job.id, name=job.spec.name, user=job.user, sentence=say(job)) for job in jobs
+        ReportLine(id=job.id, name=job.spec.name, user=job.user, sentence=say(job)) for job in jobs
     )
 
 
 def _reason(job: Job) -> str:
-    return shown_reason(job).partition("\n")[0]
+    return describe_status_with_holder(job).partition("\n")[0]
 
 
 def _success(job: Job) -> str:
@@ -225,7 +230,9 @@ def _failures(job: Job) -> list[Attempt]:
 
 
 def _recovery(job: Job) -> str:
-    """Return each failure with the change that followed it, such as `device_oom: micro_batch_size 8 -> 4`."""
+    """Return each failure with the change that followed it, such as `device_oom: micro_batch_size 8
+    -> 4`.
+    """
     sentences = []
     for failed in _failures(job):
         after = next((attempt for attempt in job.attempts if attempt.number > failed.number), None)
@@ -237,7 +244,7 @@ def _recovery(job: Job) -> str:
     return "; then ".join(sentences)
 
 
-def _sweep(sweep: SweepReport) -> Line:
+def _describe_sweep(sweep: SweepReport) -> ReportLine:
     best = (
         f"best {sweep.best_text}"
         if sweep.best_text
@@ -245,7 +252,7 @@ def _sweep(sweep: SweepReport) -> Line:
         if sweep.ended
         else "no best yet"
     )
-    return Line(
+    return ReportLine(
         id=sweep.id,
         name=sweep.name,
         user=sweep.user,
@@ -253,8 +260,8 @@ def _sweep(sweep: SweepReport) -> Line:
     )
 
 
-def _late(state: State, jobs: Iterable[Job]) -> Lines:
-    """Return the jobs that ended after their deadlines, and live ones that are expected to miss them."""
+def _list_late(state: State, jobs: Iterable[Job]) -> ReportLines:
+    """Return the jobs that ended after their deadlines, and live jobs that are expected to."""
     sentences = dict(late(state, [job.id for job in jobs if not job.status.ended]))
     for job in jobs:
         if job.deadline_s is None or job.status is not JobStatus.SUCCEEDED:
@@ -262,14 +269,16 @@ def _late(state: State, jobs: Iterable[Job]) -> Lines:
         late_s = ended_at_s(job) - job.deadline_s
         if late_s > 0:
             sentences[job.id] = f"ended {format_seconds(late_s)} after its deadline"
-    return _lines((job for job in jobs if job.id in sentences), lambda job: sentences[job.id])
+    return _make_lines((job for job in jobs if job.id in sentences), lambda job: sentences[job.id])
 
 
 # ------------------------------------------------------------------------------------------------- measured and spent
 
 
-def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
-    """Yield predictions that were wrong by more than the margin of `memory.calibration`, the worst first."""
+def _list_memory_misses(jobs: Iterable[Job], since_s: float) -> Iterator[MemoryMiss]:
+    """Yield the attempts whose memory prediction was wrong by more than the margin, the worst
+    first.
+    """
     misses = []
     for job in jobs:
         for attempt in job.attempts:
@@ -277,13 +286,13 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
             measured = attempt.peak_bytes
             if predicted is None or not measured or attempt.end_or(since_s) < since_s:
                 continue
-            miss = Miss(
+            miss = MemoryMiss(
                 attempt=attempt.name,
                 plan=in_short(attempt.plan),
                 predicted_bytes=predicted,
                 measured_bytes=measured,
-                ran_out=ran_out(attempt),
-                sentence=_describe_miss(predicted, measured, ran_out(attempt)),
+                ran_out=ran_out_of_memory(attempt),
+                sentence=_describe_miss(predicted, measured, ran_out_of_memory(attempt)),
             )
             if miss.ratio > MARGIN or (
                 # its peak is that of whole steps
@@ -294,7 +303,9 @@ def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
 
 
 def _leaves_idle(job: Job, since_s: float) -> bool:
-    """Return whether the job's last attempt trained for IDLE_S and kept its cards busy for less than BUSY_MIN."""
+    """Return whether the job's last attempt trained for IDLE_S but kept its cards busy for less
+    than BUSY_MIN.
+    """
     last = job.last
     if last is None or last.ended_at_s is None or last.started_at_s is None:
         return False
@@ -303,8 +314,8 @@ def _leaves_idle(job: Job, since_s: float) -> bool:
     return busy_percent is not None and busy_percent < BUSY_MIN and lasted_s >= IDLE_S
 
 
-def _idle(job: Job) -> str:
-    """Return how busy the job kept its cards, and what would fill them without another training."""
+def _describe_idle(job: Job) -> str:
+    """Return text on how busy the job kept its cards, and which settings would use them better."""
     assert job.last is not None, job.id
     plan = job.last.plan
     fills = []
@@ -319,13 +330,15 @@ def _idle(job: Job) -> str:
 
 
 def _describe_miss(predicted_bytes: int, measured_bytes: int, has_run_out: bool) -> str:
-    """Return the difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
+    """Return the difference as text, such as `predicted 61.8 MiB, measured at least 254 MiB (4.12
+    x)`.
+    """
     least = "at least " if has_run_out else ""
     ratio = measured_bytes / max(1, predicted_bytes)
     return f"predicted {format_bytes(predicted_bytes)}, measured {least}{format_bytes(measured_bytes)} ({ratio:.2f} x)"
 
 
-def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span]:
+def _list_spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[OccupiedSpan]:
     for job in jobs:
         for attempt in job.attempts:
             from_s = max(since_s, attempt.launched_at_s)
@@ -336,7 +349,7 @@ def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span
             if attempt.failure:
                 outcome = attempt.failure.kind.value
             for part in attempt.placement:
-                yield Span(
+                yield OccupiedSpan(
                     node=part.node,
                     devices=part.devices,
                     from_s=from_s,
@@ -349,31 +362,31 @@ def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span
 def _cost(
     state: State,
     jobs: Sequence[Job],
-    spans: Iterable[Span],
+    spans: Iterable[OccupiedSpan],
     since_s: float,
     until_s: float,
     recovered: Set[str],
-) -> Cost:
+) -> DeviceTimeCost:
     saved_s = 0.0
     by_use = {"trained": 0.0, "lost": 0.0, "probing": 0.0, "cancelled": 0.0}
     for span in spans:
         device_s = len(span.devices) * (span.until_s - span.from_s)
-        by_use[_use(span.outcome)] += device_s
-        if span.job in recovered and _use(span.outcome) == "trained":
+        by_use[_classify_use(span.outcome)] += device_s
+        if span.job in recovered and _classify_use(span.outcome) == "trained":
             saved_s += device_s
     capacity_s = sum(node.devices for node in state.nodes) * max(0.0, until_s - since_s)
-    return Cost(
+    return DeviceTimeCost(
         trained_s=by_use["trained"],
         lost_s=by_use["lost"],
         probing_s=by_use["probing"],
         cancelled_s=by_use["cancelled"],
         idle_s=max(0.0, capacity_s - sum(by_use.values())),
         saved_s=saved_s,
-        money=sum_spent(jobs, prices(state), until_s, since_s).money,
+        money=sum_job_cost(jobs, hourly_price_by_device(state), until_s, since_s).money,
     )
 
 
-def _use(outcome: str) -> str:
+def _classify_use(outcome: str) -> str:
     if outcome == FailureKind.PROBED:
         return "probing"
     if outcome == FailureKind.CANCELLED:
@@ -384,20 +397,24 @@ def _use(outcome: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- to do
 
 
-def _to_do(
+def _list_tasks(
     state: State,
     by_status: Mapping[JobStatus, list[Job]],
-    missed: Lines,
+    missed: ReportLines,
     retried: Set[str | None],
 ) -> Iterator[str]:
-    """Yield what a person can do, a sentence each, with the command; nothing about jobs that were retried."""
+    """Yield sentences on what a person can do, each with the command; jobs that were retried need
+    nothing.
+    """
     for job in by_status[JobStatus.FAILED]:
         if job.id in retried:
             continue
         if job.last is None:
             yield f"{job.id}: `orc show {job.id}`"
             continue
-        advice = help_for(job.last.failure).replace("`orc retry`", f"`orc retry {job.id}`")
+        advice = advise_after_failure(job.last.failure).replace(
+            "`orc retry`", f"`orc retry {job.id}`"
+        )
         yield f"{job.id}: {advice}: `orc logs {job.id}`"
     for job in state.jobs.values():
         if job.asks:
@@ -408,7 +425,7 @@ def _to_do(
         job_is_live = line.id in state.jobs and not state.jobs[line.id].status.ended
         if job_is_live:
             yield f"{line.id}: raise its priority, or move its deadline"
-    for entry in suspensions(state):
+    for entry in list_active_suspensions(state):
         trust = f"`orc drain {entry.node} --undo` trusts it again"
         yield f"{entry.place} takes nothing new for now ({entry.reason}): look at it; {trust}"
     if places := describe_unreadable(state.nodes):
@@ -418,7 +435,9 @@ def _to_do(
 
 
 def _summary(report: MorningReport) -> str:
-    """Return the report as one sentence: `12 of 14 ended jobs succeeded, 3 of them after a failure; 1 failed.`"""
+    """Return the report as one sentence: `12 of 14 ended jobs succeeded, 3 of them after a failure;
+    1 failed.`
+    """
     ended = len(report.succeeded) + len(report.failed) + len(report.refused) + len(report.cancelled)
     if not ended:
         sentence = "no job ended"

@@ -1,4 +1,6 @@
-"""Provenance: what the figures of a job rest on, in words. A script says its own training by its command."""
+"""Provenance: model, data, optimizer and commit of a job, as text. A script states them by its
+command.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ BILLION = 1e9
 MILLION = 1e6
 
 
-def provenance_of(spec: JobSpec) -> dict[str, str]:
-    """Return model, size, data, optimizer, learning rate, seed and commit by name, without what is unknown."""
+def describe_provenance(spec: JobSpec) -> dict[str, str]:
+    """Return {name: text} for model, size, data, optimizer, learning rate, seed and commit.
+
+    Unknown ones are left out.
+    """
     training = spec.training
     source = spec.source
     rate = spec.knobs.learning_rate
     texts = {
         "model": name_model(spec) * (spec.known_model is not None),
-        "parameters": _size_words(spec),
+        "parameters": _format_parameters(spec),
     }
     if spec.is_script:
         texts["learning_rate"] = "" if rate is None or rate.default is None else str(rate.default)
@@ -35,17 +40,17 @@ def provenance_of(spec: JobSpec) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def shared_provenance(specs: Iterable[JobSpec]) -> dict[str, str]:
-    """Return the provenance of several jobs; values that differ stand side by side, once each."""
+def describe_shared_provenance(specs: Iterable[JobSpec]) -> dict[str, str]:
+    """Return {name: text} of the provenance of several jobs; differing values are all listed."""
     values: dict[str, dict[str, None]] = {}
     for spec in specs:
-        for name, text in provenance_of(spec).items():
+        for name, text in describe_provenance(spec).items():
             values.setdefault(name, {})[text] = None
     return {name: ", ".join(texts) for name, texts in values.items()}
 
 
 def name_model(spec: JobSpec) -> str:
-    """Return the model, as far as the job file names it, else the script."""
+    """Return the name of the job's model, as far as its file gives one, else its script."""
     model = spec.known_model
     if model is not None and model.decoder is not None:
         return f"decoder of {model.decoder.num_hidden_layers} layers, hidden size {model.decoder.hidden_size}"
@@ -59,8 +64,8 @@ def name_model(spec: JobSpec) -> str:
     return next(iter((*scripts, *command, spec.name)))
 
 
-def _size_words(spec: JobSpec) -> str:
-    """Return the number of parameters as `1.35B`; "" where no profile says it."""
+def _format_parameters(spec: JobSpec) -> str:
+    """Return the number of parameters as `1.35B`; "" where no profile gives it."""
     profile = profile_of(read_model_request(spec), Share(precision=spec.precision))
     if profile is None or not profile.parameters:
         return ""

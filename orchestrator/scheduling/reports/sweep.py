@@ -1,11 +1,11 @@
-"""Reports of sweeps (hyperparameter searches): progress and best trial."""
+"""Reports of sweeps (hyperparameter searches): progress, cost and best trial."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orchestrator.scheduling.base.sentences import reason_of
-from orchestrator.scheduling.reports.cost import prices, sum_spent
+from orchestrator.scheduling.base.sentences import describe_status
+from orchestrator.scheduling.reports.cost import hourly_price_by_device, sum_job_cost
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
 from orchestrator.specs.job_record import Job, JobStatus
@@ -29,7 +29,7 @@ class TrialReport:
 
 @frozen
 class SweepReport:
-    """Progress of a sweep, with all of its trials."""
+    """The progress of a sweep, with all of its trials."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ def is_stopped_early(job: Job) -> bool:
     return job.status is JobStatus.CANCELLED and bool(job.cancel_reason)
 
 
-def sweep_report(
+def make_sweep_report(
     sweep_id: str,
     ended: str,
     jobs: Sequence[Job],
@@ -63,11 +63,15 @@ def sweep_report(
     state: State,
     now_s: float,
 ) -> SweepReport:
-    """Return the report of a sweep from its jobs (at least one); `values` maps trial number to metric."""
+    """Return the report of a sweep from its jobs, of which there must be one; `values` is {trial
+    number: metric}.
+
+    `ended` says why the sweep ended; "" while it goes on.
+    """
     first = jobs[0].spec.trial
     assert first is not None, jobs[0].id
     sweep = first.sweep
-    trials = tuple(_trial(job, values) for job in jobs)
+    trials = tuple(_make_trial_report(job, values) for job in jobs)
     sign = 1 if sweep.metric.goal == "minimize" else -1
     done = [
         (sign * trial.value, trial)
@@ -76,7 +80,7 @@ def sweep_report(
     ]
     best = min(done, key=lambda pair: pair[0])[1] if done else None
     live = sum(not job.status.ended for job in jobs)
-    cost = sum_spent(jobs, prices(state), now_s)
+    cost = sum_job_cost(jobs, hourly_price_by_device(state), now_s)
     return SweepReport(
         id=sweep_id,
         name=jobs[0].spec.family_name,
@@ -86,7 +90,7 @@ def sweep_report(
         goal=sweep.metric.goal,
         submitted_at_s=jobs[0].submitted_at_s,
         ended=ended,
-        state=_state(trials, live, sweep.trials, ended),
+        state=_describe_progress(trials, live, sweep.trials, ended),
         max_trials=sweep.trials,
         live=live,
         best=None if best is None else best.number,
@@ -100,7 +104,7 @@ def sweep_report(
     )
 
 
-def _trial(job: Job, values: Mapping[int, float | None]) -> TrialReport:
+def _make_trial_report(job: Job, values: Mapping[int, float | None]) -> TrialReport:
     trial = job.spec.trial
     assert trial is not None, job.id
     return TrialReport(
@@ -109,7 +113,7 @@ def _trial(job: Job, values: Mapping[int, float | None]) -> TrialReport:
         parameters=dict(trial.parameters),
         text=", ".join(f"{name} {_value_text(value)}" for name, value in trial.parameters),
         status=STOPPED_EARLY if is_stopped_early(job) else job.status.value,
-        reason=reason_of(job),
+        reason=describe_status(job),
         plan="" if job.last is None else in_short(job.last.plan),
         value=values.get(trial.number),
     )
@@ -119,7 +123,7 @@ def _value_text(value: Value) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _state(trials: Sequence[TrialReport], live: int, most: int, ended: str) -> str:
+def _describe_progress(trials: Sequence[TrialReport], live: int, most: int, ended: str) -> str:
     """Return the progress as text, such as `finished: 8 of 8 trials ended, 2 stopped early`."""
     stopped = sum(trial.status == STOPPED_EARLY for trial in trials)
     failed = sum(trial.status in (JobStatus.FAILED, JobStatus.REFUSED) for trial in trials)

@@ -1,7 +1,9 @@
-"""Explanations of why a queued job waits, and what would start it sooner, derived from the current state.
+"""Explanations of why a queued job waits, and what would start it sooner, derived from the current
+state.
 
-A job that waits for devices could use free ones unless something excludes them. `Obstacle` lists what can, in the order
-of the checks. The reason names every obstacle up to the first one that leaves too few devices together.
+A job that waits for devices could use free ones unless something excludes them. `Obstacle` lists
+the possible causes in the order of the checks. The reason names every obstacle up to the first one
+that leaves too few devices together.
 """
 
 from __future__ import annotations
@@ -12,32 +14,32 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.drain import list_active_suspensions
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.base.sentences import (
-    reason_of,
+    describe_status,
     too_late_sentence,
     waiting_sentence,
 )
-from orchestrator.scheduling.base.shape import Shape
+from orchestrator.scheduling.base.shape import GangShape
 from orchestrator.scheduling.base.start_windows import window_facts
-from orchestrator.scheduling.failures.places import devices_to_avoid, is_sent_elsewhere
+from orchestrator.scheduling.failures.places import device_sets_to_avoid, must_avoid_devices
 from orchestrator.scheduling.options.job_options import Infeasible, SizeOption
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import (
-    Offer,
+    PricedOption,
     Wait,
-    array_limit_reason,
-    can_ever_start,
-    find_slot,
+    explain_wait,
+    find_array_wait,
+    find_start_slot,
+    has_startable_option,
     maintenance_facts,
-    offers_of,
-    opening_of,
-    wait_reason,
+    make_earliest_start,
+    price_options,
 )
 from orchestrator.scheduling.scheduling_pass.index import waits_for_devices
-from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
 from orchestrator.specs.attempt import Device, device_count, devices_in
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.cluster import Window, describe_unreadable
@@ -63,32 +65,33 @@ class Obstacle(Enum):
     RESERVED = 6  # for another job
 
 
-class Promise(NamedTuple):
-    """A reservation of one device: its start, its job, and its number in the state's list."""
+class DeviceReservation(NamedTuple):
+    """A reservation of one device: its start, its job, and its position in the state's list."""
 
     start_s: float
     job_id: str
     number: int
 
 
-class Blocked(NamedTuple):
-    """An option of the job: free devices in its pool, and which obstacles exclude which of them."""
+class BlockedOption(NamedTuple):
+    """An option of a job, with the obstacles that keep it from the free devices of its pool."""
 
-    offer: Offer
+    offer: PricedOption
     free: int
     obstacles: Mapping[Obstacle, tuple[Device, ...]]
     scattered: bool  # enough devices are left, but not on suitable nodes
 
     @property
-    def starts(self) -> bool:
+    def can_start(self) -> bool:
         """Whether no obstacle keeps the job from starting with this option."""
         return not self.obstacles and not self.scattered
 
 
-class Waits:
-    """Explanations for all waiting jobs of one state. Construction visits every job with devices.
+class WaitExplainer:
+    """Explains for the jobs of one state why they wait.
 
-    Not safe for use by several threads at once.
+    Construction visits every job that holds devices. An object is not safe for use by several
+    threads at once.
     """
 
     def __init__(self, state: State, zone: str = "UTC") -> None:
@@ -103,7 +106,7 @@ class Waits:
         self._index = index_of(replace(state, jobs=Jobs(holding)))
         self._index.reserve(state.reservations)
         self._nodes = {node.name: node for node in state.nodes}
-        self._holders = holders(state)
+        self._holders = job_id_by_held_device(state)
         self._free = [
             [
                 (node.name, device)
@@ -113,11 +116,13 @@ class Waits:
             ]
             for pool in self._index.pools
         ]
-        self._aside = {(entry.node, entry.device): entry.until_s for entry in suspensions(state)}
+        self._aside = {
+            (entry.node, entry.device): entry.until_s for entry in list_active_suspensions(state)
+        }
         self._numbers = {entry.job_id: number for number, entry in enumerate(state.reservations)}
-        self._promises: dict[Device, list[Promise]] = {}
+        self._promises: dict[Device, list[DeviceReservation]] = {}
         for number, entry in enumerate(state.reservations):
-            promise = Promise(entry.start_s, entry.job_id, number)
+            promise = DeviceReservation(entry.start_s, entry.job_id, number)
             for device in devices_in(entry.placement):
                 self._promises.setdefault(device, []).append(promise)
         self._arrays = Counter(
@@ -125,92 +130,103 @@ class Waits:
         )
         self._order: list[str] | None = None  # of jobs that wait for devices, once looked for
 
-    def why(self, job: Job) -> str:
-        """Return why the job waits, as text; the stored reason of a job that does not wait for devices."""
+    def explain_wait(self, job: Job) -> str:
+        """Return why the job waits, as text; its stored reason if it does not wait for devices."""
         state = self._state
         index = self._index
         if not _waits_for_devices(job, state):
-            return reason_of(job)
+            return describe_status(job)
         if not state.nodes and job.pending is Pending.DEVICES:
             return waiting_sentence(Pending.NODES_AWAY, ())
         if not state.nodes:
-            return reason_of(job)
+            return describe_status(job)
         promised = Counter(
             {job.array: 1} if job.id in self._numbers else {}
         )  # what is promised to the job itself
-        if limited := array_limit_reason(index, job, self._arrays - promised):
+        if limited := find_array_wait(index, job, self._arrays - promised):
             return waiting_sentence(limited.code, limited.facts)
-        waiting, offers = self._offers(job)
+        waiting, offers = self._list_options(job)
         if not offers:
-            outcome = wait_reason(state, index, waiting)
+            outcome = explain_wait(state, index, waiting)
             if isinstance(outcome, Wait):
                 return waiting_sentence(outcome.code, outcome.facts)
-            return reason_of(job)
-        blocked = self._blocked(waiting, offers)
+            return describe_status(job)
+        blocked = self._list_blocked_options(waiting, offers)
         if not blocked:
-            return self._needed(waiting, offers)
-        startable = [entry for entry in blocked if entry.starts]
+            return self._describe_lack(waiting, offers)
+        startable = [entry for entry in blocked if entry.can_start]
         return (
-            self._why_not_now(waiting, startable) if startable else self._sentence(job, blocked[0])
+            self._why_not_now(waiting, startable)
+            if startable
+            else self._describe_obstacles(job, blocked[0])
         )
 
-    def sooner(self, job: Job) -> tuple[str, ...]:
-        """Return sentences: when the job is expected to start, and what would start it now.
+    def list_remedies(self, job: Job) -> tuple[str, ...]:
+        """Return sentences on when the job is expected to start, and what would start it now.
 
-        Each remedy was tried on the state. Returns () for a job that does not wait for devices. Policies without
-        reservations give only the time.
+        Each remedy was tried on the state. Returns () for a job that does not wait for devices.
+        Policies without reservations give only the time.
         """
         if not (_waits_for_devices(job, self._state) and self._state.nodes):
             return ()
-        waiting, offers = self._offers(job)
-        blocked = self._blocked(waiting, offers)
-        sentences = [self._start(job, offers), self._quota(job)]
-        if self._index.policy.reservations_max and not any(size.starts for size in blocked):
+        waiting, offers = self._list_options(job)
+        blocked = self._list_blocked_options(waiting, offers)
+        sentences = [self._describe_start(job, offers), self._describe_quotas(job)]
+        if self._index.policy.reservations_max and not any(size.can_start for size in blocked):
             sentences += [
-                self._fewer(job, offers),
-                *(self._remedies(waiting, blocked[0]) if blocked else ()),
+                self._describe_fewer_devices(job, offers),
+                *(self._describe_remedies(waiting, blocked[0]) if blocked else ()),
             ]
         return tuple(sentence for sentence in sentences if sentence)
 
-    def _offers(self, job: Job) -> tuple[Waiting, Sequence[Offer]]:
-        """Return the job as it waits, and all sizes that it could run at."""
-        waiting = self._index.queue_entry(job)
-        return waiting, offers_of(
+    def _list_options(self, job: Job) -> tuple[WaitingJob, Sequence[PricedOption]]:
+        """Return (the job's queue entry, all options with which it could run)."""
+        waiting = self._index.make_queue_entry(job)
+        return waiting, price_options(
             self._index, self._index.options.options_of(waiting), 0.0, job.spec
         )
 
     # what excludes what
 
-    def _blocked(self, waiting: Waiting, offers: Sequence[Offer]) -> list[Blocked]:
-        """Return the sizes for which enough devices are free, fewest devices first."""
+    def _list_blocked_options(
+        self, waiting: WaitingJob, offers: Sequence[PricedOption]
+    ) -> list[BlockedOption]:
+        """Return the options for which enough devices are free, with their obstacles, fewest
+        devices first.
+        """
         free = {
             id(pool): devices for pool, devices in zip(self._index.pools, self._free, strict=True)
         }
         offers = sorted(offers, key=lambda offer: offer.entry.devices)
-        hidden = self._hidden(waiting)
+        hidden = self._avoided_devices(waiting)
         return [
-            self._obstacles(waiting.job, offer, free[id(offer.pool)], hidden)
+            self._find_obstacles(waiting.job, offer, free[id(offer.pool)], hidden)
             for offer in offers
             if len(free[id(offer.pool)]) >= offer.entry.devices
         ]
 
-    def _hidden(self, waiting: Waiting) -> set[Device]:
-        """Return devices that the job avoids, since it ended there, as long as others can hold it."""
-        places = devices_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
-        if not places or not is_sent_elsewhere(waiting.job):
-            return set()
-        with self._index.without(places[-1]):
-            return set(places[-1]) if can_ever_start(self._index, waiting, 0.0) else set()
+    def _avoided_devices(self, waiting: WaitingJob) -> set[Device]:
+        """Return the devices that the job must not use, because it ended there for no known reason.
 
-    def _obstacles(
+        They are empty where no others could hold the job.
+        """
+        places = device_sets_to_avoid(waiting.job, self._state.nodes, self._state.at_s)
+        if not places or not must_avoid_devices(waiting.job):
+            return set()
+        with self._index.hiding_devices(places[-1]):
+            return set(places[-1]) if has_startable_option(self._index, waiting, 0.0) else set()
+
+    def _find_obstacles(
         self,
         job: Job,
-        offer: Offer,
+        offer: PricedOption,
         free: Sequence[Device],
         hidden: set[Device],
         lifted: Obstacle | None = None,
-    ) -> Blocked:
-        """Return what excludes the free devices, were one obstacle lifted."""
+    ) -> BlockedOption:
+        """Return the option with the obstacles that exclude free devices; `lifted` is one to
+        ignore.
+        """
         entry = offer.entry
         left = tuple(free)
         end_s = self._state.at_s + entry.seconds
@@ -225,7 +241,7 @@ class Waits:
             Obstacle.MEMORY: lambda device: (
                 self._nodes[device[0]].free_bytes[device[1]] < entry.least_bytes
             ),
-            Obstacle.RESERVED: lambda device: self._promise_of(device, job).start_s < end_s,
+            Obstacle.RESERVED: lambda device: self._first_reservation(device, job).start_s < end_s,
         }
         obstacles: dict[Obstacle, tuple[Device, ...]] = {}
         for obstacle, is_excluded in excludes.items():
@@ -234,11 +250,11 @@ class Waits:
                 left = tuple(device for device in left if device not in excluded)
                 obstacles[obstacle] = excluded
             if not _fits(entry.shape, left):
-                return Blocked(offer, len(free), obstacles, len(left) >= entry.devices)
-        return Blocked(offer, len(free), {}, scattered=False)
+                return BlockedOption(offer, len(free), obstacles, len(left) >= entry.devices)
+        return BlockedOption(offer, len(free), {}, scattered=False)
 
     def _window_of(self, node: str) -> Window:
-        """Return the next maintenance of a node; one that never begins where there is none."""
+        """Return the next maintenance of a node, (begin, end); (infinity, infinity) without one."""
         windows = [
             window
             for window in self._index.closed.get(node, ())
@@ -246,8 +262,11 @@ class Waits:
         ]
         return windows[0] if windows else (inf, inf)
 
-    def _promise_of(self, device: Device, job: Job) -> Promise:
-        """Return the first promise of the device that counts against the job: those before its own reservation do."""
+    def _first_reservation(self, device: Device, job: Job) -> DeviceReservation:
+        """Return the first reservation of the device that the job must respect.
+
+        Those are the reservations of jobs before it, and of guaranteed jobs.
+        """
         number = self._numbers.get(job.id, len(self._numbers))
         jobs = self._state.jobs
         before = [
@@ -257,12 +276,14 @@ class Waits:
             or (promise.job_id in jobs and jobs[promise.job_id].spec.guarantee is not None)
             if promise.job_id != job.id
         ]
-        return min(before, default=Promise(inf, "", 0))
+        return min(before, default=DeviceReservation(inf, "", 0))
 
     # sentences
 
-    def _needed(self, waiting: Waiting, offers: Sequence[Offer]) -> str:
-        """Say of which devices too few are free, and which free ones are of a kind that cannot hold the job."""
+    def _describe_lack(self, waiting: WaitingJob, offers: Sequence[PricedOption]) -> str:
+        """Return text that tells of which devices too few are free, and which free ones cannot hold
+        the job.
+        """
         fewest: dict[str, int] = {}
         for offer in offers:
             name = offer.pool.group.hardware.device.name
@@ -285,9 +306,11 @@ class Waits:
         )
         return f"{needed}; cannot be read: {unreadable}" if unreadable else needed
 
-    def _sentence(self, job: Job, blocked: Blocked) -> str:
+    def _describe_obstacles(self, job: Job, blocked: BlockedOption) -> str:
         begin = _are_free(blocked)
-        clauses = [self._clause(job, blocked, *pair) for pair in blocked.obstacles.items()]
+        clauses = [
+            self._describe_obstacle(job, blocked, *pair) for pair in blocked.obstacles.items()
+        ]
         if [*blocked.obstacles] == [Obstacle.RESERVED] and len(
             blocked.obstacles[Obstacle.RESERVED]
         ) == blocked.free:
@@ -301,8 +324,8 @@ class Waits:
             )
         return f"{begin}: {'; '.join(clauses)}"
 
-    def _clause(
-        self, job: Job, blocked: Blocked, obstacle: Obstacle, devices: Sequence[Device]
+    def _describe_obstacle(
+        self, job: Job, blocked: BlockedOption, obstacle: Obstacle, devices: Sequence[Device]
     ) -> str:
         nodes = join_first(dict.fromkeys(node for node, _ in devices), NAMES_MAX)
         match obstacle:
@@ -312,7 +335,8 @@ class Waits:
                     for place, until_s in self._aside.items()
                     if place in devices or place[1] is None
                 )
-                return f"{len(devices)} on {nodes} set aside until {self._time(until_s)}, as attempts ended there"
+                until = self._format_time(until_s)
+                return f"{len(devices)} on {nodes} set aside until {until}, as attempts ended there"
             case Obstacle.AVOIDED:
                 return f"it ended on {len(devices)} of them, on {nodes}, for no known reason"
             case Obstacle.DRAINED:
@@ -322,7 +346,8 @@ class Waits:
                 self._window_of(node)[0] == -inf for node, _ in devices
             ):
                 until_s = min(self._window_of(node)[1] for node, _ in devices)
-                return f"{nodes} {'is' if ',' not in nodes else 'are'} in maintenance until {self._time(until_s)}"
+                verb = "are" if "," in nodes else "is"
+                return f"{nodes} {verb} in maintenance until {self._format_time(until_s)}"
             case Obstacle.MAINTENANCE:
                 return too_late_sentence(maintenance_facts(blocked.offer.entry, nodes))
             case Obstacle.MEMORY:
@@ -334,19 +359,23 @@ class Waits:
                 return f"{count} of them {verb} kept for {self._reserved_for(job, devices)}"
 
     def _reserved_for(self, job: Job, devices: Iterable[Device]) -> str:
-        """Name the jobs that the devices are promised to, the first to start with its time."""
-        promises = sorted({self._promise_of(device, job)[:2] for device in devices})
+        """Return the names of the jobs for which the devices are reserved; the first one has its
+        start time.
+        """
+        promises = sorted({self._first_reservation(device, job)[:2] for device in devices})
         start_s, first = promises[0]
         others = [job_id for _, job_id in promises[1:]]
         more = f", and for {join_first(others, NAMES_MAX)}" if others else ""
-        return f"{first}, which starts about {self._time(start_s)}{more}"
+        return f"{first}, which starts about {self._format_time(start_s)}{more}"
 
-    def _why_not_now(self, waiting: Waiting, startable: Sequence[Blocked]) -> str:
-        """Say why a job leaves devices that nothing keeps from it: its hours, the order, a better start."""
+    def _why_not_now(self, waiting: WaitingJob, startable: Sequence[BlockedOption]) -> str:
+        """Return why a job leaves free devices unused: its start window, the order, or a better
+        later start.
+        """
         state = self._state
         spec = waiting.job.spec
         at_s = self._state.at_s
-        opening = opening_of(
+        opening = make_earliest_start(
             self._index, waiting, [blocked.offer for blocked in startable], at_s, inf
         )
         times_s = [(opening(blocked.offer, at_s), blocked) for blocked in startable]
@@ -359,7 +388,7 @@ class Waits:
             return waiting_sentence(Pending.DEVICES, (("devices", needed), ("device", device)))
         if (
             self._index.policy.reservations_max == 0
-            and (before := self._before(waiting)) is not None
+            and (before := self._describe_earlier_job(waiting)) is not None
         ):
             return f"{_are_free(blocked)}; the order {state.policy.order} {before}"
         begin = f"could start on {needed} {device}, but"
@@ -367,17 +396,19 @@ class Waits:
             return f"{begin} waits for more devices or faster ones, on which it ends sooner"
         reservation = state.reservations[number]
         count = device_count(reservation.placement)
-        return f"{begin} takes {count} from about {self._time(reservation.start_s)} on, with which it ends sooner"
+        start = self._format_time(reservation.start_s)
+        return f"{begin} takes {count} from about {start} on, with which it ends sooner"
 
-    def _before(self, waiting: Waiting) -> str | None:
-        """Return which job comes first under a policy without reservations, as text; None if it is the job itself.
+    def _describe_earlier_job(self, waiting: WaitingJob) -> str | None:
+        """Return text that names the job which goes first; None if it is this one.
 
-        A look at every job, once, and only where a job waits beside free devices.
+        For policies without reservations. It looks at every job once, and only where a job waits
+        beside free devices.
         """
         if self._order is None:
             jobs = [entry.job for entry, _ in index_of(self._state).policy.in_order()]
             self._order = [
-                job.id for job in jobs if not array_limit_reason(self._index, job, self._arrays)
+                job.id for job in jobs if not find_array_wait(self._index, job, self._arrays)
             ]
         if not self._index.policy.may_overtake(waiting):
             return (
@@ -387,8 +418,10 @@ class Waits:
 
     # what would help
 
-    def _start(self, job: Job, offers: Sequence[Offer]) -> str:
-        """Say when the job starts as things are, and whose ends it waits for."""
+    def _describe_start(self, job: Job, offers: Sequence[PricedOption]) -> str:
+        """Return a sentence on when the job is expected to start, and after the ends of which jobs;
+        "" if unknown.
+        """
         state = self._state
         number = self._numbers.get(job.id)
         if number is not None:
@@ -398,9 +431,10 @@ class Waits:
             bound = ""
         else:
             slots = [
-                (slot.start_s, offer.pool.devices_of(slot, offer.entry.least_bytes))
+                (slot.start_s, offer.pool.choose_slot_devices(slot, offer.entry.least_bytes))
                 for offer in offers
-                if (slot := find_slot(offer, state.at_s)) is not None and slot.start_s > state.at_s
+                if (slot := find_start_slot(offer, state.at_s)) is not None
+                and slot.start_s > state.at_s
             ]
             if not slots:
                 return ""
@@ -411,15 +445,17 @@ class Waits:
         ends = dict.fromkeys(self._holders[device] for device in devices if device in self._holders)
         after = f", after the end of {join_first(ends, NAMES_MAX)}" if ends else ""
         nodes = join_first((part.node for part in placement), NAMES_MAX)
-        return f"{begin} {self._time(start_s)}{bound}, on {len(devices)} of {nodes}{after}."
+        return f"{begin} {self._format_time(start_s)}{bound}, on {len(devices)} of {nodes}{after}."
 
-    def _quota(self, job: Job) -> str:
-        """Say which teams' jobs come before the job's, since they hold less than their quotas."""
+    def _describe_quotas(self, job: Job) -> str:
+        """Return a sentence on teams that come first since they hold less than their quotas; ""
+        without any.
+        """
         policy = self._state.policy
         state = self._state
         if not policy.has_quotas:
             return ""
-        devices = held_by_teams(policy, self._index.running.values())
+        devices = count_devices_by_team(policy, self._index.running.values())
         own_team = policy.team_of(job.user)
         waiting = {
             policy.team_of(other.user).name
@@ -442,39 +478,46 @@ class Waits:
         first = join_first(others, NAMES_MAX)
         return f"Its team {own_team.name} holds {count} of a quota of {own_team.quota}; first come {first}."
 
-    def _fewer(self, job: Job, offers: Sequence[Offer]) -> str:
-        """Say on how many devices, fewer than `gpus.min`, the job could start now."""
+    def _describe_fewer_devices(self, job: Job, offers: Sequence[PricedOption]) -> str:
+        """Return a sentence on how many devices below `gpus.min` would let the job start now; "" if
+        none.
+        """
         least = job.spec.gpus.min
         if least == 1 or not offers or job.spec.guarantee is not None:
             return ""
         gpus = job.spec.gpus.model_copy(update={"min": 1, "max": least - 1})
         smaller = replace(job, spec=job.spec.model_copy(update={"gpus": gpus}))
-        waiting, sizes = self._offers(smaller)
-        opening = opening_of(self._index, waiting, sizes, self._state.at_s, inf)
+        waiting, sizes = self._list_options(smaller)
+        opening = make_earliest_start(self._index, waiting, sizes, self._state.at_s, inf)
         counts = [
             size.offer.entry.devices
-            for size in self._blocked(waiting, sizes)
-            if size.starts and opening(size.offer, self._state.at_s) <= self._state.at_s
+            for size in self._list_blocked_options(waiting, sizes)
+            if size.can_start and opening(size.offer, self._state.at_s) <= self._state.at_s
         ]
         return f"With `gpus: {max(counts)}` it could start now." if counts else ""
 
-    def _remedies(self, waiting: Waiting, blocked: Blocked) -> Iterator[str]:
-        """Say what would let the job start now on the free devices: each remedy is tried."""
+    def _describe_remedies(self, waiting: WaitingJob, blocked: BlockedOption) -> Iterator[str]:
+        """Yield sentences on changes that would let the job start now on the free devices; each was
+        tried.
+        """
         job = waiting.job
         offer = blocked.offer
         at_s = self._state.at_s
         entry = offer.entry
         pool = offer.pool
         free = self._free[self._index.pools.index(pool)]
-        hidden = self._hidden(waiting)
+        hidden = self._avoided_devices(waiting)
 
         def starts(entry: SizeOption, lifted: Obstacle | None = None) -> bool:
             changed = offer._replace(entry=entry)
-            is_open = opening_of(self._index, waiting, [changed], at_s, inf)(changed, at_s) <= at_s
-            return is_open and self._obstacles(job, changed, free, hidden, lifted).starts
+            is_open = (
+                make_earliest_start(self._index, waiting, [changed], at_s, inf)(changed, at_s)
+                <= at_s
+            )
+            return is_open and self._find_obstacles(job, changed, free, hidden, lifted).can_start
 
         begins = {self._window_of(node)[0] for node, _ in free} | {
-            self._promise_of(device, job).start_s for device in free
+            self._first_reservation(device, job).start_s for device in free
         }
         least_s = at_s + pool.launch_cost_s
         most_s = at_s + max(entry.seconds, entry.open_s)
@@ -484,7 +527,7 @@ class Waits:
                 length = f"this one takes {format_seconds(entry.seconds)}"
                 if not entry.is_known:
                     length = "how long this one takes is not known, and `time_limit` bounds it"
-                yield f"A run that ends by {self._time(end_s)} could start now: {length}."
+                yield f"A run that ends by {self._format_time(end_s)} could start now: {length}."
                 break
         rooms = sorted(
             {self._nodes[node].free_bytes[device] for node, device in free}, reverse=True
@@ -511,26 +554,26 @@ class Waits:
             for node, _ in blocked.obstacles.get(Obstacle.MAINTENANCE, ())
         }
         yield from (
-            f"The maintenance of {node} ends {self._time(end_s)}."
+            f"The maintenance of {node} ends {self._format_time(end_s)}."
             for end_s, node in sorted(windows.items())[:1]
         )
 
-    def _time(self, at_s: float) -> str:
+    def _format_time(self, at_s: float) -> str:
         return local_text(at_s, self._zone)
 
 
 def _waits_for_devices(job: Job, state: State) -> bool:
-    """Return whether only devices, or others of its array, keep the job from starting."""
+    """Return whether only devices, or other jobs of its array, keep the job from starting."""
     return waits_for_devices(job) and job.not_before_s <= state.at_s
 
 
-def _are_free(blocked: Blocked) -> str:
+def _are_free(blocked: BlockedOption) -> str:
     device = blocked.offer.pool.group.hardware.device.name
     return f"{blocked.free} {device} {'is' if blocked.free == 1 else 'are'} free"
 
 
-def _fits(shape: Shape, devices: Iterable[Device]) -> bool:
-    """Return whether the devices hold the shape: equally many on each node."""
+def _fits(shape: GangShape, devices: Iterable[Device]) -> bool:
+    """Return whether these devices can hold the gang: equally many on each of enough nodes."""
     counts = Counter(node for node, _ in devices)
     return any(
         sum(count >= share for count in counts.values()) >= shape.devices // share

@@ -1,4 +1,4 @@
-"""A decision round: which waiting jobs start now, which get a reservation, and which running jobs are preempted."""
+"""A decision round: starts waiting jobs, makes reservations, and stops running jobs for others."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.profiles import own_settings
 from orchestrator.planning.request import read_request
-from orchestrator.scheduling.base.credit import STOPS, pay
+from orchestrator.scheduling.base.credit import STOPS, spend_credit
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
-from orchestrator.scheduling.base.time_limits import end_over_limit
-from orchestrator.scheduling.failures.observation import observe_running
+from orchestrator.scheduling.base.time_limits import stop_at_time_limit
+from orchestrator.scheduling.failures.observation import make_running_observation
 from orchestrator.scheduling.options.asks import Question, learning_rate_factor
-from orchestrator.scheduling.options.climb import faster_option, may_climb
+from orchestrator.scheduling.options.climb import find_faster_option, may_move_to_faster_plan
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
-from orchestrator.scheduling.options.probe import measured_spec
-from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
+from orchestrator.scheduling.options.probe import with_measured_memory
+from orchestrator.scheduling.queue.policy import JobStop
+from orchestrator.scheduling.queue.wait_queue import (
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
+)
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
     Wait,
-    array_limit_reason,
-    decide,
-    price_of,
-    wait_as_before,
-    wait_reason,
+    decide_on_job,
+    device_second_price,
+    explain_wait,
+    find_array_wait,
+    repeat_wait,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import (
     apply_guarantee,
     find_kept_slots,
-    may_start_sooner,
+    has_idle_guaranteed_devices,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
+from orchestrator.scheduling.scheduling_pass.quotas import QuotaRound
 from orchestrator.specs.actions import Action, Launch, Record, Transition
 from orchestrator.specs.attempt import Attempt, FailureKind, StopCause, device_count
 from orchestrator.specs.events import PaceReported
@@ -53,8 +57,12 @@ ASKS_S = 7 * 86_400.0  # over a weekend and a holiday
 NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {order: adaptive}`")
 
 
-def empty_nodes(state: State, index: SchedulerIndex) -> Transition:
-    """Return (new state, Stops) of attempts whose nodes' maintenance begins, or whose hours end. They resume later."""
+def stop_leaving_jobs(state: State, index: SchedulerIndex) -> Transition:
+    """Return (new state, Stops) of jobs whose nodes' maintenance begins, or whose start window
+    closes.
+
+    They resume later.
+    """
     stops = []
     for at_s, job_id, cause in sorted(index.list_leaving()):
         if at_s > state.at_s:
@@ -73,25 +81,29 @@ def empty_nodes(state: State, index: SchedulerIndex) -> Transition:
     return state, tuple(stops)
 
 
-def end_expired(state: State, index: SchedulerIndex) -> Transition:
-    """Return (new state, Stops) that make jobs save and end whose time limit is over."""
+def stop_over_time_limit(state: State, index: SchedulerIndex) -> Transition:
+    """Return (new state, Stops) that make jobs save and end whose time limit is used up."""
     stops = []
-    for job_id in index.expired(state.at_s):
-        job, stop = end_over_limit(index.running[job_id], state.at_s)
+    for job_id in index.list_over_time_limit(state.at_s):
+        job, stop = stop_at_time_limit(index.running[job_id], state.at_s)
         index.update_job(index.running[job_id], job)
         state = with_job(state, job)
         stops.append(stop)
     return state, tuple(stops)
 
 
-def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transition:
-    """Return (new state, Stops) that move a recovered job to a faster plan, by its running attempt's measurements."""
+def move_to_faster_plan(state: State, index: SchedulerIndex, event: PaceReported) -> Transition:
+    """Return (new state, Stops) that move the event's job to a faster plan, if its measurements
+    show one.
+
+    Only a job that recovered from an out-of-memory failure is moved so.
+    """
     job = index.running.get(event.job_id)
-    if job is None or not may_climb(job):
+    if job is None or not may_move_to_faster_plan(job):
         return state, ()
     attempt = job.attempts[-1]
     pool = index.pool_of(attempt)
-    observation = observe_running(job, attempt)
+    observation = make_running_observation(job, attempt)
     if pool is None or observation is None:
         return state, ()
     calibrated = calibration(
@@ -100,13 +112,13 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
         family=job.spec.family_name,
         job=job.key,
     )
-    option = faster_option(job, pool.group, calibrated, pool.launch_cost_s)
+    option = find_faster_option(job, pool.group, calibrated, pool.launch_cost_s)
     if option is None:
         return state, ()
     # an index that is made anew knows of no reservation: both look at those of the state
     index.clear_reservations()
     index.reserve(state.reservations)
-    placement = pool.place_again(
+    placement = pool.find_devices_without_attempt(
         attempt.placement, option.shape, state.at_s + option.seconds, option.least_bytes
     )
     if placement is None:
@@ -115,17 +127,17 @@ def climb(state: State, index: SchedulerIndex, event: PaceReported) -> Transitio
     changed = ", ".join(map(str, changes(attempt.plan, option.candidate.plan)))
     why = f"stopped to go on faster with {changed}: fits by the peak of {attempt.pace.steps_done} steps"
     leaving, stop = request_migration(
-        job, StopCause.FASTER_PLAN, why, state.at_s, placement, climbs_to=option.candidate.plan
+        job, StopCause.FASTER_PLAN, why, state.at_s, placement, next_plan=option.candidate.plan
     )
     index.update_job(job, leaving)
-    index.keep(leaving)
+    index.reserve_for_migration(leaving)
     return with_job(state, leaving), (stop,)
 
 
-def give_up(state: State, index: SchedulerIndex) -> Transition:
-    """Return (new state, actions) that fail jobs whose questions went unanswered for too long."""
+def fail_unanswered(state: State, index: SchedulerIndex) -> Transition:
+    """Return (new state, actions) that fail jobs whose questions nobody answered within a week."""
     actions: list[Action] = []
-    for job_id in index.unanswered(state.at_s):
+    for job_id in index.list_unanswered(state.at_s):
         job = state.jobs.get(job_id)
         if job is not None and job.asks and not job.status.ended and job.asks_until_s <= state.at_s:
             failed = replace(
@@ -140,45 +152,46 @@ def give_up(state: State, index: SchedulerIndex) -> Transition:
     return state, tuple(actions)
 
 
-def schedule(state: State, index: SchedulerIndex) -> Transition:
-    """Run a decision round: return (new state, actions) that start jobs and reserve devices for those that wait.
+def run_decision_round(state: State, index: SchedulerIndex) -> Transition:
+    """Return (new state, actions) that start waiting jobs, reserve devices for others, and stop
+    running ones.
 
-    No later job delays a reservation. All reservations are made anew whenever devices are idle and a job came, devices
-    came free, or more is known.
+    No later job delays a reservation. All reservations are made anew whenever devices are idle and
+    a job came, devices came free, or more is known. Without such a change, the round does nothing.
     """
     if not state.nodes:  # what was promised is not there any more
         return replace(state, reservations=(), reevaluate_at_s=None), ()
     if not (index.is_stale or index.arrived):
         return state, ()
-    state, refused = _refuse(state, index)
+    state, refused = _refuse_impossible_jobs(state, index)
     if refused:  # for which others may have waited: who they are is asked before anybody starts
         return state, refused
     actions: list[Action] = []
     arrived = list(index.arrived)
     undecided = {waiting.job.id: waiting for waiting in arrived}
     is_settled = False
-    waits = list[Promised]()
-    late = list[Turn]()
+    waits = list[WaitingWithReservation]()
+    late = list[WaitingWithDeadline]()
     while not is_settled:
         waited = len(index.waiting)
-        state, done, waits, late = _decide_waiting(state, index, undecided)
+        state, done, waits, late = _decide_waiting_jobs(state, index, undecided)
         actions += done
         if (
             index.guaranteed and not index.running and state.reservations
         ):  # for whose end could they wait?
-            state, done, waits, late = _decide_waiting(
+            state, done, waits, late = _decide_waiting_jobs(
                 replace(state, reservations=()), index, undecided
             )
             actions += done
         # until deciding once more would change nothing: who starts changes what is left of its
         # team's quota
         has_quotas = state.policy.has_quotas
-        is_settled = not has_quotas or not index.idle or len(index.waiting) == waited
+        is_settled = not has_quotas or not index.idle_devices or len(index.waiting) == waited
     of_array = Counter[str | None]()
     if any(waiting.job.array is not None for waiting in undecided.values()):
         of_array.update(state.jobs[reservation.job_id].array for reservation in state.reservations)
     for waiting in undecided.values():
-        outcome = array_limit_reason(index, waiting.job, of_array) or wait_reason(
+        outcome = find_array_wait(index, waiting.job, of_array) or explain_wait(
             state, index, waiting
         )
         state, done = _apply_decision(state, index, waiting, outcome)
@@ -187,12 +200,14 @@ def schedule(state: State, index: SchedulerIndex) -> Transition:
     index.arrived = [
         waiting for waiting in index.arrived if all(waiting is not other for other in arrived)
     ]
-    state, stops = _preempt(state, index, waits, late)
+    state, stops = _preempt_jobs(state, index, waits, late)
     return state, (*actions, *stops)
 
 
-def _refuse(state: State, index: SchedulerIndex) -> Transition:
-    """Refuse, or ask for, jobs that came or came back and can never start."""
+def _refuse_impossible_jobs(state: State, index: SchedulerIndex) -> Transition:
+    """Return (new state, actions) that refuse arrived jobs which can never start, or ask a person
+    about them.
+    """
     actions: list[Action] = []
     for waiting in index.arrived:
         asks = waiting.job.spec.guarantee is not None and waiting.job.starts_by_s is None
@@ -200,7 +215,7 @@ def _refuse(state: State, index: SchedulerIndex) -> Transition:
             state, done = _apply_decision(state, index, waiting, NO_PROMISES)
             actions += done
         elif not any(isinstance(menu, JobOptions) for _, menu in index.options.options_of(waiting)):
-            outcome = wait_reason(state, index, waiting)
+            outcome = explain_wait(state, index, waiting)
             if isinstance(outcome, Infeasible | Question):
                 state, done = _apply_decision(state, index, waiting, outcome)
                 actions += done
@@ -211,13 +226,13 @@ def _refuse(state: State, index: SchedulerIndex) -> Transition:
     return state, tuple(actions)
 
 
-def _preempt(
+def _preempt_jobs(
     state: State,
     index: SchedulerIndex,
-    waits: Sequence[Promised],
-    late: Sequence[Turn],
+    waits: Sequence[WaitingWithReservation],
+    late: Sequence[WaitingWithDeadline],
 ) -> Transition:
-    """Stop the running jobs that the policy preempts."""
+    """Return (new state, Stops) of the running jobs that the queue policy preempts."""
     moves, slot = index.policy.preempt(state, waits, late)
     if not moves:
         return state, ()
@@ -231,8 +246,12 @@ def _preempt(
     return stopped, stops
 
 
-def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> Transition:
-    """Stop all of them together, or look at them again once all have run for long enough."""
+def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[JobStop]) -> Transition:
+    """Return (new state, Stops) of all these jobs.
+
+    If some have not run for long enough, none is stopped, and the round is run again when they
+    have.
+    """
     from_s = max(move.from_s for move in moves)
     if from_s == inf:
         return state, ()
@@ -246,41 +265,42 @@ def _stop_jobs(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> Tr
         leaving, stop = request_migration(
             move.job, move.cause, move.why, state.at_s, move.held_placement
         )
-        state = pay(state, STOPS, index.devices, move.cost_device_s)
+        state = spend_credit(state, STOPS, index.devices, move.cost_device_s)
         index.update_job(move.job, leaving)
         if move.held_placement:
-            index.keep(leaving)
+            index.reserve_for_migration(leaving)
         state = with_job(state, leaving)
         stops.append(stop)
     return state, tuple(stops)
 
 
-def _decide_waiting(
-    state: State, index: SchedulerIndex, undecided: dict[str, Waiting]
-) -> tuple[State, tuple[Action, ...], list[Promised], list[Turn]]:
-    """Decide once on all waiting jobs; `undecided` loses those that get a decision.
+def _decide_waiting_jobs(
+    state: State, index: SchedulerIndex, undecided: dict[str, WaitingJob]
+) -> tuple[State, tuple[Action, ...], list[WaitingWithReservation], list[WaitingWithDeadline]]:
+    """Decide once on each waiting job, and remove the decided ones from `undecided`.
 
-    Return also the jobs that wait with a reservation, and the waiting jobs that will miss their deadlines.
+    Returns (new state, actions, jobs that wait with a reservation, jobs that will end later than
+    they should).
     """
     actions: list[Action] = []
-    waits: list[Promised] = []
-    late: list[Turn] = []
-    if not (index.idle or index.is_stale or index.stoppable or index.guaranteed):
+    waits: list[WaitingWithReservation] = []
+    late: list[WaitingWithDeadline] = []
+    if not (index.idle_devices or index.is_stale or index.stoppable or index.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []
     slots = find_kept_slots(state, index)
     index.clear_reservations()
     index.reserve(slots.values())
-    price = price_of(index)
+    price = device_second_price(index)
     of_array = Counter[str | None]()
-    quota_pass = QuotaPass(index)
+    quota_pass = QuotaRound(index)
     for waiting, by_s, devices_max in quota_pass:
         may_reserve = len(promised) < index.policy.reservations_max
         slot = slots.pop(waiting.job.id, None)
-        if slot is not None and not may_start_sooner(index, waiting):
+        if slot is not None and not has_idle_guaranteed_devices(index, waiting):
             promised.append(slot)
-            quota_pass.record_decision(waiting, wait_as_before(waiting.job, slot))
+            quota_pass.record_decision(waiting, repeat_wait(waiting.job, slot))
             continue
         if slot is not None:
             index.clear_reservations()
@@ -290,8 +310,8 @@ def _decide_waiting(
             job_price = index.tuning.price_idle
         else:
             job_price = price
-        limited = array_limit_reason(index, waiting.job, of_array)
-        outcome = limited or decide(
+        limited = find_array_wait(index, waiting.job, of_array)
+        outcome = limited or decide_on_job(
             state,
             index,
             waiting,
@@ -328,16 +348,16 @@ def _decide_waiting(
 
 
 def _apply_decision(
-    state: State, index: SchedulerIndex, waiting: Waiting, outcome: Decision
+    state: State, index: SchedulerIndex, waiting: WaitingJob, outcome: Decision
 ) -> Transition:
-    """Return the state and the actions after a decision on a waiting job."""
+    """Return (new state, actions) after a decision on a waiting job."""
     job = waiting.job
     actions: tuple[Action, ...] = ()
     match outcome:
         case StartDecision() as chosen:
-            job, attempt = _begin(state, index, job, chosen)
+            job, attempt = _start_attempt(state, index, job, chosen)
             if waiting.fund is not None:
-                state = pay(state, waiting.fund, index.devices, waiting.device_s)
+                state = spend_credit(state, waiting.fund, index.devices, waiting.device_s)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
             is_as_before = (wait.code, wait.facts, "") == (job.pending, job.facts, job.reason)
@@ -357,22 +377,22 @@ def _apply_decision(
             actions = (Record(job=job),)
         case Infeasible() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
-            job = replace(job, status=status, reason=_why_never(job, never))
+            job = replace(job, status=status, reason=_describe_impossible(job, never))
             actions = (Record(job=job),)
     index.update_job(waiting.job, job)
     state, archived = archive_if_done(state, job)
     return state, (*actions, *archived)
 
 
-def _why_never(job: Job, never: Infeasible) -> str:
-    """Return why no plan is left. Bytes of devices say nothing of a host that had too little memory."""
+def _describe_impossible(job: Job, never: Infeasible) -> str:
+    """Return why no plan is left for the job, as text."""
     failure = job.last and job.last.failure
     if failure and failure.kind is FailureKind.HOST_OOM:
         return f"{failure.kind}: {failure.reason}; no other plan is left"
     return never.why()
 
 
-def _begin(
+def _start_attempt(
     state: State, index: SchedulerIndex, job: Job, chosen: StartDecision
 ) -> tuple[Job, Attempt]:
     before = job.trained[-1] if job.trained else None
@@ -388,25 +408,27 @@ def _begin(
         busy_share=chosen.candidate.busy_share,
         needed_bytes=chosen.needed_bytes,
         fit_probability=chosen.fit_probability,
-        change=_changes(job.spec, before.plan, chosen.candidate.plan) if before else (),
+        change=_list_plan_changes(job.spec, before.plan, chosen.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",
         launched_at_s=state.at_s,
-        relative_to=_relative_to(index, job, chosen),
+        relative_to=_settings_of_estimate(index, job, chosen),
         probe=chosen.probe,
     )
     job = replace(
         job,
         status=JobStatus.RUNNING,
         attempts=(*job.attempts, attempt),
-        reason=_why(chosen, before),
+        reason=_describe_start(chosen, before),
         pending=None,
         facts=(),
     )
     return job, attempt
 
 
-def _changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
-    """Return what differs from the plan before, with the learning rate where it followed a smaller batch."""
+def _list_plan_changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
+    """Return the settings that differ between two plans, and the learning rate where a smaller
+    batch changed it.
+    """
     different = changes(before, plan)
     rate = spec.learning_rate
     factor = learning_rate_factor(spec, plan.global_batch_size / before.global_batch_size)
@@ -418,15 +440,19 @@ def _changes(spec: JobSpec, before: Plan, plan: Plan) -> tuple[Change, ...]:
     )
 
 
-def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnSettings | None:
-    """Return the settings of the script on which the estimate rests; None where the model is known."""
+def _settings_of_estimate(
+    index: SchedulerIndex, job: Job, chosen: StartDecision
+) -> OwnSettings | None:
+    """Return the script's settings to which the estimate is relative; None where the model is
+    known.
+    """
     if chosen.candidate.estimate.source not in UNTIMED:
         return None
-    spec = measured_spec(job.spec, index.options.calibrated(job, chosen.device))
+    spec = with_measured_memory(job.spec, index.options.calibration_of(job, chosen.device))
     return own_settings(read_request(spec))
 
 
-def _why(chosen: StartDecision, before: Attempt | None) -> str:
+def _describe_start(chosen: StartDecision, before: Attempt | None) -> str:
     candidate = chosen.candidate
     if chosen.probe:
         return f"is measured at micro-batch {candidate.plan.micro_batch_size}: its need is unknown"

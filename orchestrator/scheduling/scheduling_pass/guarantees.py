@@ -1,11 +1,14 @@
-"""Guarantees (`guarantee: requested` of a job file): the speed that a job is promised, and who makes way for it.
+"""Guarantees (`guarantee: requested` of a job file): the promised speed of a job, and which jobs it
+displaces.
 
-A guaranteed job never runs slower than its request: so many devices with the requested plan. Guaranteed jobs go before
-all others, in the order of submission, whatever their priority. A job that was due before keeps its place, so that no
-job starves. At submission a guaranteed job gets a reservation, which no later job delays. It is promised to start by
-then, with a quarter more to wait, since jobs may run longer than they say. A job is refused in three cases: its
-reservation begins later than START_WITHIN_S, its request fits nowhere, or its team's guaranteed jobs would exceed the
-team's quota. Jobs that can be moved make way for it. It is moved itself for a maintenance only.
+A guaranteed job never runs slower than its request: so many devices with the requested plan.
+Guaranteed jobs go before all others, in the order of submission, whatever their priority. A job
+that was due before keeps its place, so that no job starves. At submission a guaranteed job gets a
+reservation, which no later job delays. It is promised to start by then, with a quarter more to
+wait, since jobs may run longer than they say. A job is refused in three cases: its reservation
+begins later than START_WITHIN_S, its request fits nowhere, or its team's guaranteed jobs would
+exceed the team's quota. Jobs that can be moved make way for it. It is moved itself for a
+maintenance only.
 """
 
 from __future__ import annotations
@@ -15,19 +18,19 @@ from orchestrator.scheduling.base.sentences import waiting_sentence
 from orchestrator.scheduling.options.asks import Question
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.queue.policy import Preemption
-from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
     Wait,
-    wait_as_before,
+    repeat_wait,
 )
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
+    find_devices_after_stops,
     find_victims,
-    movable,
-    place_after,
-    stop_all,
+    list_movable_jobs,
+    make_job_stops,
 )
 from orchestrator.specs.attempt import StopCause
 from orchestrator.specs.replace import replace
@@ -42,11 +45,13 @@ TRIED_MAX = 3  # reservations, first come first, for which a preemption is looke
 
 
 def apply_guarantee(
-    state: State, waiting: Waiting, outcome: Decision | None, slot: Reservation | None
+    state: State, waiting: WaitingJob, outcome: Decision | None, slot: Reservation | None
 ) -> Decision | None:
-    """Return the decision for a job with a guarantee: it keeps its slot, gets its first slot, or is refused.
+    """Return the decision `outcome`, changed for a job with a guarantee; None if the job waits as
+    before.
 
-    Other decisions stay as they are. None: the job keeps waiting as before.
+    The job keeps `slot`, its earlier reservation, unless it can start sooner. Without one, its
+    first reservation sets the promised start, or the job is refused.
     """
     job = waiting.job
     if slot is not None and not isinstance(outcome, StartDecision | Infeasible | Question):
@@ -58,7 +63,7 @@ def apply_guarantee(
         if not later:
             return outcome
         if outcome is None:
-            return wait_as_before(job, slot)
+            return repeat_wait(job, slot)
         return Wait(code=outcome.code, facts=outcome.facts, reservation=slot)
     if (
         not job.spec.guaranteed_gpus
@@ -66,7 +71,7 @@ def apply_guarantee(
         or isinstance(outcome, Infeasible | Question)
     ):
         return outcome
-    reason = _beyond_quota(state, waiting)
+    reason = _why_beyond_quota(state, waiting)
     if reason is None:
         match outcome:
             case StartDecision():
@@ -89,8 +94,10 @@ def apply_guarantee(
     return Infeasible(why=lambda: f"{refused}; without `guarantee` it gets what is left")
 
 
-def _beyond_quota(state: State, waiting: Waiting) -> str | None:
-    """Return why the team may not ask for so many guaranteed devices; None: it may."""
+def _why_beyond_quota(state: State, waiting: WaitingJob) -> str | None:
+    """Return why the job's guaranteed devices would exceed its team's quota, as text; None where
+    they do not.
+    """
     if not state.policy.has_quotas:
         return None
     team = state.policy.team_of(waiting.job.user)
@@ -109,8 +116,9 @@ def _beyond_quota(state: State, waiting: Waiting) -> str | None:
 def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservation]:
     """Return {job id: reservation} of guaranteed jobs whose earlier reservations can still be met.
 
-    A slot stays: if all were made anew, a job that starts sooner elsewhere could delay the next one. Only a job whose
-    devices do not come free in time gets another slot, around those of all others.
+    A reservation is kept because, if all were made anew, a job that starts sooner elsewhere could
+    delay the next one. Only a job whose devices do not come free in time gets another reservation,
+    around those of all others.
     """
     slots = [
         reservation for reservation in state.reservations if reservation.job_id in index.guaranteed
@@ -118,12 +126,15 @@ def find_kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservatio
     return {
         reservation.job_id: reservation
         for reservation in slots
-        if reservation.start_s + LATE_S >= state.at_s and index.can_have(reservation, LATE_S)
+        if reservation.start_s + LATE_S >= state.at_s
+        and index.can_meet_reservation(reservation, LATE_S)
     }
 
 
-def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
-    """Return whether enough devices for the promised speed are idle, on any nodes."""
+def has_idle_guaranteed_devices(index: SchedulerIndex, waiting: WaitingJob) -> bool:
+    """Return whether as many devices are idle as the job's promised speed needs, on whichever
+    nodes.
+    """
     return any(
         pool.idle >= menu.entries[0].devices
         for pool, menu in index.options.options_of(waiting)
@@ -131,15 +142,17 @@ def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
     )
 
 
-def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
-    """Return the preemption that starts the first guaranteed job whose reserved start is far off; None without one."""
+def preempt_for_guarantee(state: State, index: SchedulerIndex) -> Preemption | None:
+    """Return the preemption that starts a guaranteed job before its reservation; None where none is
+    needed.
+    """
     preemption: Preemption | None = None
     for reservation in [
         reservation for reservation in state.reservations if reservation.job_id in index.guaranteed
     ][:TRIED_MAX]:
         index.clear_reservations()
         index.reserve([other for other in state.reservations if other is not reservation])
-        preemption = preemption or _room_for(
+        preemption = preemption or _find_jobs_to_stop(
             index,
             index.guaranteed[reservation.job_id],
             reservation.start_s - state.at_s,
@@ -151,12 +164,13 @@ def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
     return preemption
 
 
-def _room_for(
-    index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float
+def _find_jobs_to_stop(
+    index: SchedulerIndex, waiting: WaitingJob, waits_s: float, at_s: float
 ) -> Preemption | None:
-    """Return the later jobs to stop, with the least relative delay together.
+    """Return the preemption of lower-ranked jobs that lets this job start; None without one.
 
-    No job is stopped for devices that come free before a stop and another launch would be over.
+    It causes the least relative delay. Nothing is stopped for devices that come free about as soon
+    by themselves.
     """
     for pool, menu in index.options.options_of(waiting):
         if not isinstance(menu, JobOptions) or waits_s <= MOVE_GRACE_S + pool.launch_cost_s:
@@ -164,16 +178,16 @@ def _room_for(
         entry = menu.entries[0]
         able = [
             moving
-            for moving in movable(index, index.last_stoppable(), at_s)
+            for moving in list_movable_jobs(index, index.list_stoppable_latest_first(), at_s)
             if moving.pool is pool and index.policy.rank(moving.job) > waiting.rank
         ]
         stopped = find_victims(pool, able, entry, at_s)
-        placement = place_after(pool, stopped, entry, at_s) if stopped else None
+        placement = find_devices_after_stops(pool, stopped, entry, at_s) if stopped else None
         if placement is not None:
             why = f"stopped to make way for {waiting.job.id}: it is guaranteed the speed of its request"
             start_s = at_s + MOVE_GRACE_S
             return Preemption(
-                moves=stop_all(stopped, StopCause.GUARANTEE, why),
+                moves=make_job_stops(stopped, StopCause.GUARANTEE, why),
                 slot=Reservation(
                     job_id=waiting.job.id,
                     start_s=start_s,

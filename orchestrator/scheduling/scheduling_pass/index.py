@@ -1,6 +1,7 @@
-"""The scheduler index: free devices, ordered queues, and options of jobs, derived from a state and updated with it.
+"""The scheduler index: free devices, sorted queues and job options of a state, updated with each
+event.
 
-An index could be made anew from every state; updating it avoids a visit to every job.
+An index could be built anew from every state; updating it avoids visiting every job.
 """
 
 from __future__ import annotations
@@ -15,30 +16,42 @@ from math import inf
 from typing import NamedTuple
 
 from orchestrator.scheduling.base.drain import (
-    closures,
-    leave_times,
-    next_change_s,
-    suspended_devices,
+    closed_windows_by_node,
+    leave_time_by_job,
+    next_closing_or_opening_s,
+    suspended_until_s_by_device,
 )
 from orchestrator.scheduling.base.migration import (
     can_be_stopped,
     can_move,
     held_placement_of,
     is_elastic,
-    may_grow,
+    may_move_to_more_devices,
 )
-from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.base.start_windows import closing_s, leaves_at_close, opening_s
-from orchestrator.scheduling.base.time_limits import expires_s, limit_end_s
-from orchestrator.scheduling.base.tuning import tuned_for
-from orchestrator.scheduling.options.job_options import attempt_length
-from orchestrator.scheduling.options.lengths import Length
+from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
+from orchestrator.scheduling.base.start_windows import (
+    leave_at_closing_s,
+    leaves_at_close,
+    next_opening_s,
+)
+from orchestrator.scheduling.base.time_limits import time_limit_end_s, time_limit_reached_at_s
+from orchestrator.scheduling.base.tuning import select_tuning
+from orchestrator.scheduling.options.job_options import predict_attempt_duration
+from orchestrator.scheduling.options.lengths import PredictedDuration
 from orchestrator.scheduling.placement.availability import IDLE, AvailabilityProfile
-from orchestrator.scheduling.queue.demand import devices_wanted
-from orchestrator.scheduling.queue.fair_share import Place, equal_place, fair_tree, used_s
+from orchestrator.scheduling.queue.demand import devices_used_by_shorter_jobs
+from orchestrator.scheduling.queue.fair_share import (
+    FairSharePlace,
+    decayed_device_s_by_user,
+    equal_fair_share_place,
+    make_fair_tree,
+)
 from orchestrator.scheduling.queue.policy import QueuePolicy
-from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merge_lines
-from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache, needs_lengths
+from orchestrator.scheduling.queue.wait_queue import WaitingJob, WaitQueue, merge_queues
+from orchestrator.scheduling.scheduling_pass.option_cache import (
+    OptionCache,
+    needs_learned_durations,
+)
 from orchestrator.specs.attempt import Attempt, StopCause, devices_in
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.sections import Dependency
@@ -48,8 +61,8 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
 
 
-class Leaving(NamedTuple):
-    """A running job that must leave its nodes."""
+class LeavingJob(NamedTuple):
+    """A running job that must leave its nodes at `at_s`."""
 
     at_s: float
     job_id: str
@@ -57,25 +70,25 @@ class Leaving(NamedTuple):
 
 
 class SchedulerIndex:
-    """Lookup structures of one state. The caller reports each change of the state to it."""
+    """Lookup tables of one scheduler state. The caller reports each change of the state to it."""
 
     def __init__(self, state: State, policy_of: Callable[[SchedulerIndex], QueuePolicy]) -> None:
         self.state = state  # whose indices these are
         self._policy_of = policy_of
         self.policy = policy_of(self)
-        self.pools = [AvailabilityProfile(group) for group in groups_of(state.nodes)]
+        self.pools = [AvailabilityProfile(group) for group in group_equal_nodes(state.nodes)]
         self.devices = sum(pool.group.devices for pool in self.pools)
         self.options = OptionCache(self.pools, state.observations, state.runs)
-        self.waiting: dict[str, Waiting] = {}
+        self.waiting: dict[str, WaitingJob] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
         self.stoppable: dict[str, Job] = {}  # those of them that resume once they were stopped
         self.growing: dict[str, Job] = {}  # those of them that may have more devices
         self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
         self.guaranteed: dict[
-            str, Waiting
+            str, WaitingJob
         ] = {}  # those that wait for devices with a promised speed
-        self.arrived: list[Waiting] = []  # since the last decision
+        self.arrived: list[WaitingJob] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
         # nobody who waits could start on the devices that were idle at the last decision
         self.all_wait = False
@@ -83,7 +96,7 @@ class SchedulerIndex:
         self._lent: dict[str, float] = {}  # the highest priority of those, by that id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy_spec = state.policy
-        self.tuning = tuned_for(state.policy.objective)
+        self.tuning = select_tuning(state.policy.objective)
         # by priority and, where it counts, user
         self.lines: dict[tuple[int, str], WaitQueue] = {}
         self._ends: list[
@@ -99,15 +112,15 @@ class SchedulerIndex:
             None,
             (),
         )  # of what demand and when, and how much
-        self._tree: tuple[object, Callable[[str], Place]] = (
+        self._tree: tuple[object, Callable[[str], FairSharePlace]] = (
             None,
-            equal_place,
+            equal_fair_share_place,
         )  # of when and what usage, and whose turn
         self._windowed: dict[str, Job] = {}  # those that leave when their hours end
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
         self.closed: dict[str, tuple[Window, ...]] = {}  # by node
         self._suspended: dict[tuple[str, int], float] = {}  # until when, by node and device
-        self.close(state)
+        self.update_closed_nodes(state)
         for job in state.jobs.values():
             self.update_job(None, job)
         # those of a batch on which no pass has decided yet
@@ -119,12 +132,14 @@ class SchedulerIndex:
     # what changes
 
     def update_job(self, before: Job | None, after: Job | None) -> None:
-        """Replace one version of a job by another. None means that the job is not in the state."""
+        """Replace a version of a job by its next one. None means that the state does not have the
+        job.
+        """
         job = after or before
         assert job is not None
-        has_other_limit = _limit_s(before) != _limit_s(after)
-        held_before = _attempts_of(before)
-        held_after = _attempts_of(after)
+        has_other_limit = _time_limit_s(before) != _time_limit_s(after)
+        held_before = _attempts_holding_devices(before)
+        held_after = _attempts_holding_devices(after)
         if held_before != held_after or has_other_limit:
             self._hold_devices(before, after, held_before, held_after)
         runs = bool(held_after)
@@ -135,10 +150,10 @@ class SchedulerIndex:
         self._lend_priority(before, after)
         self._sort_running(job, runs)
         self._expiries_s.pop(job.id, None)
-        if after is not None and (expiry_s := expires_s(after)) < inf:
+        if after is not None and (expiry_s := time_limit_reached_at_s(after)) < inf:
             self._expiries_s[job.id] = expiry_s
         if after is None or after.status.ended or has_other_limit:
-            self.options.forget(job.id)
+            self.options.forget_job(job.id)
         if after is None:
             self._lent.pop(job.id, None)
         if not runs:
@@ -154,7 +169,9 @@ class SchedulerIndex:
         held_before: dict[int, Attempt],
         held_after: dict[int, Attempt],
     ) -> None:
-        """Vacate the devices that a job's attempts held, and occupy those that they hold now."""
+        """Vacate the devices that the job's attempts no longer hold, and occupy those that they
+        hold now.
+        """
         for number, attempt in held_before.items():
             if number not in held_after:
                 self._vacate(attempt)
@@ -164,12 +181,13 @@ class SchedulerIndex:
             if (
                 previous is None
                 or before is None
-                or _end_facts(before, previous) != _end_facts(after, attempt)
+                or _facts_of_expected_end(before, previous)
+                != _facts_of_expected_end(after, attempt)
             ):
                 self._occupy(after, attempt)
 
     def _lend_priority(self, before: Job | None, after: Job | None) -> None:
-        """Let the jobs that a job waits for be as urgent as it is, and those that they wait for."""
+        """Give a job's priority to the jobs that it waits for, and to those that they wait for."""
         changed = {dependency.job for dependency in _dependencies_of(before)}
         changed |= {dependency.job for dependency in _dependencies_of(after)}
         while changed:  # ends: a job waits only for earlier ones
@@ -185,18 +203,20 @@ class SchedulerIndex:
             parent = self.state.jobs.get(parent_id)
             changed |= {dependency.job for dependency in _dependencies_of(parent)}
             if parent is not None and parent_id in self.waiting:
-                self._leave(parent_id)
+                self._leave_queue(parent_id)
                 self.arrived = [entry for entry in self.arrived if entry.job.id != parent_id]
-                self._enter(parent, is_new=True)
+                self._enter_queue(parent, is_new=True)
 
     def _sort_running(self, job: Job, runs: bool) -> None:
-        """Put a job into those tables of running jobs to which it belongs, and drop it from the others."""
+        """Add a job to the tables of running jobs to which it belongs, and remove it from the
+        others.
+        """
         if job.array is not None:
             self.running_of_array[job.array] += runs - (job.id in self.running)
         for index, belongs in (
             (self.running, runs),
             (self.stoppable, runs and can_be_stopped(job)),
-            (self.growing, runs and is_elastic(job) and may_grow(job)),
+            (self.growing, runs and is_elastic(job) and may_move_to_more_devices(job)),
             (self._claiming, runs and bool(held_placement_of(job))),
             (self._windowed, runs and leaves_at_close(job.spec)),
         ):
@@ -206,7 +226,7 @@ class SchedulerIndex:
                 index.pop(job.id, None)
 
     def _requeue(self, before: Job | None, after: Job | None) -> None:
-        """Let a job enter or leave the queue, or change its place there."""
+        """Add a job to the queue, remove it, or move it to its new place, as its versions require."""
         waited = before is not None and waits_for_devices(before)
         waits = after is not None and waits_for_devices(after)
         if (
@@ -214,14 +234,16 @@ class SchedulerIndex:
             and before is not None
             and (not waits or after is None or before.spec is not after.spec)
         ):
-            self._leave(before.id)
+            self._leave_queue(before.id)
             waited = False  # a job with another spec takes another place
         if waits and after is not None:
-            self._enter(after, is_new=not waited)
+            self._enter_queue(after, is_new=not waited)
 
     def update_nodes(self, state: State) -> SchedulerIndex:
-        """Return the index for changed nodes, or for new free bytes of the same nodes."""
-        groups = groups_of(state.nodes)
+        """Return an index for the state's nodes: this one, updated, or a new one where nodes came
+        or went.
+        """
+        groups = group_equal_nodes(state.nodes)
         if [(group.hardware, _names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
         ] or self._policy_spec != state.policy:
@@ -231,53 +253,58 @@ class SchedulerIndex:
             return index
         for pool, group in zip(self.pools, groups, strict=True):
             pool.update_nodes(group.nodes)
-        self.close(state)
+        self.update_closed_nodes(state)
         self.is_stale = True
         return self
 
-    def close(self, state: State) -> None:
-        """Close and open nodes and devices as in this state."""
-        self._next_change_s = next_change_s(state)
+    def update_closed_nodes(self, state: State) -> None:
+        """Close and open nodes and devices as the state says."""
+        self._next_change_s = next_closing_or_opening_s(state)
         self._has_maintenance = any(node.maintenance for node in state.nodes)
-        self._suspend(suspended_devices(state))
-        closed = closures(state)
+        self._block_suspended_devices(suspended_until_s_by_device(state))
+        closed = closed_windows_by_node(state)
         if closed != self.closed:
             self.closed = closed
             for pool in self.pools:
-                pool.close(closed)
+                pool.set_closed_windows(closed)
             self.is_stale = True
 
-    def observe(self, state: State) -> None:
-        """Read new observations, and recompute the expected ends of running jobs of their families."""
+    def read_observations(self, state: State) -> None:
+        """Read the state's new observations, and update the expected ends of running jobs of their
+        families.
+        """
         self.state = state
         self.all_wait = False
-        families = self.options.observe(state.observations)
+        families = self.options.read_observations(state.observations)
         self._expect_anew(lambda job: job.spec.family_name in families)
 
-    def learn(self, state: State) -> None:
-        """Read new lengths, and recompute the expected ends of running jobs that follow from them."""
+    def read_durations(self, state: State) -> None:
+        """Read the state's new durations of ended jobs, and update the expected ends that depend on
+        them.
+        """
         self.state = state
         self.all_wait = False
-        self.options.learn(state.runs)
-        self._expect_anew(lambda job: needs_lengths(job.spec))
+        self.options.read_durations(state.runs)
+        self._expect_anew(lambda job: needs_learned_durations(job.spec))
 
     def _expect_anew(self, concerns: Callable[[Job], bool]) -> None:
         for job in filter(concerns, self.running.values()):
-            for attempt in _attempts_of(job).values():
+            for attempt in _attempts_holding_devices(job).values():
                 self._occupy(job, attempt)
 
-    def expect(self, attempt: Attempt, end_s: float) -> None:
-        """Set the expected end of an attempt, until which it occupies its devices."""
+    def set_expected_end(self, attempt: Attempt, end_s: float) -> None:
+        """Mark the attempt's devices as busy until `end_s`, its expected end."""
         for part in attempt.placement:
             pool = self._pool_of.get(part.node)
             if pool is not None:
                 pool.occupy(part.node, part.devices, end_s)
 
     def reserve(self, reservations: Iterable[Reservation], *, backfill: bool = False) -> None:
-        """Reserve devices, so that nothing delays these reservations.
+        """Reserve devices, so that no later job delays these reservations.
 
-        Others may reserve the same devices for earlier times, where all of them are idle then; with `backfill`, where
-        any is. Decisions find single devices when they come free, and have no time to look for them.
+        Other jobs may use the devices before a reservation if all of them are idle then; with
+        `backfill`, if any is. Decisions find single devices when they come free, and have no time
+        to look for them.
         """
         for reservation in reservations:
             is_later = reservation.start_s > self.state.at_s and self._is_idle_before(
@@ -293,13 +320,15 @@ class SchedulerIndex:
                         is_later=is_later,
                     )
 
-    def can_have(self, reservation: Reservation, late_s: float) -> bool:
-        """Return whether the reserved devices exist, are open, and come free at most `late_s` after the start."""
+    def can_meet_reservation(self, reservation: Reservation, late_s: float) -> bool:
+        """Return whether the reserved devices exist, stay open, and are free at most `late_s` after
+        its start.
+        """
         for part in reservation.placement:
             pool = self._pool_of.get(part.node)
             if (
                 pool is None
-                or pool.held_until_by(part.node, part.devices) > reservation.start_s + late_s
+                or pool.attempts_end_at_s(part.node, part.devices) > reservation.start_s + late_s
             ):
                 return False
             for closes_s, opens_s in self.closed.get(part.node, ()):
@@ -312,13 +341,13 @@ class SchedulerIndex:
         for pool in self.pools:
             pool.clear_reservations()
         for job in self._claiming.values():
-            self.keep(job)
+            self.reserve_for_migration(job)
 
-    def keep(self, job: Job) -> None:
-        """Reserve the devices of a migrating job until its attempt would have ended."""
+    def reserve_for_migration(self, job: Job) -> None:
+        """Reserve the devices kept for a migrating job, until its attempt would have ended."""
         attempt = job.last
         assert attempt is not None, job.id
-        until_s = self.end_of(job, replace(attempt, leaves_by_s=None))
+        until_s = self.expected_end_s(job, replace(attempt, leaves_by_s=None))
         self.reserve(
             [
                 Reservation(
@@ -328,12 +357,14 @@ class SchedulerIndex:
         )
 
     def advance_to(self, at_s: float) -> None:
-        """Move the index to this time: delays end, nodes close and open, and overdue attempts get a later end."""
+        """Advance the index to `at_s`: delays end, nodes close or open, and overdue attempts get a
+        later end.
+        """
         if at_s >= self._next_change_s:
-            self.close(self.state)
+            self.update_closed_nodes(self.state)
         while self._ends and self._ends[0][0] <= at_s:
             job = self.running[self._ends[0][1]]
-            for attempt in _attempts_of(job).values():
+            for attempt in _attempts_holding_devices(job).values():
                 self._occupy(job, attempt)
         while self._asleep and self._asleep[0][0] <= at_s:
             _, job_id = heappop(self._asleep)
@@ -341,9 +372,9 @@ class SchedulerIndex:
             if (
                 waiting is not None
                 and waiting.job.not_before_s <= at_s
-                and not self._is_in_line(waiting)
+                and not self._is_in_queue(waiting)
             ):
-                self._line_up(waiting)
+                self._add_to_queue(waiting)
         while self._openings and self._openings[0][0] <= at_s:
             _, job_id = heappop(self._openings)
             waiting = self.waiting.get(job_id)
@@ -354,20 +385,24 @@ class SchedulerIndex:
     # what is
 
     @property
-    def idle(self) -> int:
-        """Number of devices without an attempt."""
+    def idle_devices(self) -> int:
+        """Number of devices on which no attempt runs."""
         return sum([pool.idle for pool in self.pools])
 
     @property
-    def users(self) -> set[str]:
-        """Users whose jobs wait for devices."""
+    def waiting_users(self) -> set[str]:
+        """The users whose jobs wait for devices."""
         return {user for _, user in self.lines}
 
-    def promised_first(self) -> list[Waiting]:
-        """Return waiting jobs with a guarantee, and the jobs that were due before the last of these, in order."""
+    def list_guaranteed_first(self) -> list[WaitingJob]:
+        """Return the waiting jobs with a guarantee, and all jobs that rank before the last of them,
+        in order.
+        """
         last_s = max((waiting.rank for waiting in self.guaranteed.values()), default=-inf)
         standings = (
-            merge_lines([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
+            merge_queues([line.by_rank() for line in self.lines.values()])
+            if self.guaranteed
+            else ()
         )
         return [
             self.waiting[job_id]
@@ -375,7 +410,11 @@ class SchedulerIndex:
         ]
 
     def wake_at_s(self, at_s: float) -> float | None:
-        """Return when the next delay of a job ends, or the next node closes or opens; None: never."""
+        """Return when a decision may change without an event, in seconds since 1970; None if never.
+
+        It is the next end of a job's delay, question or time limit, or the next node that closes or
+        opens.
+        """
         times_s = [
             time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting
         ]
@@ -386,53 +425,63 @@ class SchedulerIndex:
             default=None,
         )
 
-    def list_leaving(self) -> Iterator[Leaving]:
-        """Yield the running jobs that must leave for a maintenance or when their hours end."""
+    def list_leaving(self) -> Iterator[LeavingJob]:
+        """Yield the running jobs that must leave for a maintenance, or because their start window
+        closes.
+        """
         running = self.running.values() if self._has_maintenance else ()
-        for job_id, time_s in leave_times(self.state, running).items() if running else ():
-            yield Leaving(time_s, job_id, StopCause.MAINTENANCE)
+        for job_id, time_s in leave_time_by_job(self.state, running).items() if running else ():
+            yield LeavingJob(time_s, job_id, StopCause.MAINTENANCE)
         for job in self._windowed.values():
             if can_move(job):
-                ends_s = closing_s(job.spec, job.attempts[-1].launched_at_s)
-                yield Leaving(ends_s, job.id, StopCause.WINDOW)
+                ends_s = leave_at_closing_s(job.spec, job.attempts[-1].launched_at_s)
+                yield LeavingJob(ends_s, job.id, StopCause.WINDOW)
 
-    def unanswered(self, at_s: float) -> Iterator[str]:
-        """Yield the ids of jobs whose questions went unanswered until `at_s`, each once."""
+    def list_unanswered(self, at_s: float) -> Iterator[str]:
+        """Yield once the ids of jobs whose questions were not answered by `at_s`."""
         while self._asking and self._asking[0][0] <= at_s:
             yield heappop(self._asking)[1]
 
-    def expired(self, at_s: float) -> list[str]:
-        """Return the ids of running jobs past their time limit, in the order in which they reached it."""
+    def list_over_time_limit(self, at_s: float) -> list[str]:
+        """Return the ids of running jobs past their time limits at `at_s`, the first to reach it
+        first.
+        """
         return [
             job_id
             for time_s, job_id in sorted((s, job_id) for job_id, s in self._expiries_s.items())
             if time_s <= at_s
         ]
 
-    def last_stoppable(self) -> Iterator[str]:
+    def list_stoppable_latest_first(self) -> Iterator[str]:
         """Yield the ids of running jobs that can be stopped, latest expected end first."""
         return (job_id for _, job_id in reversed(self._ends) if job_id in self.stoppable)
 
     def followers_of(self, job_id: str) -> list[str]:
-        """Return the ids of the jobs that wait for the end of this one."""
+        """Return the ids of the jobs that wait for the end of this job."""
         return sorted(self._followers.get(job_id, ()))
 
-    def wanted(self, at_s: float) -> Sequence[float]:
-        """Return the average number of devices that jobs shorter than 1, 2, 4, 8 ... seconds used lately."""
+    def devices_used_by_shorter_jobs(self, at_s: float) -> Sequence[float]:
+        """Return the average numbers of devices that recent jobs used: those shorter than 1, 2, 4,
+        8 ... seconds.
+        """
         key = (self.state.demand, at_s)
         if key != self._wanted[0]:
-            self._wanted = (key, devices_wanted(*key))
+            self._wanted = (key, devices_used_by_shorter_jobs(*key))
         return self._wanted[1]
 
-    def queue_entry(self, job: Job) -> Waiting:
-        """Return the job's queue entry, even if it does not wait. It ranks first where devices are reserved for it."""
+    def make_queue_entry(self, job: Job) -> WaitingJob:
+        """Return a queue entry for the job, even if it does not wait; it is first if devices are
+        kept for it.
+        """
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
-        size = self.options.size_of(job)
+        size = self.options.remaining_work_of(job)
         priority = self.priority_of(job)
-        return Waiting(job, rank, size.device_s, priority, self.policy.presses_s(job))
+        return WaitingJob(job, rank, size.device_s, priority, self.policy.presses_s(job))
 
     def priority_of(self, job: Job) -> int:
-        """Return the highest priority of the job and of those that wait for its end, directly or not."""
+        """Return the highest priority of the job and of all jobs that wait for its end, directly or
+        not.
+        """
         return int(max(job.spec.priority, self._lent.get(job.id, -inf)))
 
     def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
@@ -440,42 +489,51 @@ class SchedulerIndex:
         pools = [self._pool_of.get(part.node) for part in attempt.placement]
         return None if None in pools else pools[0]
 
-    def end_of(self, job: Job, attempt: Attempt) -> float:
-        """Return the expected end of a running attempt; infinity if nodes are gone or only an operator can end it."""
-        length = self.length_of(job, attempt)
+    def expected_end_s(self, job: Job, attempt: Attempt) -> float:
+        """Return the expected end of a running attempt, in seconds since 1970.
+
+        Infinity where its nodes are gone, or only an operator can end it.
+        """
+        length = self.predict_duration(job, attempt)
         if length is None:
             return inf
         length_s = length.seconds
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
-        ends_s = min(self.limit_end_s(job, attempt), closing_s(job.spec, attempt.launched_at_s))
+        ends_s = min(
+            self.time_limit_end_s(job, attempt), leave_at_closing_s(job.spec, attempt.launched_at_s)
+        )
         length_s = min(length_s, ends_s - attempt.launched_at_s)
-        return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
+        return extend_expected_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
-    def length_of(self, job: Job, attempt: Attempt) -> Length | None:
-        """Return the length of an attempt; None if nodes are gone or only an operator can end it."""
+    def predict_duration(self, job: Job, attempt: Attempt) -> PredictedDuration | None:
+        """Return the predicted duration of an attempt; None where its nodes are gone or only an
+        operator can end it.
+        """
         pool = self.pool_of(attempt)
         if pool is None or job.unreadable:
             return None
-        calibrated = self.options.calibrated(job, attempt.device)
-        return attempt_length(
+        calibrated = self.options.calibration_of(job, attempt.device)
+        return predict_attempt_duration(
             job, attempt, pool.group, calibrated, pool.launch_cost_s, self.options.lengths
         )
 
-    def limit_end_s(self, job: Job, attempt: Attempt) -> float:
-        """Return when the job's time limit ends a running attempt; infinity without a limit or if nodes are gone."""
+    def time_limit_end_s(self, job: Job, attempt: Attempt) -> float:
+        """Return when the job's time limit ends a running attempt; infinity without a limit or its
+        nodes.
+        """
         pool = self.pool_of(attempt)
-        return inf if pool is None else limit_end_s(job, attempt, pool.launch_cost_s)
+        return inf if pool is None else time_limit_end_s(job, attempt, pool.launch_cost_s)
 
     @contextmanager
-    def without(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
-        """Hide devices within the `with` block, as if they never came free."""
+    def hiding_devices(self, devices: Iterable[tuple[str, int]]) -> Iterator[None]:
+        """Open a context in which these devices count as busy for ever."""
         hidden = [
             (pool, node, device)
             for node, device in devices
             if (pool := self._pool_of.get(node)) is not None
         ]
-        until_s = [pool.held_until_by(node, (device,)) for pool, node, device in hidden]
+        until_s = [pool.attempts_end_at_s(node, (device,)) for pool, node, device in hidden]
         for pool, node, device in hidden:
             pool.occupy(node, (device,), inf)
         try:
@@ -486,14 +544,16 @@ class SchedulerIndex:
 
     # how it is kept
 
-    def _suspend(self, until_s: dict[tuple[str, int], float]) -> None:
-        """Block suspended devices, and unblock those whose suspension is over."""
+    def _block_suspended_devices(self, until_s: dict[tuple[str, int], float]) -> None:
+        """Block the devices suspended until these times, and unblock those whose suspension is
+        over.
+        """
         if until_s == self._suspended:
             return
         busy = {
             device
             for job in self.running.values()
-            for attempt in _attempts_of(job).values()
+            for attempt in _attempts_holding_devices(job).values()
             for device in devices_in(attempt.placement)
         }
         for node, device in self._suspended.keys() | until_s.keys():
@@ -504,62 +564,64 @@ class SchedulerIndex:
         self.is_stale = True
 
     def _is_idle_before(self, reservation: Reservation, *, backfill: bool) -> bool:
-        """Return whether all of the reserved devices are idle before; with `backfill`, whether any is."""
+        """Return whether all reserved devices are idle before the reservation; with `backfill`,
+        whether any is.
+        """
         for part in reservation.placement:
             if (pool := self._pool_of.get(part.node)) is not None:
-                count = pool.free_before(part.node, part.devices, reservation.start_s)
+                count = pool.count_free_before(part.node, part.devices, reservation.start_s)
                 if backfill and count:
                     return True
                 if not backfill and count < len(part.devices):
                     return False
         return not backfill
 
-    def _enter(self, job: Job, *, is_new: bool) -> None:
+    def _enter_queue(self, job: Job, *, is_new: bool) -> None:
         entry = self.waiting.get(job.id)
         if entry is not None and not is_new:
             entry.job = job
             return
-        waiting = self.waiting[job.id] = self.queue_entry(job)
+        waiting = self.waiting[job.id] = self.make_queue_entry(job)
         self._expect_opening(job, self.state.at_s)
         if job.not_before_s > self.state.at_s:
             heappush(self._asleep, (job.not_before_s, job.id))
         else:
-            self._line_up(waiting)
+            self._add_to_queue(waiting)
 
     def _expect_opening(self, job: Job, after_s: float) -> None:
         if job.spec.start_window is not None:
-            heappush(self._openings, (opening_s(job.spec, after_s), job.id))
+            heappush(self._openings, (next_opening_s(job.spec, after_s), job.id))
 
-    def _line_up(self, waiting: Waiting) -> None:
-        self.lines.setdefault(self._line_of(waiting), WaitQueue()).add(waiting)
+    def _add_to_queue(self, waiting: WaitingJob) -> None:
+        self.lines.setdefault(self._queue_key(waiting), WaitQueue()).add(waiting)
         if waiting.job.spec.guarantee is not None and self.policy.promises_speed:
             self.guaranteed[waiting.job.id] = waiting
         self.arrived.append(waiting)
 
-    def _leave(self, job_id: str) -> None:
+    def _leave_queue(self, job_id: str) -> None:
         waiting = self.waiting.pop(job_id)
         self.guaranteed.pop(job_id, None)
-        if self._is_in_line(waiting):
-            key = self._line_of(waiting)
+        if self._is_in_queue(waiting):
+            key = self._queue_key(waiting)
             self.lines[key].remove(waiting)
             if not self.lines[key]:
                 del self.lines[key]
 
-    def _is_in_line(self, waiting: Waiting) -> bool:
-        line = self.lines.get(self._line_of(waiting))
+    def _is_in_queue(self, waiting: WaitingJob) -> bool:
+        line = self.lines.get(self._queue_key(waiting))
         return line is not None and waiting in line
 
-    def lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
-        """Return the queues of these (priority, user) keys that still have jobs."""
+    def list_queues(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
+        """Return the queues of these (priority, user) keys; keys without jobs are left out."""
         return [self.lines[key] for key in keys if key in self.lines]
 
-    def _line_of(self, waiting: Waiting) -> tuple[int, str]:
+    def _queue_key(self, waiting: WaitingJob) -> tuple[int, str]:
         return waiting.priority, waiting.job.user
 
-    def place_by_user(self) -> Callable[[str], Place]:
-        """Return a function that maps a user to a place in the fair-share order."""
-        if not self._policy_spec.is_shared and len(self.users) < 2:
-            return equal_place
+    def make_fair_share_lookup(self) -> Callable[[str], FairSharePlace]:
+        """Return a function from a user's name to the user's sort key in the fair-share order."""
+        if not self._policy_spec.is_shared and len(self.waiting_users) < 2:
+            return equal_fair_share_place
         now = (
             self.state.at_s,
             self.state.usage,
@@ -567,16 +629,18 @@ class SchedulerIndex:
         if now != self._tree[0]:
             self._tree = (
                 now,
-                fair_tree(self._policy_spec, used_s(self.state, self.running.values())).place,
+                make_fair_tree(
+                    self._policy_spec, decayed_device_s_by_user(self.state, self.running.values())
+                ).place_of_user,
             )
         return self._tree[1]
 
     def _occupy(self, job: Job, attempt: Attempt) -> None:
-        end_s = self.end_of(job, attempt)
+        end_s = self.expected_end_s(job, attempt)
         self._forget_end(job.id)
         insort(self._ends, (end_s, job.id))
         self.ends_s[job.id] = end_s
-        self.expect(attempt, end_s)
+        self.set_expected_end(attempt, end_s)
 
     def _forget_end(self, job_id: str) -> None:
         end_s = self.ends_s.pop(job_id, None)
@@ -599,20 +663,22 @@ class SchedulerIndex:
 OVERDUE = 1.25
 
 
-def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
-    """Return a new expected end after `at_s`, in seconds since 1970, of an attempt that outlasts `length_s`."""
+def extend_expected_end_s(launched_s: float, length_s: float, at_s: float) -> float:
+    """Return an expected end after `at_s`, in seconds since 1970, for an attempt that outlasts
+    `length_s`.
+    """
     length_s = max(1.0, length_s)
     while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
         length_s *= OVERDUE
     return launched_s + length_s
 
 
-def _limit_s(job: Job | None) -> float | None:
+def _time_limit_s(job: Job | None) -> float | None:
     return None if job is None else job.spec.time_limit
 
 
-def _end_facts(job: Job, attempt: Attempt) -> tuple[object, ...]:
-    """Return the changing facts of a running attempt from which its end is predicted."""
+def _facts_of_expected_end(job: Job, attempt: Attempt) -> tuple[object, ...]:
+    """Return the facts of a running attempt that change its expected end."""
     limit_s = job.spec.time_limit
     return (
         attempt.pace,
@@ -622,8 +688,8 @@ def _end_facts(job: Job, attempt: Attempt) -> tuple[object, ...]:
     )
 
 
-def _attempts_of(job: Job | None) -> dict[int, Attempt]:
-    """Return the attempts whose devices are not reported free again, by number."""
+def _attempts_holding_devices(job: Job | None) -> dict[int, Attempt]:
+    """Return {number: attempt} of the attempts whose devices were not reported free again."""
     return (
         {}
         if job is None
@@ -632,7 +698,9 @@ def _attempts_of(job: Job | None) -> dict[int, Attempt]:
 
 
 def waits_for_devices(job: Job) -> bool:
-    """Return whether a job waits for devices only; a job that could not be read is never started."""
+    """Return whether the job is queued and only lacks devices; a job that could not be read never
+    starts.
+    """
     may_start = job.status is JobStatus.QUEUED and not (job.waits_for or job.unreadable or job.asks)
     may_start = may_start and job.held_by is None
     return may_start and all(attempt.released for attempt in job.attempts)
@@ -642,5 +710,5 @@ def _dependencies_of(job: Job | None) -> Sequence[Dependency]:
     return job.waits_for if job is not None and job.status is JobStatus.QUEUED else ()
 
 
-def _names(group: Group) -> list[str]:
+def _names(group: NodeGroup) -> list[str]:
     return [node.name for node in group.nodes]

@@ -17,21 +17,21 @@ from orchestrator.memory.engines.overhead import Overhead
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.base.node_groups import Group
-from orchestrator.scheduling.base.time_limits import left_s
-from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.base.node_groups import NodeGroup
+from orchestrator.scheduling.base.time_limits import time_limit_left_s
+from orchestrator.scheduling.failures.observation import ran_out_of_memory
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
     JobOptions,
     SizeOption,
-    has_no_seconds,
-    job_options,
-    step_factors,
+    has_unknown_step_time,
+    list_job_options,
+    own_step_factors,
     steps_left,
 )
-from orchestrator.scheduling.options.lengths import UNKNOWN_LENGTH_S, Lengths
+from orchestrator.scheduling.options.lengths import UNKNOWN_LENGTH_S, DurationHistory
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
+from orchestrator.scheduling.queue.wait_queue import OptionsByPool, WaitingJob
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
@@ -41,8 +41,8 @@ from orchestrator.specs.state import RunLength
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs
 
 
-class Size(NamedTuple):
-    """The remaining work of a job: its duration, its device-seconds, and their mean."""
+class RemainingWork(NamedTuple):
+    """The remaining work of a job: its seconds, its device-seconds, and a mean of both."""
 
     # between `duration_s` and `device_s` of the whole cluster: their geometric mean
     balanced_s: float
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 
 class OptionCache:
-    """Cached options (plan and devices) of all jobs of one state, per pool of devices."""
+    """Cached options (plans and devices) of all jobs of a state, per pool of devices."""
 
     def __init__(
         self,
@@ -61,22 +61,22 @@ class OptionCache:
     ) -> None:
         self._pools = pools
         self._observations = observations
-        self.lengths = Lengths(runs)
+        self.lengths = DurationHistory(runs)
         self._lengths_version = 0
         self._devices = sum(pool.group.devices for pool in pools)
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # of what is known, by family
         self._overheads = self._measured_overheads()
         self._overheads_version = 0
-        self._menus: dict[object, tuple[int, OptionsByProfile]] = {}  # of jobs never tried
+        self._menus: dict[object, tuple[int, OptionsByPool]] = {}  # of jobs never tried
         self._entries: dict[
             str, tuple[int, int, Sequence[SizeOption]]
         ] = {}  # of running jobs: attempts, version, entries
         # of each job, with the steps that it had left and its attempts
-        self._sizes: dict[str, tuple[tuple[int | None, int], Size]] = {}
+        self._sizes: dict[str, tuple[tuple[int | None, int], RemainingWork]] = {}
 
-    def observe(self, observations: Sequence[Observation]) -> set[str]:
-        """Read new observations, and return the families whose cached options are stale."""
+    def read_observations(self, observations: Sequence[Observation]) -> set[str]:
+        """Read new observations, and return the families whose cached options are out of date."""
         changed = {id(observation): observation for observation in self._observations}
         for observation in observations:
             if changed.pop(id(observation), None) is None:
@@ -94,9 +94,9 @@ class OptionCache:
             self._calibrated.clear()
         return families
 
-    def learn(self, runs: Sequence[RunLength]) -> None:
-        """Read new lengths; the options of jobs that need them (`needs_lengths`) are stale."""
-        self.lengths = Lengths(runs)
+    def read_durations(self, runs: Sequence[RunLength]) -> None:
+        """Read new durations of ended jobs; options that depend on them are then computed anew."""
+        self.lengths = DurationHistory(runs)
         self._lengths_version += 1
 
     def _measured_overheads(self) -> dict[str, Overhead]:
@@ -104,22 +104,22 @@ class OptionCache:
         return {device: overhead_of(self._observations, device) for device in devices}
 
     def _version(self, job: Job) -> int:
-        """Return a number that changes as soon as more is known of the job's family or of the devices."""
-        learned = self._lengths_version if needs_lengths(job.spec) else 0
+        """Return a number that changes when more is known about the job's family or the devices."""
+        learned = self._lengths_version if needs_learned_durations(job.spec) else 0
         return self._versions.get(job.spec.family_name, 0) + self._overheads_version + learned
 
-    def forget(self, job_id: str) -> None:
-        """Drop the cache of a job that has ended or changed."""
+    def forget_job(self, job_id: str) -> None:
+        """Drop what is cached for a job that has ended or changed."""
         self._sizes.pop(job_id, None)
         self._entries.pop(job_id, None)
 
-    def calibrated(self, job: Job, device: str) -> Calibration:
+    def calibration_of(self, job: Job, device: str) -> Calibration:
         """Return the calibration of the job's family on this kind of device."""
         if not self._observations:
             return UNMEASURED
         family = job.spec.family_name
         if any(
-            ran_out(attempt) for attempt in job.attempts
+            ran_out_of_memory(attempt) for attempt in job.attempts
         ):  # such a job is held to what it needed itself
             return calibration(self._observations, device=device, family=family, job=job.key)
         key = (family, device)
@@ -127,15 +127,15 @@ class OptionCache:
             self._calibrated[key] = calibration(self._observations, device=device, family=family)
         return self._calibrated[key]
 
-    def options_of(self, waiting: Waiting) -> OptionsByProfile:
-        """Return the job's options per pool. Where none is sure to fit, the options that may fit."""
+    def options_of(self, waiting: WaitingJob) -> OptionsByPool:
+        """Return the job's options per pool; where no plan surely fits, those that may fit."""
         version = self._version(waiting.job)
         if waiting.version != version:
             waiting.version, waiting.menus = version, self._menus_at(waiting.job, version)
         return waiting.menus
 
-    def entries_of(self, job: Job, pool: AvailabilityProfile) -> Sequence[SizeOption]:
-        """Return the options of a running job, as if it were launched anew."""
+    def options_of_running(self, job: Job, pool: AvailabilityProfile) -> Sequence[SizeOption]:
+        """Return the options that a running job would have on this pool if it were launched anew."""
         version = self._version(job)
         entry = self._entries.get(job.id)
         if entry is None or entry[:2] != (len(job.attempts), version):
@@ -144,15 +144,15 @@ class OptionCache:
             entry = self._entries[job.id] = (len(job.attempts), version, entries)
         return entry[2]
 
-    def size_of(self, job: Job) -> Size:
-        """Return the remaining work of the job, by its prediction before any measurement."""
+    def remaining_work_of(self, job: Job) -> RemainingWork:
+        """Return the remaining work of the job, predicted without any measurement."""
         key = (steps_left(job), len(job.attempts))
         entry = self._sizes.get(job.id)
         if entry is None or entry[0] != key:
             entry = self._sizes[job.id] = (key, self._size(job, key[0]))
         return entry[1]
 
-    def _menus_at(self, job: Job, version: int) -> OptionsByProfile:
+    def _menus_at(self, job: Job, version: int) -> OptionsByPool:
         if job.attempts:
             return self._menus_on_all(job)
         is_promised = job.starts_by_s is not None
@@ -165,7 +165,7 @@ class OptionCache:
             entry = self._menus[key] = (version, self._menus_on_all(job))
         return entry[1]
 
-    def _menus_on_all(self, job: Job) -> OptionsByProfile:
+    def _menus_on_all(self, job: Job) -> OptionsByPool:
         menus = tuple((pool, self._menu(job, pool)) for pool in self._pools)
         if any(isinstance(menu, JobOptions) for _, menu in menus):
             return menus
@@ -175,15 +175,15 @@ class OptionCache:
         )
 
     def _menu(self, job: Job, pool: AvailabilityProfile) -> JobOptions | Infeasible:
-        return job_options(
+        return list_job_options(
             job,
             pool.group,
-            self.calibrated(job, pool.group.hardware.device.name),
+            self.calibration_of(job, pool.group.hardware.device.name),
             pool.launch_cost_s,
             self.lengths,
         )
 
-    def _size(self, job: Job, left: int | None) -> Size:
+    def _size(self, job: Job, left: int | None) -> RemainingWork:
         sizes = [
             (
                 sqrt(candidate.plan.world_size / self._devices) * seconds,
@@ -192,29 +192,32 @@ class OptionCache:
             )
             for pool in self._pools
             for candidate in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + _length_s(job, pool.group, candidate, left)]
+            for seconds in [pool.launch_cost_s + _duration_s(job, pool.group, candidate, left)]
         ]
-        return Size(*min(sizes, default=(0.0, 0.0, 0.0)))
+        return RemainingWork(*min(sizes, default=(0.0, 0.0, 0.0)))
 
 
-def needs_lengths(spec: JobSpec) -> bool:
-    """Return whether the length of the job may follow from those of other jobs."""
+def needs_learned_durations(spec: JobSpec) -> bool:
+    """Return whether the job's duration can follow only from those of other jobs."""
     return spec.is_script and (spec.steps is None or not spec.speeds)
 
 
-def _length_s(job: Job, group: Group, candidate: Candidate, left: int | None) -> float:
-    """Return the seconds by what was told or the job measured itself: a place in the queue stays."""
+def _duration_s(job: Job, group: NodeGroup, candidate: Candidate, left: int | None) -> float:
+    """Return the job's predicted seconds under this plan, without what other jobs teach.
+
+    So its place in the queue does not change when other jobs end.
+    """
     if left is None:
-        return min(UNKNOWN_LENGTH_S, left_s(job))
-    if not has_no_seconds(job, candidate.estimate.source):
+        return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
+    if not has_unknown_step_time(job, candidate.estimate.source):
         return left * candidate.step_s
-    factors = step_factors(job, group.hardware.device.name)
+    factors = own_step_factors(job, group.hardware.device.name)
     if not factors:
-        return min(UNKNOWN_LENGTH_S, left_s(job))
+        return min(UNKNOWN_LENGTH_S, time_limit_left_s(job))
     return left * candidate.step_s * step_factor(candidate.plan, factors)
 
 
-def _candidates(job: Job, group: Group) -> Sequence[Candidate]:
+def _candidates(job: Job, group: NodeGroup) -> Sequence[Candidate]:
     try:
         return frontier(read_request(job.spec), group.hardware).candidates
     except SpecError:

@@ -1,6 +1,7 @@
-"""Preemption: which running job is stopped, to grow onto idle devices or to make way for jobs that gain more.
+"""Preemption: which running jobs are stopped, to use idle devices or for jobs that gain more than
+these lose.
 
-A preempted job has saved a checkpoint, keeps its place in the queue, and spends none of its restart budgets.
+A preempted job has saved a checkpoint, keeps its place in the queue, and uses up no restart.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling.base.credit import STOPS, credit_from_s
+from orchestrator.scheduling.base.credit import STOPS, credit_suffices_from_s
 from orchestrator.scheduling.base.migration import (
     MOVE_GRACE_S,
     SAVE_S,
@@ -20,12 +21,16 @@ from orchestrator.scheduling.base.migration import (
     expected_loss_s,
     stopped_at_s,
 )
-from orchestrator.scheduling.base.time_limits import spent_s
+from orchestrator.scheduling.base.time_limits import total_run_time_s
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Promised, Turn, Waiting
-from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
+from orchestrator.scheduling.queue.policy import JobStop
+from orchestrator.scheduling.queue.wait_queue import (
+    WaitingJob,
+    WaitingWithDeadline,
+    WaitingWithReservation,
+)
+from orchestrator.scheduling.scheduling_pass.decide import idle_device_second_price
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement, StopCause, device_count
 from orchestrator.specs.job_record import Job
@@ -48,8 +53,8 @@ GAIN_RESTS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
-    """A running job that could be moved, with the cost of moving it."""
+class MovableJob:
+    """A running job that could be stopped and resumed, with what that would cost."""
 
     job: Job
     attempt: Attempt
@@ -67,7 +72,7 @@ class Moving:
 
     @property
     def paid_s(self) -> float:
-        """Seconds that a move costs: one more launch, and the training that is done again."""
+        """Seconds that stopping the job costs: one more launch, and the training that is repeated."""
         return self.pool.launch_cost_s + self.loss_s
 
     @property
@@ -75,33 +80,41 @@ class Moving:
         return self.attempt.plan.world_size
 
     def delay(self, away_s: float) -> float:
-        """Return how much longer the job takes if it is away so long, as a share of its own length."""
+        """Return the delay of the job if it is away for `away_s` seconds, as a share of its
+        duration.
+        """
         return (away_s + SAVE_S + self.paid_s) / self.length_s
 
     def slowdown(self, away_s: float) -> float:
-        """Return the time from submission to end over the job's own length, if it is away so long."""
+        """Return (submission to end) over the job's duration, if it is away for `away_s` seconds."""
         submitted_s = self.attempt.launched_at_s + self.ran_s - self.job.submitted_at_s
         return (submitted_s + self.left_s) / self.length_s + self.delay(away_s)
 
     @property
     def length_s(self) -> float:
-        return max(1.0, spent_s(self.job, self.attempt.launched_at_s) + self.ran_s + self.left_s)
+        return max(
+            1.0, total_run_time_s(self.job, self.attempt.launched_at_s) + self.ran_s + self.left_s
+        )
 
     @property
     def cost_device_s(self) -> float:
-        """Device-seconds that a move costs: save, launch, and training that is done again."""
+        """Device-seconds that stopping the job costs: the save, a launch, and the training that is
+        repeated.
+        """
         return self.devices * (SAVE_S + self.paid_s)
 
 
-def gain_from_s(index: SchedulerIndex, moving: Moving) -> float:
-    """Return from when on a job may be stopped for a gain, in seconds since 1970; infinity: never."""
+def stoppable_for_gain_from_s(index: SchedulerIndex, moving: MovableJob) -> float:
+    """Return when the job may be stopped for a gain of others, in seconds since 1970; infinity if
+    never.
+    """
     rested_s = moving.stopped_s + max(GAIN_REST_S, GAIN_RESTS * (SAVE_S + moving.paid_s))
-    affordable_s = credit_from_s(index.state, STOPS, index.devices, moving.cost_device_s)
+    affordable_s = credit_suffices_from_s(index.state, STOPS, index.devices, moving.cost_device_s)
     return max(moving.trained_s, rested_s, affordable_s)
 
 
 class _PreemptionGain(NamedTuple):
-    """The jobs that take the place of a running job, their gain and its cost."""
+    """The gain and cost of stopping a running job for waiting jobs."""
 
     first: str  # id
     priority: int  # of the first
@@ -113,15 +126,18 @@ class _PreemptionGain(NamedTuple):
         return self.gain_s > worth * self.cost_s
 
 
-def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
-    """Return the move of the job that gains most from idle devices, if above twice its restart cost; else None."""
-    price = price_of_idle(index)
-    ways: list[tuple[float, Moving, SizeOption, float]] = []
-    for moving in movable(index, index.growing, at_s):
+def find_scale_up(index: SchedulerIndex, at_s: float) -> JobStop | None:
+    """Return the move that lets a running job use idle devices; None without a worthwhile one.
+
+    It is the move with the largest gain, which must exceed twice its restart cost.
+    """
+    price = idle_device_second_price(index)
+    ways: list[tuple[float, MovableJob, SizeOption, float]] = []
+    for moving in list_movable_jobs(index, index.growing, at_s):
         if not moving.pool.idle or moving.left_s <= 2 * moving.paid_s:
             continue
         cost_s = moving.left_s * (1 + price * moving.devices)
-        for entry in index.options.entries_of(moving.job, moving.pool):
+        for entry in index.options.options_of_running(moving.job, moving.pool):
             if moving.devices < entry.devices <= moving.devices + moving.pool.idle:
                 seconds = (
                     moving.paid_s + moving.left_s * entry.candidate.step_s / moving.attempt.step_s
@@ -131,19 +147,19 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
                     ways.append((gain_s, moving, entry, seconds))
     best = nlargest(GROWING_MAX, ways, key=lambda way: way[0])
     best.sort(
-        key=lambda way: gain_from_s(index, way[1]) > at_s
+        key=lambda way: stoppable_for_gain_from_s(index, way[1]) > at_s
     )  # who may be stopped now comes first
     for _, moving, entry, seconds in best[:TRIED_MAX]:
-        held_placement = moving.pool.place_again(
+        held_placement = moving.pool.find_devices_without_attempt(
             moving.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes
         )
         if held_placement is not None:
             earlier = format_seconds(moving.left_s - seconds)
             cost = format_seconds(moving.paid_s)
             why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
-            return Move(
+            return JobStop(
                 job=moving.job,
-                from_s=gain_from_s(index, moving),
+                from_s=stoppable_for_gain_from_s(index, moving),
                 cause=StopCause.GROWTH,
                 why=why,
                 cost_device_s=moving.cost_device_s,
@@ -153,20 +169,22 @@ def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
 
 
 def preempt_for_deadline(
-    index: SchedulerIndex, late: Sequence[Turn], at_s: float
-) -> Sequence[Move]:
-    """Return the jobs to stop for a waiting job's deadline; () where none help.
+    index: SchedulerIndex, late: Sequence[WaitingWithDeadline], at_s: float
+) -> Sequence[JobStop]:
+    """Return the jobs to stop so that a waiting job meets its deadline; () where that is
+    impossible.
 
-    A job with a deadline is stopped only for an earlier one, and only if it still meets its own. The earliest deadline
-    alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991, Earliest
-    Deadline Scheduling for Real-Time Database Systems, RTSS). Together they lose no more training than the waiting job
-    needs. A job with a start window has nobody stopped, who would start again and be stopped again.
+    A job with a deadline is stopped only for an earlier one, and only if it still meets its own.
+    The earliest deadline alone would lose both in an overload (Liu and Layland 1973, JACM 20:46;
+    Haritsa, Livny and Carey 1991, Earliest Deadline Scheduling for Real-Time Database Systems,
+    RTSS). Together they lose no more training than the waiting job needs. No job is stopped for one
+    with a start window, which would start and be stopped again and again.
     """
-    able = list(movable(index, index.stoppable, at_s)) if late else []
+    able = list(list_movable_jobs(index, index.stoppable, at_s)) if late else []
     for waiting, by_s in late[:LATE_MAX]:
         if waiting.job.spec.start_window is not None:
             continue
-        for pool, entry in entries_of(index, waiting):
+        for pool, entry in options_by_device_seconds(index, waiting):
             if at_s + entry.seconds > by_s:
                 continue
             victims = [
@@ -183,14 +201,16 @@ def preempt_for_deadline(
                 and starts_s + entry.seconds <= by_s
             ):
                 why = f"stopped to make way for {waiting.job.id}: it would miss its deadline"
-                return stop_all(stopped, StopCause.DEADLINE, why)
+                return make_job_stops(stopped, StopCause.DEADLINE, why)
     return ()
 
 
 def _may_be_late(
-    index: SchedulerIndex, moving: Moving, waiting: Waiting, by_s: float, entry: SizeOption
+    index: SchedulerIndex, moving: MovableJob, waiting: WaitingJob, by_s: float, entry: SizeOption
 ) -> bool:
-    """Return whether a job may make way for another's deadline, and be in time for its own after that."""
+    """Return whether a running job may be stopped for another job's deadline and still meet its
+    own.
+    """
     if moving.priority > waiting.priority:
         return False
     if moving.priority == waiting.priority:
@@ -203,11 +223,12 @@ def _may_be_late(
 
 
 def preempt_for_priority(
-    index: SchedulerIndex, waits: Sequence[Promised], at_s: float
-) -> Sequence[Move]:
-    """Return the jobs of lower priority to stop for a waiting one, which gains more than they lose; () for none.
+    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+) -> Sequence[JobStop]:
+    """Return the jobs of lower priority to stop for a waiting job, which gains more than they lose;
+    () if none.
 
-    Device-seconds are compared, as the jobs differ in width.
+    Gain and loss are compared in device-seconds, as the jobs use different numbers of devices.
     """
     highest = max((waiting.priority for waiting, _ in waits), default=-inf)
     # what they have by themselves, as a cheap test before a dear one
@@ -219,7 +240,7 @@ def preempt_for_priority(
         for waiting, promised in waits
         if waiting.priority > lowest and (gain_s := promised.start_s - at_s - MOVE_GRACE_S) > 0
     ]
-    able = list(movable(index, index.stoppable, at_s)) if urgent else []
+    able = list(list_movable_jobs(index, index.stoppable, at_s)) if urgent else []
     for waiting, promised, gain_s in urgent[:SETS_MAX]:
         victims = [
             moving
@@ -227,7 +248,7 @@ def preempt_for_priority(
             if moving.priority < waiting.priority and moving.slack_s == inf
         ]
         devices = device_count(promised.placement)
-        for pool, entry in entries_of(index, waiting):
+        for pool, entry in options_by_device_seconds(index, waiting):
             if entry.devices != devices:
                 continue
             here = [moving for moving in victims if moving.pool is pool]
@@ -236,14 +257,14 @@ def preempt_for_priority(
             if stopped and gain_s * devices > index.tuning.worth * cost_device_s:
                 gain = format_seconds(gain_s)
                 why = f"stopped to make way for {waiting.job.id}: of higher priority, it saves {gain} of waiting"
-                return stop_all(stopped, StopCause.PRIORITY, why)
+                return make_job_stops(stopped, StopCause.PRIORITY, why)
     return ()
 
 
-def entries_of(
-    index: SchedulerIndex, waiting: Waiting
+def options_by_device_seconds(
+    index: SchedulerIndex, waiting: WaitingJob
 ) -> list[tuple[AvailabilityProfile, SizeOption]]:
-    """Return the options of a waiting job with their pools, the cheapest in device-seconds first."""
+    """Return (pool, option) for each option of a waiting job, fewest device-seconds first."""
     entries = [
         (pool, entry)
         for pool, menu in index.options.options_of(waiting)
@@ -253,40 +274,46 @@ def entries_of(
     return sorted(entries, key=lambda pair: pair[1].device_seconds)
 
 
-def stop_all(stopped: Sequence[Moving], cause: StopCause, why: str) -> list[Move]:
-    """Return the moves that stop these jobs for one cause."""
-    return [Move(job=moving.job, from_s=moving.from_s, cause=cause, why=why) for moving in stopped]
+def make_job_stops(stopped: Sequence[MovableJob], cause: StopCause, why: str) -> list[JobStop]:
+    """Return the decisions to stop these jobs, all for the same cause and reason."""
+    return [
+        JobStop(job=moving.job, from_s=moving.from_s, cause=cause, why=why) for moving in stopped
+    ]
 
 
 def find_victims(
-    pool: AvailabilityProfile, able: Sequence[Moving], entry: SizeOption, at_s: float
-) -> Sequence[Moving]:
-    """Return the jobs of `able` to stop for an option with the least relative delay together; () where none suffice.
+    pool: AvailabilityProfile, candidates: Sequence[MovableJob], option: SizeOption, at_s: float
+) -> Sequence[MovableJob]:
+    """Return those of `candidates` to stop so that the option can start, with the least relative
+    delay in all.
 
-    Those that may be stopped now are tried before those that may be later. A search looks at VICTIMS_MAX jobs.
+    Returns () where none suffice. Jobs that may be stopped now are tried before those that may be
+    stopped later. A search looks at VICTIMS_MAX jobs.
     """
-    ready = [moving for moving in able if moving.from_s <= at_s]
-    for group in (ready, able) if len(ready) < len(able) else (able,):
-        lacks = entry.devices - pool.idle
+    ready = [moving for moving in candidates if moving.from_s <= at_s]
+    for group in (ready, candidates) if len(ready) < len(candidates) else (candidates,):
+        lacks = option.devices - pool.idle
         if group and sum(moving.devices for moving in group) >= lacks:
-            stopped = _search(pool, group, entry, at_s)
+            stopped = _find_least_delay(pool, group, option, at_s)
             if stopped:
                 return stopped
     return ()
 
 
-def _search(
-    pool: AvailabilityProfile, able: Sequence[Moving], entry: SizeOption, at_s: float
-) -> Sequence[Moving]:
-    """Return the best set for any way to spread the option over nodes."""
+def _find_least_delay(
+    pool: AvailabilityProfile, able: Sequence[MovableJob], entry: SizeOption, at_s: float
+) -> Sequence[MovableJob]:
+    """Return the jobs with the least delay whose stop lets the option start, spread over nodes in
+    any allowed way.
+    """
     delays = {moving.job.id: moving.delay(entry.seconds) for moving in able}
     ordered = sorted(able, key=lambda moving: delays[moving.job.id])[:VICTIMS_MAX]
-    best = list[Moving]()
+    best = list[MovableJob]()
     least = inf
     for share in entry.shape.shares:
-        stopped = _free_share(pool, ordered, share, entry.devices // share, delays)
-        if stopped and place_after(pool, stopped, entry, at_s) is not None:
-            stopped = _without_needless(pool, stopped, entry, at_s)
+        stopped = _find_jobs_to_free(pool, ordered, share, entry.devices // share, delays)
+        if stopped and find_devices_after_stops(pool, stopped, entry, at_s) is not None:
+            stopped = _drop_needless_stops(pool, stopped, entry, at_s)
             delay = sum(delays[moving.job.id] for moving in stopped)
             if delay < least:
                 best = stopped
@@ -294,22 +321,24 @@ def _search(
     return best
 
 
-def _free_share(
+def _find_jobs_to_free(
     pool: AvailabilityProfile,
-    ordered: Sequence[Moving],
+    ordered: Sequence[MovableJob],
     share: int,
     nodes: int,
     delays: Mapping[str, float],
-) -> list[Moving]:
-    """Return jobs that leave `share` devices free on each of so many nodes, by least delay; [] where they do not."""
-    by_node: dict[str, list[Moving]] = {name: [] for name in pool.names}
+) -> list[MovableJob]:
+    """Return jobs whose stop frees `share` devices on each of `nodes` nodes, by least delay; [] if
+    none do.
+    """
+    by_node: dict[str, list[MovableJob]] = {name: [] for name in pool.names}
     for moving in ordered:
         for part in moving.attempt.placement:
             by_node[part.node].append(moving)
     choices: list[tuple[float, str]] = []
-    leaving: dict[str, list[Moving]] = {}
+    leaving: dict[str, list[MovableJob]] = {}
     for node, jobs in by_node.items():
-        free = pool.count_idle(node)
+        free = pool.count_idle_devices(node)
         stopped = leaving[node] = []
         for moving in jobs:
             if free >= share:
@@ -318,32 +347,36 @@ def _free_share(
             free += sum(len(part.devices) for part in moving.attempt.placement if part.node == node)
         if free >= share:
             choices.append((sum(delays[moving.job.id] for moving in stopped), node))
-    chosen: dict[str, Moving] = {}
+    chosen: dict[str, MovableJob] = {}
     for _, node in sorted(choices)[:nodes]:
         chosen |= {moving.job.id: moving for moving in leaving[node]}
     return list(chosen.values()) if len(choices) >= nodes else []
 
 
-def _without_needless(
-    pool: AvailabilityProfile, stopped: list[Moving], entry: SizeOption, at_s: float
-) -> list[Moving]:
-    """Return the jobs without those that need not be stopped; the last ones, with most delay, are tried first."""
+def _drop_needless_stops(
+    pool: AvailabilityProfile, stopped: list[MovableJob], entry: SizeOption, at_s: float
+) -> list[MovableJob]:
+    """Return the jobs without those that need not be stopped; the jobs with the most delay are
+    tried first.
+    """
     for moving in [*reversed(stopped)][:PRUNED_MAX]:
         others = [other for other in stopped if other is not moving]
-        if others and place_after(pool, others, entry, at_s) is not None:
+        if others and find_devices_after_stops(pool, others, entry, at_s) is not None:
             stopped = others
     return stopped
 
 
-def place_after(
-    pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float
+def find_devices_after_stops(
+    pool: AvailabilityProfile, stopped: Sequence[MovableJob], option: SizeOption, at_s: float
 ) -> Placement | None:
-    """Return devices for a start once these jobs have left; None where there are too few."""
-    return pool.place_again(
+    """Return the devices on which the option can start once these jobs have left; None where too
+    few.
+    """
+    return pool.find_devices_without_attempt(
         _merge_placements([moving.attempt.placement for moving in stopped]),
-        entry.shape,
-        at_s + MOVE_GRACE_S + entry.seconds,
-        entry.least_bytes,
+        option.shape,
+        at_s + MOVE_GRACE_S + option.seconds,
+        option.least_bytes,
     )
 
 
@@ -358,22 +391,25 @@ def _merge_placements(placements: Sequence[Placement]) -> Placement:
 
 
 def preempt_for_waiting(
-    index: SchedulerIndex, waits: Sequence[Promised], at_s: float
-) -> Move | None:
-    """Return the job to stop for waiting ones, latest end first, whose loss is below their gain; None without one.
+    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+) -> JobStop | None:
+    """Return the running job to stop for waiting jobs that gain more than it loses; None without
+    one.
 
-    Who may be stopped now is preferred to who may be later.
+    Jobs that may be stopped now are preferred, then those with the latest expected end.
     """
-    later: Move | None = None
-    for moving in movable(index, islice(index.last_stoppable(), TRIED_MAX) if waits else (), at_s):
-        ahead = _ahead_of(index, moving, waits)
-        ways = [_way(moving, ahead[first:], at_s) for first in range(len(ahead))]
+    later: JobStop | None = None
+    for moving in list_movable_jobs(
+        index, islice(index.list_stoppable_latest_first(), TRIED_MAX) if waits else (), at_s
+    ):
+        ahead = _list_jobs_ahead(index, moving, waits)
+        ways = [_gain_of_replacing(moving, ahead[first:], at_s) for first in range(len(ahead))]
         if not any(way.is_worth(index.tuning.worth) for way in ways):
             continue  # a cheap test before a dear one: no order of starts would be worth it
         starts = (
             way
             for way, (_, _, entry) in zip(ways, ahead, strict=True)
-            if _could_start(moving, entry, at_s)
+            if _could_start_after(moving, entry, at_s)
         )
         way = next(starts, None)
         if way is not None and way.is_worth(index.tuning.worth):
@@ -382,11 +418,13 @@ def preempt_for_waiting(
             cost = format_seconds(way.cost_s)
             why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
             if way.priority > moving.priority:
-                move = Move(job=moving.job, from_s=moving.from_s, cause=StopCause.PRIORITY, why=why)
+                move = JobStop(
+                    job=moving.job, from_s=moving.from_s, cause=StopCause.PRIORITY, why=why
+                )
             else:
-                move = Move(
+                move = JobStop(
                     job=moving.job,
-                    from_s=gain_from_s(index, moving),
+                    from_s=stoppable_for_gain_from_s(index, moving),
                     cause=StopCause.GAIN,
                     why=why,
                     cost_device_s=moving.cost_device_s,
@@ -398,26 +436,30 @@ def preempt_for_waiting(
     return later
 
 
-def _ahead_of(
-    index: SchedulerIndex, moving: Moving, waits: Iterable[Promised]
-) -> list[tuple[Waiting, Reservation, SizeOption]]:
-    """Return the waiting jobs that would go before the running one, each with its option on idle and left devices.
+def _list_jobs_ahead(
+    index: SchedulerIndex, moving: MovableJob, waits: Iterable[WaitingWithReservation]
+) -> list[tuple[WaitingJob, Reservation, SizeOption]]:
+    """Return the waiting jobs that would go before the running one, each with its reservation and
+    option.
 
-    Jobs of equal priority go before it only if much shorter, and if it would be slowed down by less than half as much.
-    They never do on a shared cluster: fair share decides there. For another user's job one makes way only if its own
-    user holds more than twice an equal share. No job goes before one that runs to meet its deadline.
+    Jobs of equal priority go before it only if much shorter, and if it would be slowed down by less
+    than half as much. They never do on a shared cluster: fair share decides there. A job makes way
+    for another user's job only if its own user holds more than twice an equal share. No job goes
+    before one that runs to meet its deadline.
     """
     if moving.slack_s < inf:
         return []
     room = moving.devices + moving.pool.idle
-    place = _place(moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s)
+    place = _queue_position(
+        moving.job, moving.priority, index.policy.rank(moving.job), index.state.at_s
+    )
     worth = index.tuning.worth
     holds_twice = None
     shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * moving.left_s
     ahead = []
     for waiting, promised in waits:
         priority = waiting.priority
-        if _place(waiting.job, priority, waiting.rank, index.state.at_s) >= place:
+        if _queue_position(waiting.job, priority, waiting.rank, index.state.at_s) >= place:
             continue
         seconds = promised.end_s - promised.start_s
         slowdown = (promised.end_s - waiting.job.submitted_at_s) / seconds
@@ -428,30 +470,36 @@ def _ahead_of(
             is_shorter = holds_twice
         if priority > moving.priority or is_shorter:
             wide = device_count(promised.placement)
-            entry = _entry(index, waiting, moving.pool, wide) if wide <= room else None
+            entry = _find_option(index, waiting, moving.pool, wide) if wide <= room else None
             if entry is not None:
                 ahead.append((waiting, promised, entry))
     return ahead
 
 
 def _holds_twice_its_share(index: SchedulerIndex, user: str) -> bool:
-    users = index.users | {job.user for job in index.running.values()}
+    users = index.waiting_users | {job.user for job in index.running.values()}
     used = sum(
         job.attempts[-1].plan.world_size for job in index.running.values() if job.user == user
     )
     return used * len(users) > 2 * index.devices
 
 
-def _place(job: Job, priority: int, aging_limit_s: float, at_s: float) -> tuple[int, bool, float]:
-    """Return a job's place in the queue: past its aging limit it stands before every job that came later."""
+def _queue_position(
+    job: Job, priority: int, aging_limit_s: float, at_s: float
+) -> tuple[int, bool, float]:
+    """Return a sort key of the job's place in the queue: a job past its aging limit precedes later
+    jobs.
+    """
     is_due = aging_limit_s <= at_s
     return -priority, not is_due, job.order if is_due else aging_limit_s
 
 
-def _way(
-    moving: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float
+def _gain_of_replacing(
+    moving: MovableJob, ahead: Sequence[tuple[WaitingJob, Reservation, SizeOption]], at_s: float
 ) -> _PreemptionGain:
-    """Return gain and cost if the first of these replaces the job, then each other that still fits."""
+    """Return gain and cost if the first of these jobs replaces the running one, then others that
+    still fit.
+    """
     room = moving.devices + moving.pool.idle
     gain_s = 0.0
     away_s = 0.0
@@ -469,8 +517,8 @@ def _way(
     return _PreemptionGain(first.job.id, first.priority, jobs, gain_s, moving.paid_s + away_s)
 
 
-def _entry(
-    index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, devices: int
+def _find_option(
+    index: SchedulerIndex, waiting: WaitingJob, pool: AvailabilityProfile, devices: int
 ) -> SizeOption | None:
     for where, menu in index.options.options_of(waiting):
         if where is pool and isinstance(menu, JobOptions):
@@ -478,25 +526,30 @@ def _entry(
     return None
 
 
-def _could_start(moving: Moving, entry: SizeOption, at_s: float) -> bool:
+def _could_start_after(moving: MovableJob, entry: SizeOption, at_s: float) -> bool:
     end_s = at_s + entry.seconds
     return (
-        moving.pool.place_again(moving.attempt.placement, entry.shape, end_s, entry.least_bytes)
+        moving.pool.find_devices_without_attempt(
+            moving.attempt.placement, entry.shape, end_s, entry.least_bytes
+        )
         is not None
     )
 
 
-def movable(
-    index: SchedulerIndex, job_ids: Iterable[str], at_s: float, rest: float | None = None
-) -> Iterator[Moving]:
-    """Yield those of these running jobs that can be stopped, each with its cost.
+def list_movable_jobs(
+    index: SchedulerIndex,
+    job_ids: Iterable[str],
+    at_s: float,
+    min_trained_launches: float | None = None,
+) -> Iterator[MovableJob]:
+    """Yield those of the running jobs `job_ids` that can be stopped, each with its cost.
 
-    Each must first have trained for `rest` times its launch; None uses the tuning's number, and leaves STOP_REST_S
-    between two stops of a job.
+    Each must have trained for `min_trained_launches` times its launch. None means the tuning's
+    number, and STOP_REST_S between two stops of a job.
     """
-    between_s = STOP_REST_S if rest is None else 0.0
-    if rest is None:
-        rest = index.tuning.rest
+    between_s = STOP_REST_S if min_trained_launches is None else 0.0
+    if min_trained_launches is None:
+        min_trained_launches = index.tuning.rest
     for job_id in job_ids:
         job = index.running[job_id]
         attempt = job.last
@@ -506,10 +559,10 @@ def movable(
             else None
         )
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
-            trained_s = attempt.launched_at_s + (1 + rest) * pool.launch_cost_s
+            trained_s = attempt.launched_at_s + (1 + min_trained_launches) * pool.launch_cost_s
             stopped_s = stopped_at_s(job) if len(job.attempts) > 1 else -inf
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
-            yield Moving(
+            yield MovableJob(
                 job,
                 attempt,
                 pool,

@@ -1,4 +1,4 @@
-"""Team quotas: devices that a team owns, lent to others while it does not want them."""
+"""Team quotas: devices that a team owns, and that others may use while the team does not want them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from orchestrator.scheduling.queue.wait_queue import Turn, Waiting
+from orchestrator.scheduling.queue.wait_queue import WaitingJob, WaitingWithDeadline
 from orchestrator.scheduling.scheduling_pass.decide import (
     Decision,
     StartDecision,
     Wait,
-    cannot_start,
+    has_no_startable_option,
 )
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import device_count
@@ -19,8 +19,8 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 
 
-def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
-    """Return the number of devices that each team's running jobs occupy."""
+def count_devices_by_team(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
+    """Return {team: number of devices that its running jobs hold}."""
     devices: Counter[str] = Counter()
     for job in running:
         team = policy.team_of(job.user).name
@@ -33,13 +33,15 @@ def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
 LOOKED_AT_MAX = 10  # waiting jobs, first come first, for which others may be stopped
 
 
-class QuotaPass:
-    """The order of waiting jobs in one decision round, jobs within their team's quota first; iterate over it.
+class QuotaRound:
+    """Iterates over the waiting jobs of a decision round; jobs within their team's quota come
+    first.
 
-    Quotas count only while several teams wait: a team alone takes what there is. A reservation counts as held devices,
-    so that a team with many jobs does not exceed its quota before others are served. A team that holds nothing comes
-    before all quotas with one job that is due: no team starves, even if quotas cover the whole cluster. Guaranteed jobs
-    come before all of them: their teams' quotas were counted at submission.
+    Quotas count only while several teams wait: a team alone takes what there is. A reservation
+    counts as held devices, so that a team with many jobs does not exceed its quota before others
+    are served. A team that holds nothing comes before all quotas with one job that is due: no team
+    starves, even if quotas cover the whole cluster. Guaranteed jobs come before all of them: their
+    teams' quotas were counted at submission.
     """
 
     def __init__(self, index: SchedulerIndex) -> None:
@@ -48,25 +50,25 @@ class QuotaPass:
         self._left: dict[str, int] = {}  # devices that a team may still claim as its own
         self._without: set[str] = set()  # teams that wait and hold nothing
         self._decided_ids: set[str] = set()  # jobs that have their answer
-        self._promised = index.promised_first()
+        self._promised = index.list_guaranteed_first()
         if not self._policy.has_quotas:
             return
-        teams = set(map(self._team_of, index.users))
+        teams = set(map(self._team_of, index.waiting_users))
         if len(teams) > 1:
-            devices = held_by_teams(self._policy, index.running.values())
+            devices = count_devices_by_team(self._policy, index.running.values())
             self._without = {team for team in teams if not devices[team]}
             self._left = {team.name: team.quota - devices[team.name] for team in self._policy.teams}
 
-    def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
-        """Yield (job to decide upon, time to end by, most devices that it may take; None: any number).
+    def __iter__(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
+        """Yield (job to decide on, time by which it should end, most devices that it may take or
+        None).
 
-        The round ends when no device is idle. A job that must wait is decided upon once a later job need not wait,
-        since its reservation matters to no other job before. It is decided upon at once where quotas count, since
-        reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or closed
-        nodes are idle: their reasons say so.
-
-        No other job is examined where all had to wait in the last round and only jobs came since that must wait, too.
-        So a submission costs the same behind any queue.
+        The round ends when no device is idle. A job that must wait is yielded only once a later job
+        could start, since its reservation matters to no other job before. It is yielded at once
+        where quotas count, since reservations count against them. The first LOOKED_AT_MAX jobs are
+        yielded, too, where a running job could make way or closed nodes are idle: their reasons say
+        so. Where all jobs had to wait in the last round, and all jobs that came since must wait, no
+        others are examined. So a submission costs the same behind any queue.
         """
         index = self._index
         has_claims = bool(self._left or index.guaranteed)
@@ -74,11 +76,11 @@ class QuotaPass:
             not has_claims
             and index.all_wait
             and not index.is_stale
-            and all(cannot_start(index, waiting) for waiting in index.arrived)
+            and all(has_no_startable_option(index, waiting) for waiting in index.arrived)
         )
         index.all_wait = is_calm
-        ahead: list[tuple[Waiting, float, int | None]] = []
-        idle = index.idle
+        ahead: list[tuple[WaitingJob, float, int | None]] = []
+        idle = index.idle_devices
         could_start = False
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
@@ -90,21 +92,21 @@ class QuotaPass:
             if not is_looked_at and not idle:
                 return
             ahead.append(turn)
-            can_start = not cannot_start(index, turn[0])
+            can_start = not has_no_startable_option(index, turn[0])
             could_start = could_start or can_start
             if self._left or is_looked_at or can_start:
                 for entry in ahead:
                     if entry[0].job.id not in self._decided_ids:
                         yield entry
                 ahead.clear()
-                idle = index.idle  # without what was given to them
+                idle = index.idle_devices  # without what was given to them
         index.all_wait = is_calm or not (has_claims or could_start)
         if index.closed and idle:
             yield from [
                 entry for entry in ahead[:LOOKED_AT_MAX] if entry[0].job.id not in self._decided_ids
             ]
 
-    def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
+    def _all(self) -> Iterator[tuple[WaitingJob, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._undecided() if self._without else ():
             if (
@@ -120,15 +122,15 @@ class QuotaPass:
         for waiting, by_s in self._undecided():
             yield waiting, by_s, None
 
-    def _undecided(self) -> Iterator[Turn]:
+    def _undecided(self) -> Iterator[WaitingWithDeadline]:
         return (
             (waiting, by_s)
             for waiting, by_s in self._index.policy.in_order()
             if waiting.job.id not in self._decided_ids
         )
 
-    def record_decision(self, waiting: Waiting, outcome: Decision) -> None:
-        """Record the decision on a job, and charge its devices to its team's quota."""
+    def record_decision(self, waiting: WaitingJob, outcome: Decision) -> None:
+        """Record the decision on a job, and subtract its devices from its team's quota."""
         self._decided_ids.add(waiting.job.id)
         if not self._left:
             return

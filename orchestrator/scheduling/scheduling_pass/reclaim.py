@@ -1,4 +1,6 @@
-"""Reclaim: a team below its own share takes devices back from jobs of teams above theirs."""
+"""Reclaim: a team that holds less than its own devices takes some back from teams that hold more
+than theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +8,44 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
-from orchestrator.scheduling.queue.policy import Move
-from orchestrator.scheduling.queue.wait_queue import Promised
+from orchestrator.scheduling.queue.policy import JobStop
+from orchestrator.scheduling.queue.wait_queue import WaitingWithReservation
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import (
     SETS_MAX,
-    Moving,
-    entries_of,
+    MovableJob,
     find_victims,
-    movable,
-    stop_all,
+    list_movable_jobs,
+    make_job_stops,
+    options_by_device_seconds,
 )
-from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
 from orchestrator.specs.attempt import AttemptStatus, StopCause, device_count
 
 PATIENCE_S = 300.0  # that an owner waits for devices that come free by themselves
 
 
-def reclaim(index: SchedulerIndex, waits: Sequence[Promised], at_s: float) -> Sequence[Move]:
-    """Return the jobs to stop for a team that holds less than its own; () for none.
+def find_jobs_to_reclaim(
+    index: SchedulerIndex, waits: Sequence[WaitingWithReservation], at_s: float
+) -> Sequence[JobStop]:
+    """Return the jobs to stop for a waiting job of a team that holds less than its own devices; ()
+    if none.
 
-    No team is brought below its own, so that two of them never take turns. Without quotas it must have used less for
-    its share than the other. While jobs leave for an owner, no others do.
+    No team is brought below its own, so that two teams never take turns. Without quotas, the team
+    must also have used less of its share than the other. While jobs leave for such a team, no
+    others are stopped.
     """
     policy = index.state.policy
-    if not waits or not policy.is_shared or policy.reclaim == "never" or _is_under_way(index):
+    if (
+        not waits
+        or not policy.is_shared
+        or policy.reclaim == "never"
+        or _is_reclaim_under_way(index)
+    ):
         return ()
-    used = held_by_teams(policy, index.running.values())
-    owned = _own_devices(index)
-    turn = index.place_by_user()
+    used = count_devices_by_team(policy, index.running.values())
+    owned = _own_devices_by_team(index)
+    turn = index.make_fair_share_lookup()
     tried = 0
     claimed = Counter(used)  # with what is reserved for jobs before
     for waiting, promised in waits:
@@ -47,8 +58,8 @@ def reclaim(index: SchedulerIndex, waits: Sequence[Promised], at_s: float) -> Se
         if tried > SETS_MAX:
             break
         above = {name: count - owned.get(name, 0) for name, count in used.items()}
-        able: list[Moving] = []
-        for moving in movable(index, index.last_stoppable(), at_s):
+        able: list[MovableJob] = []
+        for moving in list_movable_jobs(index, index.list_stoppable_latest_first(), at_s):
             borrower = policy.team_of(moving.job.user).name
             may_leave = moving.priority <= waiting.priority and moving.slack_s == inf
             if not policy.has_quotas:  # whose turn it is counts, so that shares stay as they are
@@ -56,28 +67,28 @@ def reclaim(index: SchedulerIndex, waits: Sequence[Promised], at_s: float) -> Se
             if may_leave and above[borrower] >= moving.devices:
                 above[borrower] -= moving.devices
                 able.append(moving)
-        for pool, entry in entries_of(index, waiting):
+        for pool, entry in options_by_device_seconds(index, waiting):
             here = [moving for moving in able if moving.pool is pool]
             stopped = find_victims(pool, here, entry, at_s) if entry.devices == devices else ()
             if stopped:
                 why = (
                     f"stopped to make way for {waiting.job.id}: team {team} holds less than its own"
                 )
-                return stop_all(stopped, StopCause.OWNER, why)
+                return make_job_stops(stopped, StopCause.OWNER, why)
     return ()
 
 
-def _own_devices(index: SchedulerIndex) -> dict[str, int]:
-    """Return the devices that are each team's own: its quota, or without quotas its share among those with jobs."""
+def _own_devices_by_team(index: SchedulerIndex) -> dict[str, int]:
+    """Return {team: devices of its own}: its quota, or else its share among the teams with jobs."""
     policy = index.state.policy
     if policy.has_quotas:
         return {team.name: team.quota for team in policy.teams}
-    users = index.users | {job.user for job in index.running.values()}
+    users = index.waiting_users | {job.user for job in index.running.values()}
     shares = {team.name: team.shares for team in map(policy.team_of, users)}
     return {name: index.devices * share // sum(shares.values()) for name, share in shares.items()}
 
 
-def _is_under_way(index: SchedulerIndex) -> bool:
+def _is_reclaim_under_way(index: SchedulerIndex) -> bool:
     for job in index.running.values():
         attempt = job.attempts[-1]
         if attempt.stop_cause is StopCause.OWNER and attempt.status is AttemptStatus.STOPPING:

@@ -14,8 +14,8 @@ from orchestrator.planning.explain import best_or_nearest
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier, list_plans
-from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
+from orchestrator.scheduling.options.probe import with_measured_memory
 from orchestrator.scheduling.reports.intervals import REPEATS_MAX
 from orchestrator.specs.choices import AXES, Degradation, Micro
 from orchestrator.specs.cluster import Node
@@ -55,10 +55,11 @@ def choose_strategies(
     all. Where there is none, or with `micro` as BEST, each has its best.
     """
     group = next(
-        (candidate for candidate in groups_of(nodes) if candidate.devices >= spec.gpus.min), None
+        (candidate for candidate in group_equal_nodes(nodes) if candidate.devices >= spec.gpus.min),
+        None,
     )
     if group is None:
-        most = max((kind.devices for kind in groups_of(nodes)), default=0)
+        most = max((kind.devices for kind in group_equal_nodes(nodes)), default=0)
         raise SpecError(
             "too few devices of one kind",
             path="gpus.min",
@@ -68,7 +69,7 @@ def choose_strategies(
     calibrated = calibration(
         observations, device=group.hardware.device.name, family=spec.family_name
     )
-    spec = measured_spec(spec, calibrated)
+    spec = with_measured_memory(spec, calibrated)
     if choice == "frontier":
         candidates = frontier(read_request(spec), group.hardware, calibrated).candidates
         exact = [
@@ -195,7 +196,7 @@ def _dominates(candidate: Candidate, rival: Candidate) -> bool:
 
 
 def _common_micro_batch(
-    spec: JobSpec, ways: Sequence[Pins], group: Group, calibrated: Calibration
+    spec: JobSpec, ways: Sequence[Pins], group: NodeGroup, calibrated: Calibration
 ) -> int | None:
     """Return the largest micro-batch with which all strategies fit that fit at all and leave it open; else None."""
     sizes: set[int] | None = None
@@ -217,7 +218,7 @@ def _common_micro_batch(
     return max(sizes, default=None) if sizes is not None else None
 
 
-def _fits(spec: JobSpec, pins: Pins, group: Group, calibrated: Calibration) -> bool:
+def _fits(spec: JobSpec, pins: Pins, group: NodeGroup, calibrated: Calibration) -> bool:
     """Return whether a plan with these pins fits an empty device."""
     pinned = spec.model_copy(update={"plan": pins})
     try:
@@ -234,7 +235,7 @@ def _with_micro(pins: Pins, size: int | None) -> Pins:
     return (*pins, (MICRO_BATCH, size))
 
 
-def _all_ways(spec: JobSpec, group: Group) -> Iterator[Pins]:
+def _all_ways(spec: JobSpec, group: NodeGroup) -> Iterator[Pins]:
     """Yield the combination of engine, layout, stage and offload of each plan of the job."""
     names = (
         "engine",
@@ -294,7 +295,7 @@ def _indent(text: str) -> str:
 
 
 def _complete_pins(
-    spec: JobSpec, pins: Pins, micro_batch: int | None, group: Group, calibrated: Calibration
+    spec: JobSpec, pins: Pins, micro_batch: int | None, group: NodeGroup, calibrated: Calibration
 ) -> Pins:
     """Return the fastest plan with the pins that fits, else the one that needs least; the pins where none has them."""
     pinned = spec.model_copy(update={"plan": _with_micro(pins, micro_batch)})

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.evidence import collect_folder, end_of, feed_log
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
-from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.classify import classify_end
 from orchestrator.scheduling.failures.endings import read_exceptions
 from orchestrator.scheduling.failures.log_scan import LINE_CHARACTERS_MAX, LogScan
-from orchestrator.scheduling.failures.unexplained import in_one_line
-from orchestrator.scheduling.failures.verdict import judge
-from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
+from orchestrator.scheduling.failures.unexplained import join_lines
+from orchestrator.scheduling.failures.verdict import add_verdict
+from orchestrator.scheduling.reports.advice import ELSEWHERE, advise_after_failure
 from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, Phase, RankEnd
 from orchestrator.specs.choices import Engine
 from orchestrator.specs.errors import GIVEN_MAX, SpecError
@@ -87,13 +87,13 @@ def _judge(evidence: Evidence) -> Failure | None:
     An exit with 0 is no success where the log shows what ended a rank: some programs exit with 0 whatever happens.
     """
     job, attempt = _placeholder_attempt()
-    failure = classify(job, attempt, evidence)
+    failure = classify_end(job, attempt, evidence)
     if failure is None and any(_has_ended(end) for end in evidence.ranks):
         ends = tuple(replace(end, exit_code=EXIT_CODE) for end in evidence.ranks)
-        failure = classify(job, attempt, replace(evidence, ranks=ends))
+        failure = classify_end(job, attempt, replace(evidence, ranks=ends))
     if failure is None:
         return None
-    return judge(job, replace(attempt, evidence=evidence), failure, (), ())
+    return add_verdict(job, replace(attempt, evidence=evidence), failure, (), ())
 
 
 def _has_ended(end: RankEnd) -> bool:
@@ -179,7 +179,7 @@ def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) ->
     has_log = failure.kind is FailureKind.DEVICE_OOM and bool(paths) and paths[index].exists()
     project = project_of(paths[index]) if has_log else None
     if project is None:
-        return help_for(failure, ELSEWHERE)
+        return advise_after_failure(failure, ELSEWHERE)
     phase = failure.phase or Phase.TRAINING
     if phase not in project.levers:
         phase = Phase.TRAINING
@@ -215,9 +215,9 @@ def _place_of(
     if not paths:
         return 0, 0, ""
     for rank, finding in findings:
-        if in_one_line(finding.line) in failure.reason or (
-            finding.excerpt or finding.line
-        ).endswith(failure.excerpt or "\0"):
+        if join_lines(finding.line) in failure.reason or (finding.excerpt or finding.line).endswith(
+            failure.excerpt or "\0"
+        ):
             return rank, finding.offset, finding.line
     if failure.ending is None and findings and not failure.excerpt:
         return findings[0][0], findings[0][1].offset, findings[0][1].line

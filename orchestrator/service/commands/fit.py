@@ -14,7 +14,7 @@ from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.options.job_options import choice_rule_of
 from orchestrator.service.commands.cards import cluster_of_cards
 from orchestrator.service.commands.plan import as_job
@@ -160,7 +160,7 @@ def _row(way: str, spec: JobSpec, name: str) -> FitRow:
 
 @cache
 def _hardware(name: str, count: int) -> Hardware:
-    (group,) = groups_of(idle_nodes(cluster_of_cards(f"{count}x{name}")))
+    (group,) = group_equal_nodes(idle_nodes(cluster_of_cards(f"{count}x{name}")))
     return group.hardware
 
 

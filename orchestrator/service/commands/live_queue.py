@@ -12,7 +12,11 @@ from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
 from orchestrator.scheduling.policies.registry import index_of
-from orchestrator.scheduling.reports.forecast import Play, Stint, saved_step
+from orchestrator.scheduling.reports.forecast import (
+    QueueSimulation,
+    SimulatedAttempt,
+    estimate_saved_step,
+)
 from orchestrator.service.commands.simulate import Outcome, Simulated, alone_s, report_on
 from orchestrator.service.server.submissions import Request, jobs_of
 from orchestrator.service.server.sweeps.trials import ToCome, trials_of
@@ -52,10 +56,12 @@ def play_queue(
     else:
         state, saved = move_state(state, cluster)
     coming = FutureSubmissions(state, more, to_come, home)
-    play = Play(state, index_of(state), {}, 0, saved=saved, more=coming.submissions)
-    play.until_ended([job.id for job in live])
+    play = QueueSimulation(
+        state, index_of(state), {}, 0, saved_steps=saved, list_submissions=coming.submissions
+    )
+    play.run_until_ended([job.id for job in live])
     jobs = [*live, *coming.jobs]
-    stints: dict[str, list[Stint]] = {job.id: [] for job in jobs}
+    stints: dict[str, list[SimulatedAttempt]] = {job.id: [] for job in jobs}
     for stint in play.stints:
         stints.setdefault(stint.job.id, []).append(stint)
     devices = sum(node.devices for node in state.nodes)
@@ -97,9 +103,11 @@ def move_state(state: State, cluster: ClusterSpec) -> tuple[State, dict[str, int
         }
         if used <= devices or attempt.status is AttemptStatus.ENDED:
             continue
-        end_s = index.end_of(job, attempt)
+        end_s = index.expected_end_s(job, attempt)
         saved[job.id] = (
-            saved_step(index, job, attempt, end_s, state.at_s) if can_be_stopped(job) else None
+            estimate_saved_step(index, job, attempt, end_s, state.at_s)
+            if can_be_stopped(job)
+            else None
         )
         if attempt.status is not AttemptStatus.STOPPING:
             why = "moved to the other cluster"
@@ -181,7 +189,7 @@ class FutureSubmissions:
 
 def _outcome(
     job: Job,
-    stints: Sequence[Stint],
+    stints: Sequence[SimulatedAttempt],
     now_s: float,
     devices: int,
     launch_cost_s: float,

@@ -37,9 +37,9 @@ from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.trust import Choice
 from orchestrator.planning.ways_out import Trace, Unfit, WayOut, adapters, smaller_models, ways_out
-from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.node_groups import NodeGroup, group_equal_nodes
 from orchestrator.scheduling.options.job_options import choice_rule_of
-from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.scheduling.options.probe import find_probe_plan, with_measured_memory
 from orchestrator.service.commands.export import export_plan
 from orchestrator.service.intake.profiling import TraceScope
 from orchestrator.service.views.records import EstimateView, estimate_view
@@ -259,14 +259,14 @@ def _with_likeliest(on_kind: _KindPlans) -> JobPlans:
 
 def _plan_on_kind(
     spec: JobSpec,
-    group: Group,
+    group: NodeGroup,
     observations: Sequence[Observation],
     trace: Trace | None,
 ) -> _KindPlans:
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
-    spec = measured_spec(spec, calibrated)
+    spec = with_measured_memory(spec, calibrated)
     request = read_request(spec)
     candidates = frontier(request, hardware, calibrated).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
@@ -286,7 +286,7 @@ def _plan_on_kind(
         nothing = why_nothing_fits(case, ways=ways)
     job = as_job(spec)
     first = candidates[0].plan
-    probe = probe_of(job, hardware.device, calibrated, candidates)
+    probe = find_probe_plan(job, hardware.device, calibrated, candidates)
     answer = JobPlans(
         job=spec.name,
         device=hardware.device.name,
@@ -453,11 +453,11 @@ def _view(
     )
 
 
-def _groups(nodes: Sequence[Node]) -> list[Group]:
-    """Return `groups_of(nodes)`. Raises SpecError without nodes."""
+def _groups(nodes: Sequence[Node]) -> list[NodeGroup]:
+    """Return `group_equal_nodes(nodes)`. Raises SpecError without nodes."""
     if not nodes:
         raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
-    return groups_of(nodes)
+    return group_equal_nodes(nodes)
 
 
 def _free_bytes(nodes: Iterable[Node]) -> list[int]:
@@ -507,7 +507,7 @@ def estimate_plan(
     free_bytes = _free_bytes(group.nodes)
     hardware = group.hardware
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
-    profile = find_profile(read_request(measured_spec(spec, calibrated)), hardware, plan)
+    profile = find_profile(read_request(with_measured_memory(spec, calibrated)), hardware, plan)
     memory = estimate(profile, plan, hardware.device, calibrated.overhead)
     requested = requested_settings(read_request(spec))
     if spec.is_script:  # whose sequence length is unknown

@@ -13,7 +13,7 @@ from stat import S_ISDIR
 from markupsafe import Markup
 
 from orchestrator.backends.attempts.left_files import log_tail
-from orchestrator.scheduling.reports.provenance import provenance_of
+from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.views.records import (
@@ -114,7 +114,8 @@ def facts_of(job: Job) -> Mapping[str, str]:
     """Return known facts of a job by name: what it runs, where, and what its figures rest on."""
     spec = job.spec
     provenance = {
-        name.replace("_", " ").capitalize(): text for name, text in provenance_of(spec).items()
+        name.replace("_", " ").capitalize(): text
+        for name, text in describe_provenance(spec).items()
     }
     facts = {
         **provenance,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
+from orchestrator.scheduling.reports.morning import ended_at_s, make_morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
@@ -37,7 +37,7 @@ def night_data(
     """Return the data of the night page for the last `hours`; its report begins at `since_s`."""
     from_s = now_s - hours * 3600
     all_jobs = {job.id: job for job in (*archived, *state.jobs.values())}
-    report = morning_report(state, all_jobs.values(), since_s, now_s, sweeps)
+    report = make_morning_report(state, all_jobs.values(), since_s, now_s, sweeps)
     jobs = [
         job
         for job in all_jobs.values()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.pending import pending
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.service.pages.template_data import TemplateData
 from orchestrator.service.server.forecasts import Expectations
 from orchestrator.service.views.records import JobView, in_order
@@ -49,7 +49,10 @@ class Filter:
             and (not self.array or job.array == self.array)
             and (
                 not self.why
-                or (job.status is JobStatus.QUEUED and pending(job, state.at_s).value == self.why)
+                or (
+                    job.status is JobStatus.QUEUED
+                    and pending_code(job, state.at_s).value == self.why
+                )
             )
         )
 
@@ -87,7 +90,7 @@ def queue_data(
         "counts": {
             "running": len(live) - len(waiting),
             "waiting": len(waiting),
-            "busy": len(holders(state)),
+            "busy": len(job_id_by_held_device(state)),
             "devices": sum(node.devices for node in state.nodes),
         },
         "matches": sum(not job.status.ended for job in matches),
@@ -125,7 +128,7 @@ class Rows:
         self._expected = expected
         self._positions = {job.id: position for position, job in enumerate(waiting, 1)}
         self._devices: dict[str, dict[str, list[str]]] = {}
-        for (node, index), job_id in sorted(holders(state).items()):
+        for (node, index), job_id in sorted(job_id_by_held_device(state).items()):
             self._devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
 
     def of(self, groups: Iterable[Sequence[Job]]) -> list[TemplateData]:
@@ -139,7 +142,9 @@ class Rows:
             **self._view(job),
             "members": (),
             "position": self._positions.get(job.id),
-            "pending": pending(job, state.at_s).value if job.status is JobStatus.QUEUED else "",
+            "pending": pending_code(job, state.at_s).value
+            if job.status is JobStatus.QUEUED
+            else "",
             "devices": ", ".join(f"{node}[{','.join(indices)}]" for node, indices in devices),
             "expected": self._expected.get(job.id),
         }

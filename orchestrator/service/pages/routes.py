@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.backends.mlflow.tracker import job_url
-from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import plan_job
 from orchestrator.service.commands.what_if import WhatIf, what_if
@@ -358,7 +358,7 @@ class _Pages:
         now_s = time.time()
         jobs = {job.id: job for job in (*self._archive.newest(), *state.jobs.values())}.values()
         data = self._get("/cluster", request=request) | {"uses": uses(jobs, self._home, now_s)}
-        return self._page(request, "cluster", **data, holders=holders(state))
+        return self._page(request, "cluster", **data, holders=job_id_by_held_device(state))
 
     def night(self, request: Request) -> Response:
         looked_back = min(float(_number(request.query_params, "hours", 0) or 12), 24.0 * 366)

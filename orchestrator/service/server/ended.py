@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from orchestrator.scheduling.reports.morning import MorningReport, ended_at_s, morning_report
+from orchestrator.scheduling.reports.morning import MorningReport, ended_at_s, make_morning_report
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.job_record import Job
@@ -48,7 +48,7 @@ def make_report(
     """
     since_s = controller.since_s(since_s)
     ended = _ended_since(controller, since_s)
-    return morning_report(controller.state, ended, since_s, until_s, sweeps)
+    return make_morning_report(controller.state, ended, since_s, until_s, sweeps)
 
 
 def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:

@@ -23,7 +23,7 @@ from orchestrator.backends.journal.history import Codec
 from orchestrator.planning.request import read_request
 from orchestrator.planning.search import frontier
 from orchestrator.planning.work import TooManyPlans
-from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.node_groups import group_equal_nodes
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Submitted
@@ -64,7 +64,10 @@ class FirstDecisions:
         Before any live node is reported, the nodes of the cluster file count.
         """
         state = replace(state, nodes=state.nodes or state.declared)
-        shape = (read_request(spec), tuple(group.hardware for group in groups_of(state.nodes)))
+        shape = (
+            read_request(spec),
+            tuple(group.hardware for group in group_equal_nodes(state.nodes)),
+        )
         with self._lock:
             if shape in self._passed:
                 return
@@ -182,7 +185,7 @@ def main() -> None:
 
 def decide(state: State, event: Submitted) -> JsonObject:
     """Return the fields of the SpecError for a job with too many plans; {} for any other job."""
-    for group in groups_of(state.nodes):
+    for group in group_equal_nodes(state.nodes):
         try:
             frontier(read_request(event.spec), group.hardware)
         except TooManyPlans as error:

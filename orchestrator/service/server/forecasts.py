@@ -8,10 +8,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 
-from orchestrator.scheduling.base.sentences import shown_reason
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
 from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.scheduling.reports.forecast import Expected, forecast, quick_forecast, with_paces
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.forecast import (
+    JobForecast,
+    make_forecast,
+    make_quick_forecast,
+    with_measured_paces,
+)
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.service.views.expected import ExpectedJob
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
@@ -95,15 +100,15 @@ def expected_jobs(state: State, now_s: float, *, ranged: bool = True) -> list[Ex
 
     Without ranges it takes a hundredth of the time.
     """
-    expectations = (forecast if ranged else quick_forecast)(
-        with_paces(replace(state, at_s=max(state.at_s, now_s)))
+    expectations = (make_forecast if ranged else make_quick_forecast)(
+        with_measured_paces(replace(state, at_s=max(state.at_s, now_s)))
     )
-    waits = Waits(state)
+    waits = WaitExplainer(state)
     rows = [_expected_job(job, expectations.get(job.id), waits) for job in state.live_jobs]
     return sorted(rows, key=lambda row: inf if row["start_s"] is None else row["start_s"])
 
 
-def _expected_job(job: Job, expected: Expected | None, waits: Waits) -> ExpectedJob:
+def _expected_job(job: Job, expected: JobForecast | None, waits: WaitExplainer) -> ExpectedJob:
     row = ExpectedJob(
         id=job.id,
         status=job.status.value,
@@ -114,7 +119,9 @@ def _expected_job(job: Job, expected: Expected | None, waits: Waits) -> Expected
         end_range_s=None,
         deadline_s=job.deadline_s,
         says_length=steps_left(job) is not None,
-        why=waits.why(job) if expected and job.status is JobStatus.QUEUED else shown_reason(job),
+        why=waits.explain_wait(job)
+        if expected and job.status is JobStatus.QUEUED
+        else describe_status_with_holder(job),
     )
     if expected and expected.knows_start:
         row["start_s"], row["start_range_s"] = expected.start_s, expected.start_range_s

@@ -22,8 +22,8 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
-from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.base.pending import pending
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
+from orchestrator.scheduling.base.pending import pending_code
 from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, device_seconds
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
 from orchestrator.specs.errors import ServiceError
@@ -138,7 +138,7 @@ def _job_metrics(figures: Figures) -> Iterator[Metric]:
         "status",
     )
     queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
-    reasons = Counter(pending(job, figures.at_s) for job in queued)
+    reasons = Counter(pending_code(job, figures.at_s) for job in queued)
     by_reason: Values = {(reason.value,): float(reasons[reason]) for reason in Pending}
     yield _gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
     oldest_s: Values = {(): min(job.submitted_at_s for job in queued)} if queued else {}
@@ -192,7 +192,7 @@ def _running_job_metrics(figures: Figures, live: Sequence[Running]) -> Iterator[
 
 
 def _device_metrics(state: State) -> Iterator[Metric]:
-    job_ids = holders(state)
+    job_ids = job_id_by_held_device(state)
     held_devices = Counter(node for node, _ in job_ids)
     unreadable_devices = Counter(
         node.name

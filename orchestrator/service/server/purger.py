@@ -25,7 +25,7 @@ from orchestrator.backends.attempts.ended_files import (
 )
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.scheduling.reports.comparison import compared_ids
+from orchestrator.scheduling.reports.comparison import list_compared_job_ids
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
 from orchestrator.specs.access import Principal, Role
@@ -295,7 +295,7 @@ def _needed_by_jobs(jobs: Iterable[Job], ended: Set[str]) -> dict[str, str]:
     needed = dict[str, str]()
     for job in jobs:
         if not job.status.ended:
-            compared = compared_ids(job) if job.spec.is_compared else ()
+            compared = list_compared_job_ids(job) if job.spec.is_compared else ()
             named = (_possible_ids(job.spec) | {*compared}) & ended
             needed |= dict.fromkeys(named, f"{job.id}, which has not ended, names its job")
     return needed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from orchestrator.scheduling.reports.waiting import Waits
+from orchestrator.scheduling.reports.waiting import WaitExplainer
 from orchestrator.service.intake.intake import local_zone
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
@@ -18,7 +18,7 @@ class Reasons:
     def __init__(self, state: Callable[[], State]) -> None:
         self._state, self._lock, self._zone = state, threading.Lock(), local_zone()
         self._of: State | None = None
-        self._waits = Waits(State(), self._zone)
+        self._waits = WaitExplainer(State(), self._zone)
         self._reasons: dict[str, str] = {}  # by job, of that state
 
     def explained(self, job: Job) -> Job:
@@ -28,16 +28,16 @@ class Reasons:
         with self._lock:
             waits = self._newest()
             if job.id not in self._reasons:
-                self._reasons[job.id] = waits.why(job)
+                self._reasons[job.id] = waits.explain_wait(job)
             return replace(job, reason=self._reasons[job.id])
 
     def sooner(self, job: Job) -> tuple[str, ...]:
         """Return sentences on when a job starts, and what would start it sooner; () if it waits for no devices."""
         with self._lock:
-            return self._newest().sooner(job)
+            return self._newest().list_remedies(job)
 
-    def _newest(self) -> Waits:
+    def _newest(self) -> WaitExplainer:
         state = self._state()
         if state is not self._of:
-            self._of, self._waits, self._reasons = state, Waits(state, self._zone), {}
+            self._of, self._waits, self._reasons = state, WaitExplainer(state, self._zone), {}
         return self._waits

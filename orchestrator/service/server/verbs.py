@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from orchestrator.scheduling.base.time_limits import spent_s, with_team_limit
+from orchestrator.scheduling.base.time_limits import total_run_time_s, with_team_limit
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import UpdateRequested
 from orchestrator.specs.job_record import Job, JobStatus
@@ -88,7 +88,7 @@ def update(settings: Sequence[Override], policy: PolicySpec) -> Change:
             raise SpecError(
                 "the deadline is over", source=job.id, path="deadline", got=str(spec.deadline)
             )
-        ran_s = spent_s(job, at_s)
+        ran_s = total_run_time_s(job, at_s)
         if (
             spec.time_limit is not None
             and spec.time_limit != job.spec.time_limit

@@ -62,9 +62,9 @@ class ComparisonView(TypedDict):
     """The strategies (ways to run a training) of one comparison, side by side."""
 
     name: str  # id of the first of its jobs
-    setup: JsonObject  # `comparison.Setup`, with the version of orc
+    setup: JsonObject  # `comparison.SharedSetup`, with the version of orc
     complete: bool  # every job has ended
-    rows: list[JsonObject]  # `comparison.Row` of each strategy
+    rows: list[JsonObject]  # `ComparisonRow` of each strategy
     verdict: str
     notes: list[str]  # what else differs, and what is not known
     picture: PictureView | None

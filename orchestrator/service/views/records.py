@@ -14,11 +14,11 @@ from typing_extensions import TypedDict
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Picture
-from orchestrator.scheduling.base.drain import suspensions
-from orchestrator.scheduling.base.sentences import shown_reason
-from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.scheduling.base.drain import list_active_suspensions
+from orchestrator.scheduling.base.sentences import describe_status_with_holder
+from orchestrator.scheduling.failures.observation import list_record_warnings
 from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
+from orchestrator.scheduling.reports.explain import explain_attempt, make_plan_chart
 from orchestrator.service.views.columns import column_values
 from orchestrator.service.views.expected import Range
 from orchestrator.specs.attempt import Attempt, Heartbeat, Placement
@@ -232,7 +232,11 @@ def job_view(
         name=job.spec.name,
         status=job.status.value,
         reason="; ".join(
-            (shown_reason(job), *([f"unwatched: {unwatched}"] if unwatched else []), *unread)
+            (
+                describe_status_with_holder(job),
+                *([f"unwatched: {unwatched}"] if unwatched else []),
+                *unread,
+            )
         ),
         asks="" if job.status.ended else job.asks,
         answer=dict(job.answer),
@@ -305,7 +309,7 @@ def attempt_view(spec: JobSpec, attempt: Attempt) -> AttemptView:
         else None,
         exit_codes=[end.exit_code for end in evidence.ranks],
         host_oom_kills=evidence.host_oom_kills,
-        warnings=list(warnings(attempt)),
+        warnings=list(list_record_warnings(attempt)),
     )
     return cast(AttemptView, view | column_values(attempt))
 
@@ -327,7 +331,7 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
 
 def explanation_view(state: State, job: Job, sooner: Sequence[str]) -> ExplanationView:
     """Return predictions, measurements and explanations of the job, with what would start it `sooner`."""
-    picture = picture_of(state, job)
+    picture = make_plan_chart(state, job)
     return ExplanationView(
         job=job_view(job, policy=state.policy),
         sooner=[*sooner],
@@ -362,7 +366,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
 
 
 def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) -> NodeView:
-    """Return the node as JSON, its device as in a cluster file; `holders` as returned by `held_devices.holders`."""
+    """Return the node as JSON, its device as in a cluster file; `holders` as in `job_id_by_held_device`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
     view = NodeView(
         name=node.name,
@@ -374,7 +378,7 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], state: State) 
         drained=node.name in state.drained,
         suspended=[
             SuspensionView(device=entry.device, until_s=entry.until_s, reason=entry.reason)
-            for entry in suspensions(state)
+            for entry in list_active_suspensions(state)
             if entry.node == node.name
         ],
         maintenance=list(node.maintenance),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from typing_extensions import TypedDict
 
-from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
-from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.scheduling.queue.fair_share import decayed_device_s_by_user, make_fair_tree
+from orchestrator.scheduling.scheduling_pass.quotas import count_devices_by_team
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
@@ -44,10 +44,11 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     if not policy.is_shared:
         return []
     jobs = state.live_jobs
-    tree = fair_tree(
-        policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values())
+    tree = make_fair_tree(
+        policy,
+        decayed_device_s_by_user(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()),
     )
-    held_devices = held_by_teams(policy, state.jobs.values())
+    held_devices = count_devices_by_team(policy, state.jobs.values())
     teams = {team.name: team for team in policy.teams} | {
         (default_team := policy.team_of("")).name: default_team
     }
@@ -65,7 +66,7 @@ def teams_view(state: State, now_s: float) -> list[TeamView]:
     for name, team in teams.items():
         members = sorted(
             (user for user in users if policy.team_of(user).name == name),
-            key=lambda u: (tree.place(u), u),
+            key=lambda u: (tree.place_of_user(u), u),
         )
         views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
         views_of_teams.append(

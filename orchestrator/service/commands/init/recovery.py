@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 from orchestrator.backends.text_templates import load_text_template
-from orchestrator.scheduling.options.probe import unmeasured_reason
+from orchestrator.scheduling.options.probe import why_not_probed
 from orchestrator.service.commands.init.meanings import meaning_of
 from orchestrator.service.commands.init.saved_files import SavedFile
 from orchestrator.service.commands.init.script_flags import NO_SCRIPT, Script
@@ -53,7 +53,7 @@ def verdict(spec: JobSpec, script: Script, framework: Framework | None, *, is_wh
         list(_other_ways(spec)),
         lambda name: _absence(name, script),
         _why_no_restart(spec, script, framework),
-        unmeasured_reason(spec) if is_judged else None,
+        why_not_probed(spec) if is_judged else None,
     )
 
 

@@ -29,8 +29,8 @@ from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.planning.render import script_command
 from orchestrator.planning.request import read_script
-from orchestrator.scheduling.options.asks import with_allowed
-from orchestrator.scheduling.reports.advice import ELSEWHERE, help_for
+from orchestrator.scheduling.options.asks import apply_permissions
+from orchestrator.scheduling.reports.advice import ELSEWHERE, advise_after_failure
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.launch.devices import Machine, find_machine, lock_of, read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
@@ -396,11 +396,11 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
         hints = (
             records.run["hints"] if failure is not None and failure.kind.shortage is None else ""
         )
-        return [f"what would help: {hints or help_for(failure, ELSEWHERE)}"]
+        return [f"what would help: {hints or advise_after_failure(failure, ELSEWHERE)}"]
     allowed = dict(job.answer)
     limit = allowed.get("allow")
     batch = allowed.get("global_batch_size")
-    spec = with_allowed(
+    spec = apply_permissions(
         job.spec, None if limit is None else str(limit), None if batch is None else int(batch)
     )
     other = Drive(Scheduler(records.drive.scheduler.state))

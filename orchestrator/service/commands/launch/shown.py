@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.scheduling.reports.morning import MorningReport, morning_report
-from orchestrator.scheduling.reports.provenance import provenance_of
+from orchestrator.scheduling.reports.morning import MorningReport, make_morning_report
+from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.service.commands.launch.core import settle
 from orchestrator.service.commands.launch.devices import read_holder
 from orchestrator.service.commands.launch.records import FOLDER, Records
@@ -46,7 +46,7 @@ def _lines(folder: Path) -> Iterator[Path]:
 def show_folder(folder: Path) -> JobView:
     """Return the last run of a folder. Raises SpecError."""
     job = read_records(folder).job
-    return {**job_view(job), "provenance": provenance_of(job.spec)}
+    return {**job_view(job), "provenance": describe_provenance(job.spec)}
 
 
 def explain_folder(folder: Path) -> ExplanationView:
@@ -59,4 +59,4 @@ def report_folder(folder: Path, since_s: float, until_s: float) -> MorningReport
     """Return the report of a folder's last run. Raises SpecError."""
     records = read_records(folder)
     jobs = [records.job] if records.job.status.ended else []
-    return morning_report(records.drive.scheduler.state, jobs, since_s, until_s, ())
+    return make_morning_report(records.drive.scheduler.state, jobs, since_s, until_s, ())

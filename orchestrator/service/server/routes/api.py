@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
-from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.held_devices import job_id_by_held_device
 from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.client.client import user_name
 from orchestrator.service.client.join_token import secret_of
@@ -311,7 +311,7 @@ def _add_cluster_routes(app: FastAPI, service: Service) -> None:
     @app.get("/cluster")
     def cluster(request: Request) -> ClusterAnswer:
         state = controller.state
-        job_ids = holders(state)
+        job_ids = job_id_by_held_device(state)
         return {
             "name": service.cluster,
             "trackers": {

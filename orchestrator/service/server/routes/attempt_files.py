@@ -15,7 +15,7 @@ from orchestrator.backends.attempts.durable import open_left
 from orchestrator.backends.attempts.ended_files import removal_words
 from orchestrator.backends.attempts.left_files import Reports, read_heartbeats
 from orchestrator.backends.redaction import hidden_bytes, mask
-from orchestrator.scheduling.base.sentences import reason_of
+from orchestrator.scheduling.base.sentences import describe_status
 from orchestrator.service.server.routes.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
@@ -44,13 +44,18 @@ def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -
         return _view_of(home, job, policy, problems)
     except Exception as error:  # the edge of a row: a list has other jobs
         log.exception("job %s cannot be shown", job.id)
-        reason = f"{reason_of(job)}; its attempts cannot be shown: {type(error).__name__}: {error}"
+        reason = (
+            f"{describe_status(job)}; its attempts cannot be shown: {type(error).__name__}: {error}"
+        )
         return job_view(replace(job, attempts=(), reason=reason), policy=policy)
 
 
 def _view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
     if problems and job.status is JobStatus.QUEUED:
-        return {**job_view(job, policy=policy), "reason": "; ".join((*problems, reason_of(job)))}
+        return {
+            **job_view(job, policy=policy),
+            "reason": "; ".join((*problems, describe_status(job))),
+        }
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         removed = removal_words(home, job.id) if job.status.ended else []

@@ -21,10 +21,10 @@ from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.backends.redaction import hidden_bytes
-from orchestrator.scheduling.reports.comparison import compared_ids, comparison
-from orchestrator.scheduling.reports.comparison_rows import curve_of
+from orchestrator.scheduling.reports.comparison import list_compared_job_ids, make_comparison
+from orchestrator.scheduling.reports.comparison_rows import parse_loss_curve
 from orchestrator.scheduling.reports.deadlines import late
-from orchestrator.scheduling.reports.provenance import provenance_of
+from orchestrator.scheduling.reports.provenance import describe_provenance
 from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.intake.intake import check_files, check_packages
 from orchestrator.service.server.access.ownership import may_change
@@ -198,7 +198,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
         version = controller.version  # first: nothing is missed
         job = service.reasons.explained(job_of(controller, job_id))
         view = view_of(service.home, job, controller.state.policy, controller.health.delays())
-        view["provenance"] = provenance_of(job.spec)
+        view["provenance"] = describe_provenance(job.spec)
         return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation")
@@ -214,8 +214,8 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
     def compared(job_id: str, request: Request) -> ComparisonView:
         """Return the strategies of a comparison, by the id of any of its jobs."""
         jobs = _compared_jobs(service, job_of(service.controller, job_id))
-        curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
-        strategies = comparison(service.controller.state, jobs, curves)
+        curves = {job.id: parse_loss_curve(metric_lines(service.home, job)) for job in jobs}
+        strategies = make_comparison(service.controller.state, jobs, curves)
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
         link = links.of(address, comparison_key(jobs[0]), ran) if address and ran else None
@@ -412,4 +412,4 @@ def _compared_jobs(service: Service, job: Job) -> list[Job]:
     """Return the jobs of the comparison to which the job belongs. Raises ServiceError where it belongs to none."""
     if not job.spec.is_compared:
         raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
-    return [job_of(service.controller, job_id) for job_id in compared_ids(job)]
+    return [job_of(service.controller, job_id) for job_id in list_compared_job_ids(job)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from orchestrator.scheduling.options.asks import with_allowed
+from orchestrator.scheduling.options.asks import apply_permissions
 from orchestrator.service.intake.intake import check_files
 from orchestrator.service.server.retry import changed_files, check_retry, continuation, retry_spec
 from orchestrator.service.server.routes.answers import ChangedAnswer, RetriedAnswer, answers
@@ -58,7 +58,7 @@ def add_verb_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         job = team_job(controller, job_id, sender, "retry")
         settings = tuple(request.settings.items())
         if job.asks and not job.status.ended and not settings:
-            allowed = with_allowed(
+            allowed = apply_permissions(
                 job.spec, request.allow, request.global_batch_size, request.learning_rate
             )
             controller.retry(job_id, allowed)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
-from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
+from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, make_sweep_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.polling import poll_until
 from orchestrator.service.server.sweeps.study import Study
@@ -142,7 +142,7 @@ class Sweeper:
                 for number, curve in dict(running.curves).items()
                 if curve.last is not None
             }
-        report = sweep_report(
+        report = make_sweep_report(
             sweep_id, ended, jobs, values, self._controller.state, self._controller.now_s()
         )
         if ended and not report.live:
