@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import launcher as module
-from orchestrator.backends.attempts.durable import read_epoch, write_durably
+from orchestrator.backends.attempts.durable import read_attempt_number, write_durably
 from orchestrator.backends.attempts.launcher import (
     Launcher,
-    free_port,
-    oom_kills,
+    count_oom_kills,
+    find_free_port,
 )
 from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, mark_of
 from orchestrator.backends.attempts.system_metrics import Watched
@@ -138,7 +138,7 @@ def test_an_attempt_older_than_the_epoch_is_refused(folder: AttemptFolder) -> No
 def test_ranks_end_when_a_newer_attempt_appears(folder: AttemptFolder) -> None:
     launcher = launcher_of(folder, number=1)
     launcher.start(ranks_of("deaf"), "/")
-    assert read_epoch(folder.path.parents[1] / "epoch") == 0
+    assert read_attempt_number(folder.path.parents[1] / "epoch") == 0
     write_durably(folder.path.parents[1] / "epoch", "2")
     assert await_end(launcher)["exit_codes"] == {0: -9}
 
@@ -274,10 +274,10 @@ def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path
 
 
 def test_ports_are_below_the_ephemeral_range_and_differ() -> None:
-    ports = {free_port() for _ in range(20)}
+    ports = {find_free_port() for _ in range(20)}
     assert len(ports) > 10
     assert all(port < 32768 for port in ports)
 
 
 def test_the_kernels_counter_is_read() -> None:
-    assert oom_kills() >= 0
+    assert count_oom_kills() >= 0

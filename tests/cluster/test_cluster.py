@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.attempts.durable import read_epoch
+from orchestrator.backends.attempts.durable import read_attempt_number
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.journal.ownership import LEASE_S
 from orchestrator.service.intake.intake import read_job
@@ -328,7 +328,7 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
     assert not late, f"the holder that was cut off acted: {late}"
     for job in jobs:
         only_after_a_loss(job)
-        assert read_epoch(JobFolder(cluster.home, job["id"]).epoch) == len(job["attempts"])
+        assert read_attempt_number(JobFolder(cluster.home, job["id"]).epoch) == len(job["attempts"])
     with closing(Journal(cluster.dsn, reads_only=True)) as journal:
         assert overlaps(journalled_spans(list(journal.ended(1000)), list(journal.events()))) == []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import left_files
-from orchestrator.backends.attempts.evidence import Ending, collect, end_of, write_ending
+from orchestrator.backends.attempts.evidence import Ending, collect_evidence, rank_end, write_ending
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.log_scan import CALM_LINES, LogScan, read_log
 from orchestrator.scheduling.failures.verdict import judge
@@ -171,7 +171,7 @@ def test_lines_that_are_passed_over_change_no_diagnosis(
     scan = LogScan(log=path.name)
     for offset, line in left_files.log_lines(path):
         scan.feed(line, offset)
-    expected = end_of(path, 0, 1, scan, scan.findings)
+    expected = rank_end(path, 0, 1, scan, scan.findings)
     for block_bytes in (2000, 5000, 16384):
         monkeypatch.setattr(left_files, "BLOCK_BYTES", block_bytes)
         assert work._end_of(path, 0, 1) == expected
@@ -366,7 +366,7 @@ def test_the_folder_of_an_attempt_is_judged_as_the_service_judges_it(
     placement = (NodeDevices(node="n0", devices=tuple(range(ranks))),)
     record = job(script_spec(launch="ranks"))
     ended = replace(attempt(), placement=placement, ended_at_s=0.0, launched_at_s=0.0)
-    evidence = collect(record.spec, ended, jobs, ending)
+    evidence = collect_evidence(record.spec, ended, jobs, ending)
     failure = classify(record, ended, evidence)
     if failure is not None:
         failure = judge(record, replace(ended, evidence=evidence), failure, (), ())

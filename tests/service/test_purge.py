@@ -19,10 +19,10 @@ from orchestrator.backends.attempts.ended_files import (
     TRASH,
     Part,
     Removal,
+    describe_removals,
     empty_trash,
-    parts_of,
-    removal_words,
-    remove,
+    list_removable_parts,
+    move_to_trash,
 )
 from orchestrator.backends.journal.history import Codec
 from orchestrator.cli import main
@@ -187,7 +187,9 @@ def test_only_listed_parts_of_ended_jobs_go_and_a_dry_run_lists_them_and_removes
             assert (folder.output / "model" / "weights").is_file()
     if keep.budget is not None and real.beyond_bytes:  # nothing more could go
         rest = [
-            part for job in FREE for part in parts_of(home, job, "succeeded", 0.0, lambda: None)
+            part
+            for job in FREE
+            for part in list_removable_parts(home, job, "succeeded", 0.0, lambda: None)
         ]
         assert {part.kind for part in rest if part.job != "lm-4"} <= {"results"}
         assert not [part for part in rest if part.job == "lm-4"]
@@ -265,8 +267,8 @@ class Step:
 
 
 def remove_all(home: Path) -> None:
-    for part in parts_of(home, "lm-1", "succeeded", 0.0, lambda: None):
-        remove(
+    for part in list_removable_parts(home, "lm-1", "succeeded", 0.0, lambda: None):
+        move_to_trash(
             home,
             part,
             Removal(at_s=0.0, why="keep.logs: 0s", by="keep", size_bytes=part.size_bytes),
@@ -284,11 +286,11 @@ def test_a_kill_at_any_step_leaves_a_home_that_the_next_pass_completes(tmp_path:
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         left = {path for path in tree(home) if "lm-1" in path}
-        for sentence in removal_words(home, "lm-1"):
+        for sentence in describe_removals(home, "lm-1"):
             assert not any(path.startswith(f"jobs/lm-1/{sentence.split()[0]}/") for path in left)
         remove_all(home)
         assert tree(home) == {"journal.sqlite", *others}
-        assert len(removal_words(home, "lm-1")) == 3
+        assert len(describe_removals(home, "lm-1")) == 3
         assert not [*(home / TRASH).iterdir()]
         if status == 0:
             break
@@ -305,7 +307,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     (folder.attempt(1).path / "link").symlink_to(outside)
     (home / TRASH).mkdir()
     (home / TRASH / f"lm-9.{'0' * 16}").symlink_to(outside)
-    parts = parts_of(home, "lm-1", "succeeded", 0.0, lambda: None)
+    parts = list_removable_parts(home, "lm-1", "succeeded", 0.0, lambda: None)
     assert [part.path for part in parts] == ["attempts"]
     planted = Part(
         job="lm-1",
@@ -315,7 +317,7 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
         ended_at_s=0.0,
     )
     with pytest.raises(OSError, match="Not a directory"):
-        remove(home, planted, Removal(at_s=0.0, why="", by="", size_bytes=0))
+        move_to_trash(home, planted, Removal(at_s=0.0, why="", by="", size_bytes=0))
     remove_all(home)
     assert {path.name for path in outside.rglob("*")} == {
         "step-00000001",
@@ -432,6 +434,8 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
         stop(home, force=True)
     start(home, None, None)  # its first pass is seconds after the start
     try:
-        until(lambda: bool(removal_words(home, again)), "the service has purged by itself", 60.0)
+        until(
+            lambda: bool(describe_removals(home, again)), "the service has purged by itself", 60.0
+        )
     finally:
         stop(home, force=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from orchestrator.backends.attempts.durable import open_left, read_json
+from orchestrator.backends.attempts.durable import open_untrusted, read_json
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.report_bounds import bounded_values
 from orchestrator.specs.run import AttemptFolder
@@ -91,7 +91,7 @@ def read_reports(
 def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
     """Return a rank's exit code, or minus the signal; None where none can be read."""
     try:
-        with open_left(folder.exit_code(rank)) as file:
+        with open_untrusted(folder.exit_code(rank)) as file:
             code = int(file.read(EXIT_CODE_BYTES_MAX))
     except (OSError, ValueError):
         return None
@@ -113,7 +113,7 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
     Of a log above LOG_BYTES_MAX the middle is left out: its beginning and its end tell the cause.
     """
     try:
-        with open_left(path) as log:
+        with open_untrusted(path) as log:
             size = os.fstat(log.fileno()).st_size
             offset = 0
             rest = b""
@@ -150,7 +150,7 @@ def log_blocks(path: Path) -> Iterator[tuple[int, bytes]]:
 def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
     """Return the last `size` bytes of a log as text; "" where there is none."""
     try:
-        with open_left(path) as log:
+        with open_untrusted(path) as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - size))
             return log.read(size).decode("utf-8", errors="replace")
     except OSError:

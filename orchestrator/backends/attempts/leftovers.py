@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left, read_json
+from orchestrator.backends.attempts.durable import open_untrusted, read_json
 from orchestrator.backends.attempts.process_census import MARK, marked_processes
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
@@ -36,7 +36,7 @@ def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> No
 def _swap_folder(path: Path) -> Path | None:
     """The swap folder of a run that this service described; None for a script, or a file of somebody else's."""
     try:
-        with open_left(path) as file:
+        with open_untrusted(path) as file:
             is_ours = os.fstat(file.fileno()).st_uid == os.geteuid()
         return training_run_from_json(read_json(path)).swap_folder if is_ours else None
     except (OSError, ValueError, TypeError, LookupError, AttributeError):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 
@@ -19,6 +19,6 @@ def metric_lines(home: Path, job: Job) -> Iterator[str]:
     for attempt in job.attempts:
         with (
             suppress(OSError),
-            open_left(JobFolder(home, job.id).attempt(attempt.number).metrics) as file,
+            open_untrusted(JobFolder(home, job.id).attempt(attempt.number).metrics) as file,
         ):
             yield from (line.decode(errors="replace") for line in islice(file, LINES_MAX))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.left_files import read_heartbeats
 from orchestrator.backends.attempts.script_output import OWN_ACCESS, FileAccess, last_saved_s
 from orchestrator.scheduling.failures.meeting import lone_ranks
@@ -46,7 +46,7 @@ class LogCounter:
         for path in logs:
             offset, rest = self._read.get(path, (0, b""))
             try:
-                with open_left(path) as log:
+                with open_untrusted(path) as log:
                     log.seek(offset)
                     new = log.read(READ_BYTES_MAX)
             except OSError:

@@ -9,8 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from orchestrator.backends.attempts.durable import Fence, write_durably
-from orchestrator.backends.attempts.identity import access_of, hand_over, identity_of
-from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
+from orchestrator.backends.attempts.identity import file_access, find_identity, hand_files_to_user
+from orchestrator.backends.attempts.launch_request import (
+    LaunchNode,
+    LaunchRequest,
+    build_launch_request,
+)
 from orchestrator.backends.attempts.ports import LauncherGroup
 from orchestrator.backends.attempts.script_output import (
     OWN_ACCESS,
@@ -61,14 +65,14 @@ def start_ranks(
     if missing:
         raise OrchestratorError(f"secret {missing[0]} is not in the environment of the service")
     try:
-        identity = identity_of(job.user, users, job.id)
+        identity = find_identity(job.user, users, job.id)
     except SpecError as error:
         raise StartFailed(str(error), no_program=True) from None
     folder = JobFolder(home, job.id).attempt(attempt.number)
     if job.continues_from is not None and not attempt.probe:
         take_over_checkpoint(job, home)
     port = _master_port(folder, group, attempt.placement[0].node)
-    request = request_of(job, attempt, home, nodes, port, python, access_of(job, users, python))
+    request = request_of(job, attempt, home, nodes, port, python, file_access(job, users, python))
     handed = {
         **matching(os.environ, inherit_env),
         **{name: os.environ[name] for name in request.secrets},
@@ -76,7 +80,7 @@ def start_ranks(
     write_files(request)
     final: dict[str, str] = {}
     if identity is not None:
-        hand_over(identity, home, job, attempt.number, request)
+        hand_files_to_user(identity, home, job, attempt.number, request)
         handed = {**identity.variables(home), **handed}
         final = identity.final_variables(home)
     if request.before is not None:
@@ -132,7 +136,7 @@ def request_of(
         if spec.config is None
         else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
     )
-    return launch_request(
+    return build_launch_request(
         job,
         attempt,
         home,

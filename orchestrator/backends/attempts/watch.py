@@ -14,15 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from orchestrator.backends.attempts.durable import DISK_AWAY, Fence, read_epoch, write_durably
+from orchestrator.backends.attempts.durable import (
+    DISK_AWAY,
+    Fence,
+    read_attempt_number,
+    write_durably,
+)
 from orchestrator.backends.attempts.evidence import (
     Ending,
-    collect,
-    first_ended,
+    collect_evidence,
+    first_failed_rank,
     read_ending,
     write_ending,
 )
-from orchestrator.backends.attempts.identity import access_of
+from orchestrator.backends.attempts.identity import file_access
 from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.launcher import (
     GRACE_AFTER_FAILURE_S,
@@ -231,7 +236,9 @@ class AttemptWatch:
     def _finish(self, ending: Ending) -> None:
         self._insist(self._confirm)
         self._insist(lambda: write_ending(self._folder, ending))
-        collected = collect(self._job.spec, self._attempt, self._jobs, ending, self._access())
+        collected = collect_evidence(
+            self._job.spec, self._attempt, self._jobs, ending, self._access()
+        )
         evidence = without_secrets(collected, self._job.spec, os.environ)
         at_s = self._world.clock()
         self._emit(
@@ -241,7 +248,7 @@ class AttemptWatch:
 
     def _access(self) -> FileAccess:
         """Return the rights by which the job's files are searched: those of its own user."""
-        return access_of(self._job, self._world.users, self._world.python)
+        return file_access(self._job, self._world.users, self._world.python)
 
     def _remove(self) -> None:
         try:
@@ -304,7 +311,7 @@ class AttemptWatch:
         return group
 
     def _place(self) -> LauncherGroup | Ending:
-        newest = read_epoch(self._jobs.epoch)
+        newest = read_attempt_number(self._jobs.epoch)
         if newest > self._attempt.number:
             return Ending(launch_error=f"attempt {newest} of this job exists already")
         live = self._world.nodes.live()
@@ -431,7 +438,7 @@ class AttemptWatch:
         first = (
             min(firsts, key=lambda failure: failure[1])[0]
             if firsts
-            else first_ended(self._folder, self._started)
+            else first_failed_rank(self._folder, self._started)
         )
         errors = [
             status["error"]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.durable import open_to_append
-from orchestrator.backends.attempts.launcher import Launcher, begins_afresh
+from orchestrator.backends.attempts.launcher import Launcher, rank_preexec_hook
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.specs.run import AttemptFolder
 
@@ -157,17 +157,17 @@ class Foreground(Launcher):
     def _fork(self, *_: Any) -> str:
         return "it shares the caller's streams"
 
-    def _inherited_env(self) -> dict[str, str]:
+    def _inherited_variables(self) -> dict[str, str]:
         return dict(os.environ)
 
-    def _streams(self, _log: BinaryIO) -> dict[str, Any]:
+    def _stream_arguments(self, _log: BinaryIO) -> dict[str, Any]:
         if self.terminal is None:
             return {}
         streams = zip((0, 1, 2), ("stdin", "stdout", "stderr"), strict=True)
         return {name: self.terminal.rank_side for stream, name in streams if os.isatty(stream)}
 
-    def _before_exec(self) -> Callable[[], None]:
-        afresh = begins_afresh()
+    def _preexec_hook(self) -> Callable[[], None]:
+        afresh = rank_preexec_hook()
         terminal = self.terminal
 
         def hook() -> None:
@@ -182,7 +182,7 @@ class Foreground(Launcher):
             super()._notice_failure()
             return
         for rank in self._ranks.values():
-            if self._any(self._folder.oom, rank.number):
+            if self._has_report(self._folder.oom, rank.number):
                 self._kill_within(GRACE_S)
 
 

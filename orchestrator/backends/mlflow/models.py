@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.backends.attempts.launcher import dies_with_parent
+from orchestrator.backends.attempts.launcher import die_with_parent_hook
 from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, files_of
 from orchestrator.backends.mlflow.server import PASSED_ON
 from orchestrator.backends.ports import Lookups
@@ -107,7 +107,7 @@ class Outputs:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=dies_with_parent(),
+                preexec_fn=die_with_parent_hook(),
             )
         self._current = copy
         self._until_s = time.monotonic() + COPY_S

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.backends.attempts.launcher import free_port
+from orchestrator.backends.attempts.launcher import find_free_port
 from orchestrator.backends.environment import inherited
 from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.backends.ray.lean import PLAINLY
@@ -105,7 +105,7 @@ def start(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:
     state = read_state(home)
     if state is None or find(home) is None:
         stop(home)
-        state = _new_state(f"{host}:{free_port()}", host)
+        state = _new_state(f"{host}:{find_free_port()}", host)
     nodes = [(name, node) for node in cluster.nodes for name in node.names]
     _start_missing(home, HEAD, state, nodes, has_head=False)
     return str(state["address"])

@@ -24,7 +24,7 @@ from orchestrator.backends.attempts.launcher import (
     BEFORE_TIMEOUT_S,
     LauncherStatus,
     RankStart,
-    dies_with_parent,
+    die_with_parent_hook,
 )
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
@@ -172,7 +172,7 @@ class Link:
                     env={**inherited(os.environ), **matching(os.environ, RAYS)},
                     pass_fds=[far.fileno()],
                     stdin=subprocess.DEVNULL,
-                    preexec_fn=dies_with_parent(),
+                    preexec_fn=die_with_parent_hook(),
                 )
             agent = _Agent(process, channel)
             try:

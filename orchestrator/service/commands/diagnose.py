@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from orchestrator.backends.attempts.evidence import collect_folder, end_of, feed_log
+from orchestrator.backends.attempts.evidence import collect_folder_evidence, feed_log, rank_end
 from orchestrator.backends.attempts.left_files import CHUNK_BYTES, LOG_TAIL_BYTES
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.endings import read_exceptions
@@ -92,7 +92,7 @@ def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) ->
 
 def _diagnose_folder(folder: Path) -> Diagnosis:
     files = AttemptFolder(folder)
-    evidence = collect_folder(files)
+    evidence = collect_folder_evidence(files)
     paths = [files.log(end.rank) for end in evidence.ranks]
     return _describe(paths, paths, evidence)
 
@@ -300,7 +300,7 @@ def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
     project = project_of(path)
     scan = LogScan(log=path.name, markers=project.phases if project is not None else {})
     feed_log(scan, path)
-    return end_of(path, rank, exit_code, scan, scan.findings)
+    return rank_end(path, rank, exit_code, scan, scan.findings)
 
 
 def _placeholder_attempt() -> tuple[Job, Attempt]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.backends.attempts.durable import open_left
+from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.identity import ENTER, USERS
 from orchestrator.backends.attempts.system_metrics import memory_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
@@ -289,7 +289,7 @@ def _starts(home: Path) -> Result | None:
         return None
     lines: list[str] = []
     for path in paths[-STARTS_SHOWN:]:
-        with open_left(path) as file:
+        with open_untrusted(path) as file:
             lines += file.read(STARTS_BYTES_MAX).decode(errors="replace").splitlines()
     newest = [line.partition(": ")[2] for line in lines[-STARTS_SHOWN:]]
     others = [how for how in newest if how != "forked"]

@@ -19,8 +19,8 @@ from orchestrator.backends.attempts.ended_files import (
     Part,
     Removal,
     empty_trash,
-    parts_of,
-    remove,
+    list_removable_parts,
+    move_to_trash,
     size_bytes,
 )
 from orchestrator.backends.journal.accounts import Accounts
@@ -166,7 +166,7 @@ class Purger:
             if path.is_symlink() or jobs.is_symlink():
                 purge.stay("its folder is behind a link", total_bytes)
             elif path.name in ends and path.name not in needed:
-                spare += parts_of(self._home, path.name, *ends[path.name], tick)
+                spare += list_removable_parts(self._home, path.name, *ends[path.name], tick)
             elif path.name in self._controller.state.jobs:
                 purge.stay("its job has not ended", total_bytes)
             else:
@@ -240,7 +240,7 @@ class Purger:
                 at_s=self._controller.now_s(), why=why, by=by.name, size_bytes=part.size_bytes
             )
             try:
-                remove(self._home, part, removal)
+                move_to_trash(self._home, part, removal)
             except OSError as error:
                 purge.failed[f"{part.job}/{part.path}"] = error.strerror or str(error)
                 continue

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.backends.attempts.durable import write_durably
-from orchestrator.backends.attempts.evidence import Ending, collect, read_ending
+from orchestrator.backends.attempts.evidence import Ending, collect_evidence, read_ending
 from orchestrator.backends.attempts.launch_request import LaunchNode, RankRequest
-from orchestrator.backends.attempts.launcher import free_port
+from orchestrator.backends.attempts.launcher import find_free_port
 from orchestrator.backends.attempts.leftovers import mark_of
 from orchestrator.backends.attempts.output_scan import SearchResult
 from orchestrator.backends.attempts.script_output import FileAccess
@@ -229,7 +229,7 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
     nodes = {node.name: node}
     access = _access(records)
     request = request_of(
-        launch.job, attempt, records.home, nodes, free_port(), sys.executable, access
+        launch.job, attempt, records.home, nodes, find_free_port(), sys.executable, access
     )
     if records.writes:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ def settle(records: Records) -> int:
     ending = read_ending(records.folder.attempt(attempt.number)) or Ending(stopped=True)
     if ending.stopped:
         records.tell(UpdateRequested(job_id=job.id, spec=job.spec, held_by=HOLDER, at_s=now_s))
-    evidence = collect(job.spec, attempt, records.folder, ending, _access(records))
+    evidence = collect_evidence(job.spec, attempt, records.folder, ending, _access(records))
     evidence = without_secrets(evidence, job.spec, os.environ)
     if ending.stopped and not evidence.heartbeats:  # our signal, which no guard saw come
         evidence = replace(evidence, heartbeats=(TOLD_TO_END,))

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from orchestrator.backends.attempts.ended_files import removal_words
-from orchestrator.backends.attempts.identity import identity_of
+from orchestrator.backends.attempts.ended_files import describe_removals
+from orchestrator.backends.attempts.identity import find_identity
 from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
@@ -279,7 +279,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             raise UnknownError(
                 f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}"
             )
-        if removed := removal_words(service.home, job_id, "attempts"):
+        if removed := describe_removals(service.home, job_id, "attempts"):
             raise UnknownError(f"{job_id}: {removed[0]}")
         return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(
             job.spec, os.environ
@@ -373,7 +373,7 @@ def requested_job(
     spec = job_from_data(request.spec, source)
     check_packages(spec, source)
     if sender.is_owner:
-        identity_of(spec.user or "", service.users, source)
+        find_identity(spec.user or "", service.users, source)
         return _first_trial(spec, service.sweeper), fault
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
@@ -383,7 +383,7 @@ def requested_job(
         )
     spec = with_paths(spec, uploads.resolved)
     check_files(spec, source)
-    identity_of(sender.name, service.users, source)
+    find_identity(sender.name, service.users, source)
     return _first_trial(spec.model_copy(update={"user": sender.name}), service.sweeper), fault
 
 
