@@ -22,7 +22,7 @@ from orchestrator.backends.attempts import launcher, watch
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect_evidence
-from orchestrator.backends.attempts.leftovers import clean_up, mark_of
+from orchestrator.backends.attempts.leftovers import clean_up, process_mark
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.scheduling.failures.classify import classify
@@ -205,7 +205,7 @@ def test_a_description_of_a_run_that_nobody_can_read_ends_no_cleaning_up(
 ) -> None:
     folder = AttemptFolder(tmp_path)
     folder.run.write_text(text)
-    mark = mark_of(folder, "n0")
+    mark = process_mark(folder, "n0")
     left = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark})
     try:
         until(lambda: mark.encode() in Path(f"/proc/{left.pid}/environ").read_bytes(), "its mark")

@@ -23,7 +23,7 @@ from orchestrator.backends.attempts.forks import (
 )
 from orchestrator.backends.attempts.launcher import RUN_AS, Launcher, LauncherStatus
 from orchestrator.backends.attempts.leftovers import clean_up
-from orchestrator.backends.attempts.process_census import marked_processes
+from orchestrator.backends.attempts.process_census import iterate_marked_processes
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.environment import base_env, matching
 from orchestrator.specs.device_kind import DeviceKind
@@ -239,7 +239,7 @@ def test_a_forked_rank_and_its_daemons_are_processes_of_the_attempt(tmp_path: Pa
     status = start(launcher, tmp_path, STRANDED)
     rank, daemon = pid_of(tmp_path, "rank"), pid_of(tmp_path, "daemon")
     assert status["pids"] == {0: rank}
-    marked = {int(entry.name) for entry in marked_processes(mark_of(tmp_path), ())}
+    marked = {int(entry.name) for entry in iterate_marked_processes(mark_of(tmp_path), ())}
     assert marked == {rank, daemon}
     launcher.abort(0)
     assert await_end(launcher)["exit_codes"] == {0: -signal.SIGKILL}

@@ -19,7 +19,7 @@ from orchestrator.backends.attempts.launcher import (
     count_oom_kills,
     find_free_port,
 )
-from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, mark_of
+from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, process_mark
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray import connection
 from orchestrator.specs.choices import Engine, Offload, OffloadTarget, ZeroStage
@@ -203,7 +203,9 @@ def test_ranks_die_with_their_launcher(folder: AttemptFolder) -> None:
 def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_path: Path) -> None:
     """Two services on one machine, or on one Ray, both with a job fits-1: neither takes up or kills the other's."""
     first_home, two = tmp_path / "one", tmp_path / "two"
-    marks = {mark_of(JobFolder(home, "fits-1").attempt(1), "local") for home in (first_home, two)}
+    marks = {
+        process_mark(JobFolder(home, "fits-1").attempt(1), "local") for home in (first_home, two)
+    }
     assert len(marks) == 2
     assert connection.namespace(first_home) != connection.namespace(two)
     assert connection.namespace(first_home) == connection.namespace(first_home)

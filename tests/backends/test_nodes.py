@@ -87,27 +87,27 @@ def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_t
             )
             for index, free_or_none in enumerate(free)
         )
-        watch.see(node, NvmlReading(devices=tuple(devices)), 0.0)
+        watch.record_reading(node, NvmlReading(devices=tuple(devices)), 0.0)
 
     see(1001, None)
-    assert watch.free_before(parts) == (), "one of them is lost"
+    assert watch.free_bytes_before(parts) == (), "one of them is lost"
     see(1002, 2002)
-    watch.occupy(parts)
+    watch.occupy_devices(parts)
     see(3, 4)
-    assert watch.free_before(parts) == (2002, 1002), "in the order of the ranks"
+    assert watch.free_bytes_before(parts) == (2002, 1002), "in the order of the ranks"
 
 
 def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_tells() -> None:
     cluster = spec(node_spec("a"))
     node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
     watch, parts = NodeWatch(cluster, LocalNodes(cluster)), [("a", 0), ("a", 1)]
-    watch.occupy(parts)
+    watch.occupy_devices(parts)
 
     def idle_for_s(at_s: float, *busy: int | None) -> float:
         devices = tuple(
             NvmlDevice(index=index, busy_percent=percent) for index, percent in enumerate(busy)
         )
-        watch.see(node, NvmlReading(devices=devices), at_s)
+        watch.record_reading(node, NvmlReading(devices=devices), at_s)
         return watch.idle_for_s(parts)
 
     assert idle_for_s(0.0, 0, 0) == 0.0, "nothing has computed yet: it may be loading"
@@ -116,7 +116,7 @@ def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_te
     assert idle_for_s(30.0, 100, 100) == 0.0
     assert idle_for_s(40.0, 100, 0) == 10.0, "one rank is gone, the other waits for it"
     assert idle_for_s(50.0, None, None) == 10.0, "who does not tell is no idler for it"
-    watch.occupy(parts)
+    watch.occupy_devices(parts)
     assert idle_for_s(60.0, 0, 0) == 0.0, "another attempt"
 
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_read_is_a_fact_of_the_device_also_while_it_is_busy(
     nodes = BreakingNodes(cluster)
     watch = NodeWatch(cluster, nodes)
     for parts in ((), [("a", 0), ("a", 1)]):
-        watch.occupy(parts)
+        watch.occupy_devices(parts)
         for nodes.reading in (reading, NvmlReading(devices=(OK, OK_TOO))):
             watch._probed_at_s.clear()
             (current,) = watch.refresh()

@@ -181,4 +181,4 @@ def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None
 def test_small_changes_of_free_memory_are_no_news(
     reported: int | None, read: int, tells: int
 ) -> None:
-    assert nodes.debounced_bytes(reported, read) == tells
+    assert nodes.debounce_free_bytes(reported, read) == tells

@@ -63,7 +63,7 @@ def free_of(reader: Reader) -> tuple[int, ...]:
 def nothing_is_left(launch: Launch) -> bool:
     return (
         launch.attempt.name not in group_names()
-        and not ray_launchers.RayLaunchers().find(launch.attempt).nodes
+        and not ray_launchers.RayLaunchers().find_launchers(launch.attempt).nodes
     )
 
 

@@ -169,7 +169,7 @@ def test_lines_that_are_passed_over_change_no_diagnosis(
         )
     path = write(tmp_path / "log", "".join(map(str, parts)))
     scan = LogScan(log=path.name)
-    for offset, line in left_files.log_lines(path):
+    for offset, line in left_files.iterate_log_lines(path):
         scan.feed(line, offset)
     expected = rank_end(path, 0, 1, scan, scan.findings)
     for block_bytes in (2000, 5000, 16384):

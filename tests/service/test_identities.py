@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
-from orchestrator.backends.attempts.left_files import log_tail, read_exit_code
+from orchestrator.backends.attempts.left_files import read_exit_code, read_log_tail
 from orchestrator.service.client.client import Client, process_is_alive, user_name
 from orchestrator.service.client.lifecycle import prepare, start, stop
 from orchestrator.service.intake.intake import read_job
@@ -195,7 +195,7 @@ def test_a_link_or_a_pipe_that_a_rank_planted_is_neither_read_nor_written_throug
         assert last_curves(tmp_path, "lm-1", 1).loss == []
         assert read_exit_code(folder, 0) is None
         assert read_from(planted, 0, ()) == b""
-        assert log_tail(planted) == ""
+        assert read_log_tail(planted) == ""
         with pytest.raises(OSError, match=r"Too many levels|No such device"):
             open_to_append(planted)
     (tmp_path / f"rank0.rc.{os.getpid()}.{threading.get_ident()}.tmp").symlink_to(secret)

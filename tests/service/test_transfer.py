@@ -405,7 +405,7 @@ def test_a_member_fetches_output_of_its_own_team_only_and_nothing_beside_it(
 def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     world: World, project: Path, tmp_path: Path
 ) -> None:
-    from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
+    from orchestrator.backends.attempts.workdir import copy_upload, relocate_uploads
 
     ada = world.by(Role.MEMBER)
     digest, data = pack_folder(project)
@@ -414,7 +414,7 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     job, folder = world.controller.state.jobs[job_id], JobFolder(world.home, job_id)
     folder.path.mkdir(parents=True)
     copy_upload(job, world.home)
-    workdir = with_own_workdir(job, world.home).spec.workdir
+    workdir = relocate_uploads(job, world.home).spec.workdir
     assert workdir == str(folder.workdir)
     (folder.workdir / "src" / "model.pt").write_text("weights")
     (folder.workdir / "go.sh").write_text("changed")
@@ -438,7 +438,7 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
 def test_an_upload_is_found_in_a_home_that_was_restored_elsewhere(
     world: World, project: Path, tmp_path: Path
 ) -> None:
-    from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
+    from orchestrator.backends.attempts.workdir import copy_upload, relocate_uploads
 
     ada, restored = world.by(Role.MEMBER), tmp_path / "restored"
     digest, data = pack_folder(project)
@@ -451,7 +451,7 @@ def test_an_upload_is_found_in_a_home_that_was_restored_elsewhere(
     (world.home / "uploads").rename(restored / "uploads")
     JobFolder(restored, job.id).path.mkdir(parents=True)
     copy_upload(job, restored)
-    moved = with_own_workdir(job, restored).spec
+    moved = relocate_uploads(job, restored).spec
     assert moved.workdir == str(JobFolder(restored, job.id).workdir)
     assert (Path(moved.workdir) / "train.py").read_text() == "print('hi')"
     assert all(Path(path).is_file() for path in moved.data.text)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launcher import Launcher
 from orchestrator.backends.attempts.nodes import NodeWatch
-from orchestrator.backends.attempts.watch import AttemptWatch, World
+from orchestrator.backends.attempts.watch import AttemptWatch, WatchContext
 from orchestrator.backends.local import drive as local
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec, idle_nodes
@@ -114,7 +114,7 @@ class Drive:
     def _drive_attempt(self, job: Job, planned: Attempt) -> Evidence:
         """Drive an attempt on one node by the production's AttemptWatch; raise Overrun."""
         events: list[Event] = []
-        world = World(
+        world = WatchContext(
             home=self.home,
             python=sys.executable,
             nodes=NodeWatch(self.nodes, LocalNodes(self.nodes)),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.attempts.program import interpreter_of
+from orchestrator.backends.attempts.program import read_interpreter
 from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
@@ -67,7 +67,7 @@ def test_the_proposal_for_litgpt_recovers_with_the_accumulation_that_it_derives(
     tmp_path: Path,
 ) -> None:
     needs("litgpt")
-    python = interpreter_of(Path(str(shutil.which("litgpt"))))
+    python = read_interpreter(Path(str(shutil.which("litgpt"))))
     assert python is not None
     model = tmp_path / "model"
     model.mkdir()

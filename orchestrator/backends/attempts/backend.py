@@ -16,7 +16,12 @@ from pathlib import Path
 from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import ClusterAway, Launchers, NodeSource
-from orchestrator.backends.attempts.watch import AttemptWatch, Ownership, World, event_that_is_set
+from orchestrator.backends.attempts.watch import (
+    AttemptWatch,
+    Ownership,
+    WatchContext,
+    make_set_event,
+)
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
@@ -52,7 +57,7 @@ class ProcessBackend:
         """
         # None: somebody else wants the loop that reads events to go round
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._world = World(
+        self._world = WatchContext(
             home=home.resolve(),
             python=sys.executable,
             nodes=NodeWatch(cluster, nodes),
@@ -60,7 +65,7 @@ class ProcessBackend:
             clock=clock,
             emit=self._events.put,
             closing=threading.Event(),
-            serving=serving or event_that_is_set(),
+            serving=serving or make_set_event(),
             ownership=ownership,
             fence=_store_fence(home, ownership),
             inherit_env=cluster.inherit_env,
@@ -128,7 +133,9 @@ class ProcessBackend:
 
     def addresses(self) -> dict[str, str]:
         """Return {node name: address} of the nodes that were alive when the cluster last answered."""
-        return {name: node.launch.address for name, node in self._world.nodes.last_known().items()}
+        return {
+            name: node.launch.address for name, node in self._world.nodes.last_known_nodes().items()
+        }
 
     def close(self) -> None:
         """Stop the backend's threads; running attempts continue."""

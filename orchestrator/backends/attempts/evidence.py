@@ -23,9 +23,9 @@ from orchestrator.backends.attempts.left_files import (
     Problems,
     Report,
     Reports,
-    log_blocks,
-    log_tail,
+    iterate_log_blocks,
     read_exit_code,
+    read_log_tail,
     read_reports,
 )
 from orchestrator.backends.attempts.script_output import (
@@ -35,10 +35,10 @@ from orchestrator.backends.attempts.script_output import (
     Results,
     find_checkpoints,
     find_results,
-    list_lost,
-    list_unmatched,
+    find_saved_step,
+    iterate_lost_state,
+    list_unmatched_files,
     output_folder,
-    saved_step,
 )
 from orchestrator.backends.attempts.system_metrics import mean_busy_percent
 from orchestrator.scheduling.failures.log_scan import FINDINGS_MAX, LogScan
@@ -164,10 +164,14 @@ def collect_evidence(
         )
         parts.problems.add(*checkpoints.problems)
         if not checkpoints.has_matches:
-            unmatched = parts.read("output", lambda: list_unmatched(spec, job_folder), unmatched)
+            unmatched = parts.read(
+                "output", lambda: list_unmatched_files(spec, job_folder), unmatched
+            )
     step = None
     if not attempt.probe:
-        step = parts.read("checkpoint", lambda: saved_step(spec, job_folder, checkpoints), step)
+        step = parts.read(
+            "checkpoint", lambda: find_saved_step(spec, job_folder, checkpoints), step
+        )
     ranks = [
         parts.read(
             f"log of rank {rank}",
@@ -175,7 +179,7 @@ def collect_evidence(
             RankEnd(
                 rank=rank,
                 exit_code=read_exit_code(folder, rank),
-                log_tail=log_tail(folder.log(rank)),
+                log_tail=read_log_tail(folder.log(rank)),
             ),
         )
         for rank in (started if began else ())
@@ -294,7 +298,7 @@ def _list_unwatched(
     says so.
     """
     processes = tuple(
-        line[:UNWATCHED_CHARACTERS_MAX] for line in log_tail(folder.unwatched).splitlines()
+        line[:UNWATCHED_CHARACTERS_MAX] for line in read_log_tail(folder.unwatched).splitlines()
     )
     if processes or ending.counts is None or any(beat.torch_version for beat in beats):
         return processes[:UNWATCHED_MAX]
@@ -334,7 +338,7 @@ def rank_end(
     return RankEnd(
         rank=rank,
         exit_code=exit_code,
-        log_tail=log_tail(log_path),
+        log_tail=read_log_tail(log_path),
         findings=tuple(
             _add_oom_report(finding, rank, heartbeats) for finding in findings[:FINDINGS_MAX]
         ),
@@ -357,7 +361,7 @@ def feed_log(scan: LogScan, log_path: Path) -> None:
     """Pass a whole log to its analysis: ordinary lines block by block, lines of interest one by
     one.
     """
-    for offset, block in log_blocks(log_path):
+    for offset, block in iterate_log_blocks(log_path):
         if scan.pass_over(block.decode("utf-8", errors="replace")):
             continue
         for line in block[:-1].split(b"\n"):
@@ -440,7 +444,9 @@ def _list_lost_state(
         (end.counts[1] for end in earlier if end is not None and end.counts), default=None
     )
     return tuple(
-        list_lost(spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest)
+        iterate_lost_state(
+            spec, checkpoint if isinstance(checkpoint, str) else None, ending.counts, highest
+        )
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.process_census import MARK
-from orchestrator.backends.attempts.system_metrics import memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_memory_bytes
 from orchestrator.backends.environment import INHERITED, matching
 from orchestrator.specs.command_line import Env
 from orchestrator.training.guard.fork_server import GUARD, user_of
@@ -199,7 +199,7 @@ def _start_server(socket_name: str, prefix: str, interpreter: str, env: Env) -> 
     listed = Path("/proc/net/unix").read_text().split()
     if len({word for word in listed if word.startswith(f"@{prefix}")}) >= SERVERS_MAX:
         return f"{SERVERS_MAX} servers stand already"
-    total, available = memory_bytes()
+    total, available = read_memory_bytes()
     if available < AVAILABLE_MIN * total:
         return "memory is short"
     ended = subprocess.run(

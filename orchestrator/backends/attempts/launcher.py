@@ -264,7 +264,7 @@ class Launcher:
             self._signal(signal.SIGKILL)
         if time.monotonic() >= self._next_census_s:
             self._next_census_s = time.monotonic() + CENSUS_EVERY_S
-            self._census.take({rank.process.pid for rank in self._ranks.values()})
+            self._census.take_census({rank.process.pid for rank in self._ranks.values()})
         self._notice_failure()
         if time.monotonic() >= self._next_fence_s:
             self._next_fence_s = time.monotonic() + FENCE_EVERY_S

@@ -14,8 +14,10 @@ from orchestrator.specs.run import JobFolder
 LINES_MAX = 100_000  # of an attempt: 10 MB
 
 
-def metric_lines(home: Path, job: Job) -> Iterator[str]:
-    """Yield the lines of metrics.jsonl of all attempts, in order of attempts."""
+def iterate_metric_lines(home: Path, job: Job) -> Iterator[str]:
+    """Yield the lines of the files metrics.jsonl of all the job's attempts, in order of
+    attempts.
+    """
     for attempt in job.attempts:
         with (
             suppress(OSError),

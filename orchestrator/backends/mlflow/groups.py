@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.backends.attempts.metrics import metric_lines
+from orchestrator.backends.attempts.metrics import iterate_metric_lines
 from orchestrator.backends.mlflow.contact import Contact
 from orchestrator.backends.mlflow.content import (
     compare_url,
@@ -162,7 +162,7 @@ class Groups:
             < member_count
         ):
             return
-        curves = {member.id: curve_of(metric_lines(self._home, member)) for member in jobs}
+        curves = {member.id: curve_of(iterate_metric_lines(self._home, member)) for member in jobs}
         report = comparison(self._lookups.state(), jobs, curves)
         link = compare_url(
             self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id

@@ -70,25 +70,25 @@ class Calls:
 
     def find(self, attempt: Attempt) -> tuple[str, ...]:
         """Return the nodes on which the attempt has launchers."""
-        self._groups[attempt.name] = group = self._launchers.find(attempt)
+        self._groups[attempt.name] = group = self._launchers.find_launchers(attempt)
         return group.nodes
 
     def place(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> tuple[str, ...] | str:
         """Create the attempt's launchers, and return their nodes; a returned text says why not."""
-        placed = self._launchers.place(attempt, folders, live)
+        placed = self._launchers.create_launchers(attempt, folders, live)
         if isinstance(placed, str):
             return placed
         self._groups[attempt.name] = placed
         return placed.nodes
 
     def end(self, attempt: Attempt) -> None:
-        self._launchers.end(attempt)
+        self._launchers.end_launchers(attempt)
         self._groups.pop(attempt.name, None)
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        self._launchers.end_orphans(folder, node, pids)
+        self._launchers.end_orphan_processes(folder, node, pids)
 
     def method(self, name: str) -> Callable[..., Any]:
         """Return the call of this name: one of these, or one of the launchers of the attempt that it is given."""

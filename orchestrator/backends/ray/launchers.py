@@ -27,7 +27,7 @@ from orchestrator.backends.attempts.launcher import (
     LauncherStatus,
     RankStart,
 )
-from orchestrator.backends.attempts.leftovers import clean_up, mark_of
+from orchestrator.backends.attempts.leftovers import clean_up, process_mark
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray.nodes import RayNode
@@ -207,11 +207,11 @@ class RayLaunchers:
         self._nodes: dict[str, str] = {}
         self._idle: dict[str, list[Hosted]] = {}  # by the node's id
 
-    def find(self, attempt: Attempt) -> ActorGroup:
+    def find_launchers(self, attempt: Attempt) -> ActorGroup:
         """Return the existing launchers of `attempt`."""
         return ActorGroup(_hosted(attempt))
 
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> ActorGroup | str:
         """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
@@ -228,7 +228,7 @@ class RayLaunchers:
         if not group.wait(
             timeout_seconds=PLACE_TIMEOUT_S
         ):  # it would wait for ever, and take the devices one day
-            self.end(attempt)
+            self.end_launchers(attempt)
             return f"its devices were not free within {PLACE_TIMEOUT_S:.0f} s"
         folder = folders.attempt(attempt.number)
         hosted = dict[str, Hosted]()
@@ -240,7 +240,7 @@ class RayLaunchers:
                     str(folder.path),
                     str(folders.epoch),
                     attempt.number,
-                    mark_of(folder, part.node),
+                    process_mark(folder, part.node),
                     Watched(
                         node=part.node,
                         devices=part.devices,
@@ -256,7 +256,7 @@ class RayLaunchers:
                 hosted[part.node] = launcher
             ray.get(created, timeout=READY_TIMEOUT_S)
         except RayError as error:
-            self.end(attempt)
+            self.end_launchers(attempt)
             return f"its launchers did not come up: {type(error).__name__}: {error}"
         return ActorGroup(hosted)
 
@@ -291,7 +291,7 @@ class RayLaunchers:
         ).remote()
         return Hosted(attempt.name, name, handle)
 
-    def end(self, attempt: Attempt) -> None:
+    def end_launchers(self, attempt: Attempt) -> None:
         """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
         try:
             for node, launcher in _hosted(attempt).items():
@@ -321,13 +321,17 @@ class RayLaunchers:
             return bool(ray.get(answer, timeout=HOST_TIMEOUT_S))
         return False
 
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
+    def end_orphan_processes(
+        self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
+    ) -> None:
         """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
         remote: Any = ray.remote(clean_up)
         task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with contextlib.suppress(RayError):  # the node went too, and its processes with it
-            orphans = task.remote(mark_of(folder, node.launch.name), str(folder.path), list(pids))
+            orphans = task.remote(
+                process_mark(folder, node.launch.name), str(folder.path), list(pids)
+            )
             ray.get(orphans, timeout=READY_TIMEOUT_S)
 
 

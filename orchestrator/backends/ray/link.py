@@ -302,11 +302,11 @@ class LinkedLaunchers:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def find(self, attempt: Attempt) -> LinkedGroup:
+    def find_launchers(self, attempt: Attempt) -> LinkedGroup:
         """Return the existing launchers of `attempt`."""
         return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
 
-    def place(
+    def create_launchers(
         self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]
     ) -> LinkedGroup | str:
         """Create launchers on every node of the placement, and reserve its devices. A returned text says why not."""
@@ -314,11 +314,13 @@ class LinkedLaunchers:
         placed = self._link.call("place", attempt, folders, used)
         return placed if isinstance(placed, str) else LinkedGroup(self._link, attempt, placed)
 
-    def end(self, attempt: Attempt) -> None:
+    def end_launchers(self, attempt: Attempt) -> None:
         """End the launchers of `attempt` and its placement group; none is no error. Raises ClusterAway."""
         self._link.call("end", attempt)
 
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
+    def end_orphan_processes(
+        self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]
+    ) -> None:
         """SIGKILL processes that a lost launcher left on a live node, and remove their swap files."""
         self._link.call("end_orphans", folder, node, list(pids))
 

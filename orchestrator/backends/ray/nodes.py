@@ -39,7 +39,7 @@ class RayNodes:
         """Use this cluster description for nodes from now on."""
         self._cluster = cluster
 
-    def live(self) -> dict[str, LiveNode]:
+    def live_nodes(self) -> dict[str, LiveNode]:
         """Return every live node by name. Raises ClusterAway."""
         return {**live_nodes(self._cluster, self._link.nodes())}
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from orchestrator.backends.attempts.durable import open_untrusted
 from orchestrator.backends.attempts.identity import ENTER, USERS
-from orchestrator.backends.attempts.system_metrics import memory_bytes
+from orchestrator.backends.attempts.system_metrics import read_memory_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
@@ -207,7 +207,7 @@ def _nvme(home: Path) -> Result | None:
 
 
 def _host_memory() -> Result:
-    _, available_bytes = memory_bytes()
+    _, available_bytes = read_memory_bytes()
     hint = f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
     observation = f"{format_bytes(available_bytes)} available"
     return _judge(available_bytes, HOST_MIN_BYTES, HOST_GOOD_BYTES, observation, hint)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from orchestrator.backends.attempts.workdir import link_all_but, rewrite_config
+from orchestrator.backends.attempts.workdir import link_all_except, rewrite_config
 from orchestrator.planning.render import (
     RenderedCommand,
     accelerate_config,
@@ -109,7 +109,7 @@ def _config_path(spec: JobSpec, folder: Path) -> Path | None:
         return None
     if spec.config.flag is not None:
         return folder / Path(spec.config.file).name
-    return link_all_but(Path(spec.workdir or "."), spec.config.file, folder / "work")
+    return link_all_except(Path(spec.workdir or "."), spec.config.file, folder / "work")
 
 
 def _launcher_line(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from orchestrator.backends.attempts.left_files import log_tail
+from orchestrator.backends.attempts.left_files import read_log_tail
 from orchestrator.backends.attempts.system_metrics import PREFIX
 from orchestrator.service.pages.svg import Line, spark
 from orchestrator.service.pages.template_data import TemplateData
@@ -77,7 +77,7 @@ def _curves(
 
 
 def _samples(path: Path) -> Iterator[Mapping[str, float]]:
-    lines = log_tail(path, SAMPLES_BYTES).splitlines()[-int(LOOK_BACK_S / 10) :]
+    lines = read_log_tail(path, SAMPLES_BYTES).splitlines()[-int(LOOK_BACK_S / 10) :]
     for line in lines[:: -(1 + len(lines) // SAMPLES_MAX)][::-1]:  # the last one is among them
         row = parse_row(line)  # the first one may be cut off, the last one half written
         if "at_s" in row:

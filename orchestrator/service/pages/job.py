@@ -12,7 +12,7 @@ from stat import S_ISDIR
 
 from markupsafe import Markup
 
-from orchestrator.backends.attempts.left_files import log_tail
+from orchestrator.backends.attempts.left_files import read_log_tail
 from orchestrator.scheduling.reports.provenance import provenance_of
 from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
 from orchestrator.service.pages.template_data import TemplateData
@@ -75,7 +75,7 @@ def last_curves(home: Path, job_id: str, number: int) -> Curves:
     """Return the curves of this attempt; empty where it has none."""
     path = JobFolder(home, job_id).attempt(number).metrics
     # the first row may be cut off, the last one half written; a script keeps none
-    rows = list(map(parse_row, log_tail(path, CURVE_BYTES_MAX).splitlines()))
+    rows = list(map(parse_row, read_log_tail(path, CURVE_BYTES_MAX).splitlines()))
 
     def of(name: str) -> list[Metric]:
         return [

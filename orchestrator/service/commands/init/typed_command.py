@@ -11,7 +11,7 @@ from dataclasses import field
 from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import FLAGS_WITH_A_WORD
-from orchestrator.backends.attempts.program import interpreter_of
+from orchestrator.backends.attempts.program import read_interpreter
 from orchestrator.service.commands.init.named_files import read_settings
 from orchestrator.service.commands.init.slurm import SlurmOptions
 from orchestrator.service.commands.init.vocabulary import VOCABULARY
@@ -371,7 +371,7 @@ def _parse_tool(framework: Framework, argv: Sequence[str], folder: Path) -> Type
 
 def _parse_console_script(argv: Sequence[str], folder: Path) -> TypedCommand:
     file = _program_file(argv[0], folder)
-    interpreter = interpreter_of(file) if file is not None else None
+    interpreter = read_interpreter(file) if file is not None else None
     if file is None or interpreter is None or not is_python(interpreter):
         allowed = f"a Python script, python, {', '.join((*LAUNCHERS, *TOOLS))}, or another console script of Python"
         what = "not a Python program" if file is not None else "no such program on the PATH"
@@ -396,7 +396,7 @@ def _python(folder: Path, program: str, environment: str | None = None) -> tuple
             "python",
             f"CHECK: no {program} is on the PATH here: `python` is orc's own, {sys.executable}",
         )
-    interpreter = str(file) if is_python(file.name) else interpreter_of(file)
+    interpreter = str(file) if is_python(file.name) else read_interpreter(file)
     if (
         interpreter is None
         or not is_python(interpreter)

@@ -20,10 +20,10 @@ from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.evidence import Ending, collect_evidence, read_ending
 from orchestrator.backends.attempts.launch_request import LaunchNode, RankRequest
 from orchestrator.backends.attempts.launcher import find_free_port
-from orchestrator.backends.attempts.leftovers import mark_of
+from orchestrator.backends.attempts.leftovers import process_mark
 from orchestrator.backends.attempts.output_scan import SearchResult
 from orchestrator.backends.attempts.script_output import FileAccess
-from orchestrator.backends.attempts.start import request_of, write_files
+from orchestrator.backends.attempts.start import prepare_request, write_request_files
 from orchestrator.backends.local.drive import Drive
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
@@ -228,13 +228,13 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
     )
     nodes = {node.name: node}
     access = _access(records)
-    request = request_of(
+    request = prepare_request(
         launch.job, attempt, records.home, nodes, find_free_port(), sys.executable, access
     )
     if records.writes:
         folder.path.mkdir(parents=True, exist_ok=True)
         write_durably(records.folder.epoch, str(attempt.number))
-        write_files(request)
+        write_request_files(request)
         if machine.is_cpu:
             guard = json.loads(folder.guard.read_text())
             write_durably(folder.guard, json.dumps(guard | {"virtual_capacity_bytes": None}))
@@ -250,7 +250,7 @@ def _prepare(records: Records, machine: Machine, launch: Launch) -> JsonObject:
         "folder": str(folder.path),
         "epoch_path": str(records.folder.epoch),
         "epoch": attempt.number,
-        "mark": mark_of(folder, node.name),
+        "mark": process_mark(folder, node.name),
         "watched": {
             "node": node.name,
             "devices": attempt.placement[0].devices,

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from orchestrator.backends.attempts.ended_files import describe_removals
 from orchestrator.backends.attempts.identity import find_identity
-from orchestrator.backends.attempts.metrics import metric_lines
+from orchestrator.backends.attempts.metrics import iterate_metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.backends.redaction import hidden_bytes
@@ -214,7 +214,7 @@ def _add_comparison_route(app: FastAPI, service: Service) -> None:
     def compared(job_id: str, request: Request) -> ComparisonView:
         """Return the strategies of a comparison, by the id of any of its jobs."""
         jobs = _compared_jobs(service, job_of(service.controller, job_id))
-        curves = {job.id: curve_of(metric_lines(service.home, job)) for job in jobs}
+        curves = {job.id: curve_of(iterate_metric_lines(service.home, job)) for job in jobs}
         strategies = comparison(service.controller.state, jobs, curves)
         address = service.trackers.get("mlflow")
         ran = sum(bool(job.attempts) for job in jobs)
