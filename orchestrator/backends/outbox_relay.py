@@ -90,7 +90,7 @@ class OutboxRelay(Generic[Body]):
 
     def _deliver(self) -> bool:
         """Send the first rows, each group in one request; True where more rows may wait."""
-        rows = self._outbox.pending(self._name, ROWS)
+        rows = self._outbox.list_pending(self._name, ROWS)
         groups = group_values((self._receiver.group(row[1]), row) for row in rows)
         for together in groups.values():
             together.sort(key=lambda row: row[0])
@@ -113,7 +113,7 @@ class OutboxRelay(Generic[Body]):
         for _ in self._senders.map(send, groups):
             pass
         if sent:
-            self._outbox.delivered(self._name, sent)
+            self._outbox.mark_delivered(self._name, sent)
         if errors:
             raise next((error for error in errors if isinstance(error, OSError)), errors[0])
         return len(rows) == ROWS and not self._stop.is_set()

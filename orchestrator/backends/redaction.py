@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from orchestrator.backends.environment import is_secret
+from orchestrator.backends.environment import is_secret_name
 from orchestrator.specs.attempt import Evidence
 from orchestrator.specs.command_line import Env
 from orchestrator.specs.job.spec import JobSpec
@@ -53,7 +53,7 @@ def mask(text: bytes, values: Sequence[bytes]) -> bytes:
 def _secrets(spec: JobSpec, environment: Env) -> list[tuple[str, str]]:
     """Return (value, name) of the job's secrets, and of every variable of service or job that is named like one."""
     by_name = [
-        (value, name) for name, value in (*environment.items(), *spec.env) if is_secret(name)
+        (value, name) for name, value in (*environment.items(), *spec.env) if is_secret_name(name)
     ]
     named = [(environment.get(name, ""), name) for name in spec.secrets]
     return named + [pair for pair in by_name if len(pair[0]) >= SHORTEST_BY_NAME]

@@ -207,7 +207,7 @@ def test_a_version_of_mlflow_that_ignores_how_it_is_started_is_told_and_gets_no_
                 )
         finally:
             relay.stop()
-        assert len(journal.outbox.pending("mlflow", 99)) == outbox_relay.REFUSALS_MAX + 1
+        assert len(journal.outbox.list_pending("mlflow", 99)) == outbox_relay.REFUSALS_MAX + 1
         assert MlflowServer(home).processes() == ()
 
 

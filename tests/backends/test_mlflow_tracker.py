@@ -476,7 +476,9 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     with tracking(journal, server) as tracker:
         for job_id in jobs[:3]:
             say(journal, new_job(job_id, running[job_id]))
-        eventually(lambda: all(number > 1 for number, _ in journal.outbox.pending("mlflow", 1)))
+        eventually(
+            lambda: all(number > 1 for number, _ in journal.outbox.list_pending("mlflow", 1))
+        )
         before = server.processes()
         for process in before:
             os.kill(process, signal.SIGKILL)  # in the middle of the third job, or wherever it is
@@ -494,7 +496,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
             )
             assert time.monotonic() - said_at_s < 1, "a dead server delayed the journal"
         eventually(lambda: tracker.problem is not None)
-    waiting = journal.outbox.pending("mlflow", 1000)
+    waiting = journal.outbox.list_pending("mlflow", 1000)
     assert len(waiting) >= 2 * len(jobs), "rows were forgotten that no server took"
 
     eventually(server.ensure_running, 120)
@@ -640,7 +642,7 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         stopped_s = time.monotonic()
         tracker.stop()
         assert time.monotonic() - stopped_s < 3
-    assert [record.job.id for _, record in journal.outbox.pending("mlflow", 9)] == ["waits"]
+    assert [record.job.id for _, record in journal.outbox.list_pending("mlflow", 9)] == ["waits"]
 
 
 def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:

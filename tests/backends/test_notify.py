@@ -203,8 +203,8 @@ def test_a_notice_shows_no_value_of_the_jobs_secrets_and_variables(
 @contextmanager
 def open_journal(path: Path, *names: str) -> Iterator[Journal]:
     with closing(Journal(f"sqlite:///{path}/journal.db")) as journal:
-        journal.outbox.register(["mlflow"])
-        journal.notices.register(names)
+        journal.outbox.register_receivers(["mlflow"])
+        journal.notices.register_receivers(names)
         yield journal
 
 
@@ -242,13 +242,15 @@ def test_the_same_thing_is_told_once_also_after_it_was_delivered_and_after_a_res
 ) -> None:
     with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1")
-        ((row, _),) = journal.notices.pending("a", 9)
-        journal.notices.delivered("a", [row])
+        ((row, _),) = journal.notices.list_pending("a", 9)
+        journal.notices.mark_delivered("a", [row])
         fail(journal, "lm-1")
-        assert journal.notices.pending("a", 9) == []
+        assert journal.notices.list_pending("a", 9) == []
     with open_journal(tmp_path, "a") as journal:
         fail(journal, "lm-1", "lm-2")
-        assert [notice.data["job"] for _, notice in journal.notices.pending("a", 9)] == ["lm-2"]
+        assert [notice.data["job"] for _, notice in journal.notices.list_pending("a", 9)] == [
+            "lm-2"
+        ]
 
 
 def test_nothing_is_kept_without_a_target_and_only_so_much_with_one(
@@ -257,17 +259,17 @@ def test_nothing_is_kept_without_a_target_and_only_so_much_with_one(
     monkeypatch.setattr(outbox, "NOTICES_MAX", 3)
     with open_journal(tmp_path) as journal:
         fail(journal, "a")
-        journal.notices.register(["hook"])
+        journal.notices.register_receivers(["hook"])
         fail(journal, "b", "c", "d")
         fail(journal, "e")
-        assert [notice.data["job"] for _, notice in journal.notices.pending("hook", 9)] == [
+        assert [notice.data["job"] for _, notice in journal.notices.list_pending("hook", 9)] == [
             "c",
             "d",
             "e",
         ]
-        journal.notices.register([])
-        journal.notices.register(["hook"])
-        assert journal.notices.pending("hook", 9) == []
+        journal.notices.register_receivers([])
+        journal.notices.register_receivers(["hook"])
+        assert journal.notices.list_pending("hook", 9) == []
 
 
 def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_service_in_between(
@@ -280,7 +282,7 @@ def test_a_hook_that_was_down_gets_everything_also_after_a_restart_of_the_servic
             fail(journal, "lm-1", "lm-2")
             until(lambda: relay.problem is not None)
             assert "very-private" not in str(relay.problem)
-        assert len(journal.notices.pending("a", 9)) == 2
+        assert len(journal.notices.list_pending("a", 9)) == 2
     with (
         open_journal(tmp_path, "a") as journal,
         relay_notices(journal, hooks_of({"a": hook.url})) as (relay,),
@@ -321,7 +323,7 @@ def test_a_broken_target_stops_no_other(tmp_path: Path, hook: Hook, url: str) ->
         fail(journal, "lm-1", "lm-2")
         assert wait_delivered(good, PATIENCE_S)
         until(lambda: bad.problem is not None)
-        assert len(journal.notices.pending("bad", 9)) == 2
+        assert len(journal.notices.list_pending("bad", 9)) == 2
     assert len(hook.got) == 2
 
 

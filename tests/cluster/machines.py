@@ -234,7 +234,7 @@ class Cluster:
 
     def events(self) -> list[Event]:
         with closing(Journal(self.dsn, reads_only=True)) as journal:
-            return list(journal.events())
+            return list(journal.iterate_events())
 
     def sql(self, statement: str, address: str | None = None) -> list[tuple[Any, ...]]:
         """Rows of a statement on the primary, or on the server at `address`."""

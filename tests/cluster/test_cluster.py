@@ -330,7 +330,14 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
         only_after_a_loss(job)
         assert read_attempt_number(JobFolder(cluster.home, job["id"]).epoch) == len(job["attempts"])
     with closing(Journal(cluster.dsn, reads_only=True)) as journal:
-        assert overlaps(journalled_spans(list(journal.ended(1000)), list(journal.events()))) == []
+        assert (
+            overlaps(
+                journalled_spans(
+                    list(journal.list_ended_jobs(1000)), list(journal.iterate_events())
+                )
+            )
+            == []
+        )
 
 
 def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_missing(

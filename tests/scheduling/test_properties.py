@@ -199,9 +199,9 @@ def test_every_law_holds_on_the_real_journal(
             journal = Journal(url)
             controller = Controller(journal, backend, backend.now)
             assert controller.state == before
-    transitions = history(journal.events())
+    transitions = history(journal.iterate_events())
     assert transitions[-1].state == controller.state
-    assert [job.id for job in journal.ended(99)] == [
+    assert [job.id for job in journal.list_ended_jobs(99)] == [
         job.id for job in reversed(archived(transitions))
     ]
     assert violations(transitions, backend.processes, complete=True) == []

@@ -254,7 +254,7 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
         "/nodes/virtual/drain",
         "/jobs/a-1/retry",
     )
-    events, refused = len(list(world.journal.events())), 0
+    events, refused = len(list(world.journal.iterate_events())), 0
     for number in range(count):
         draw = random.Random(number)
         path = draw.choice(paths)
@@ -267,7 +267,7 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
             answer.text[:500],
         )
         now = (
-            len(list(world.journal.events()))
+            len(list(world.journal.iterate_events()))
             if answer.status_code == 200 or number % 50 == 0
             else events
         )
@@ -278,7 +278,7 @@ def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) ->
             assert now == events, (number, path)
             assert answer.json()["error"].strip(), number
     assert refused > 0.5 * count
-    assert len(list(world.journal.events())) == events
+    assert len(list(world.journal.iterate_events())) == events
     world.journal.close()
 
 

@@ -84,8 +84,8 @@ def test_a_new_home_has_the_queue_the_accounts_and_the_cluster_file(
         )
     with closing(Journal(f"sqlite:///{home / JOURNAL}")) as journal:
         accounts = Accounts(journal.database.transaction, lambda: world.now_s)
-        principal = accounts.principal(token)
-        assert [job.id for job in journal.ended(9)] == ended
+        principal = accounts.find_principal_by_token(token)
+        assert [job.id for job in journal.list_ended_jobs(9)] == ended
     assert principal is not None
     assert (principal.name, principal.role) == ("ada", Role.OPERATOR)
     assert not (home / "token").exists(), "a new home has a token of its own"

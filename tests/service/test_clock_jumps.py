@@ -82,7 +82,7 @@ def test_every_job_ends_once_on_devices_of_its_own_however_the_clock_jumps(
         for kind in (Finished, Released):
             ends = [
                 (event.job_id, event.number)
-                for event in journal.events()
+                for event in journal.iterate_events()
                 if isinstance(event, kind)
             ]
             assert sorted(ends) == sorted(

@@ -89,7 +89,9 @@ def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) 
     assert controller.submit(script("lm")) == "lm-1"
     assert controller.submit(script("lm")) == "lm-2"
     assert [
-        (event.job_id, event.at_s) for event in journal.events() if isinstance(event, Submitted)
+        (event.job_id, event.at_s)
+        for event in journal.iterate_events()
+        if isinstance(event, Submitted)
     ] == [
         ("lm-1", 5.0),
         ("lm-2", 5.0),
@@ -212,7 +214,7 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
     turn_until(controller, lambda: settled(controller.state))
     assert controller.job(job_id).status is JobStatus.SUCCEEDED
     assert backend.asked == ["launch lm-1-1", "adopt lm-1-1 launching"]
-    assert [record.job.status for _, record in journal.outbox.pending("mlflow", 100)] == [
+    assert [record.job.status for _, record in journal.outbox.list_pending("mlflow", 100)] == [
         JobStatus.RUNNING,
         JobStatus.RUNNING,
         JobStatus.SUCCEEDED,
@@ -222,7 +224,7 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
 def test_a_job_that_never_started_costs_one_record(journal: Journal) -> None:
     controller = Controller(journal, Spy(), lambda: 5.0)
     controller.cancel([controller.submit(script("lm"))])
-    assert [record.job.status for _, record in journal.outbox.pending("mlflow", 10)] == [
+    assert [record.job.status for _, record in journal.outbox.list_pending("mlflow", 10)] == [
         JobStatus.CANCELLED
     ]
 
@@ -408,7 +410,7 @@ def test_restoring_from_a_snapshot_and_its_tail_gives_the_same_state(
     for _ in range(3):
         controller.submit(script("lm"))
     turn_until(controller, lambda: settled(controller.state))
-    snapshot, tail = journal.load()
+    snapshot, tail = journal.load_state_and_events()
     assert snapshot is not None
     assert len(tail) < 4
     assert Controller(journal, backend, backend.now).state == controller.state
@@ -528,12 +530,12 @@ def test_no_action_is_taken_before_the_commit_of_its_whole_group(journal: Journa
     true_launch = backend.launch
 
     def launch(action: Launch) -> None:
-        launches.append((action.job.order, len(list(journal.events()))))
+        launches.append((action.job.order, len(list(journal.iterate_events()))))
         true_launch(action)
 
     backend.launch = launch  # type: ignore[method-assign]
     turn_until(controller, lambda: not controller.state.jobs)
-    decisions = [decided or "" for _, decided in journal.history()]
+    decisions = [decided or "" for _, decided in journal.iterate_history()]
     for order, count in launches:
         assert any(f"launch lm-{order}-1 " in decision for decision in decisions[:count]), (
             "launched before it was kept"

@@ -132,7 +132,7 @@ class Night:
         with closing(Journal(journal_url(self.home))) as journal:
             ends = [
                 (event.job_id, event.number)
-                for event in journal.events()
+                for event in journal.iterate_events()
                 if isinstance(event, Finished)
             ]
         assert len(ends) == len(set(ends))

@@ -127,8 +127,8 @@ def test_kills_under_load_lose_nothing_start_nothing_twice_and_keep_the_order(
     mortal.live_to_the_end(clients)
 
     with closing(Journal(f"sqlite:///{home}/journal.sqlite")) as journal:
-        events = list(journal.events())
-        ended = {job.id: job for job in journal.ended(1_000_000)}
+        events = list(journal.iterate_events())
+        ended = {job.id: job for job in journal.list_ended_jobs(1_000_000)}
     submitted = [event for event in events if isinstance(event, Submitted)]
     began = runs(home / "world")
     answered = [job_id for ids in mortal.answered for job_id in ids]

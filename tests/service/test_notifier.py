@@ -57,8 +57,8 @@ class Watched:
         self.now_s = now_s
         self.spec = NotifySpec.model_validate(NOTIFY | settings)
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
-        self.journal.outbox.register(["mlflow"])
-        self.journal.notices.register(["hook"])
+        self.journal.outbox.register_receivers(["mlflow"])
+        self.journal.notices.register_receivers(["hook"])
         self.backend = FaultyBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
         self.controller.turn(0.0)
@@ -70,7 +70,8 @@ class Watched:
     def pending_notices(self) -> list[tuple[str, str]]:
         self.notifier.look()
         return [
-            (notice.kind, notice.title) for _, notice in self.journal.notices.pending("hook", 99)
+            (notice.kind, notice.title)
+            for _, notice in self.journal.notices.list_pending("hook", 99)
         ]
 
     def pending_kinds_at(self, now_s: float) -> list[str]:
@@ -131,7 +132,7 @@ def test_a_job_that_will_miss_its_deadline_is_told_once_and_one_that_will_not_is
 
 def test_rows_that_cannot_be_read_are_told_once(tmp_path: Path) -> None:
     with closing((watched := Watched(tmp_path, SEVEN_S)).journal):
-        watched.journal.set_aside.put("jobs", 1, "{", "no JSON")
+        watched.journal.set_aside.set_aside_row("jobs", 1, "{", "no JSON")
         expected = [("unreadable", "The journal has unreadable rows")]
         assert [watched.pending_notices(), watched.pending_notices()] == [expected, expected]
 
@@ -158,7 +159,7 @@ def test_a_driver_that_breaks_is_told_once_each_time_it_breaks(tmp_path: Path) -
         see(SEVEN_S + 3000, "", "GPU is lost")
         watched.now_s += 30
         assert watched.pending_notices() == [first, first]
-        (_, message), _ = watched.journal.notices.pending("hook", 99)
+        (_, message), _ = watched.journal.notices.list_pending("hook", 99)
         assert "device 0 of virtual (GPU is lost)" in message.text
 
 

@@ -351,7 +351,7 @@ def test_a_page_leads_to_sign_in_once_its_token_is_revoked(
     monkeypatch.setattr(live, "WAIT_S", 0.2)
     tab = site.signed_in(site.token(Role.VIEWER, "mia"))
     tab.get_by_text("Live.").wait_for()
-    site.world.accounts.revoke_token(site.world.accounts.tokens()[-1].id)
+    site.world.accounts.revoke_token(site.world.accounts.list_tokens()[-1].id)
     tab.wait_for_url(f"**{SIGN_IN}**")
     assert tab.get_by_text("Live.").count() == 0
 
@@ -571,7 +571,7 @@ def test_a_session_ends(world: World, ends: str) -> None:
     if ends == "expiry":
         world.now_s += 3600.0
     elif ends == "revocation":
-        world.accounts.revoke_token(world.accounts.tokens()[-1].id)
+        world.accounts.revoke_token(world.accounts.list_tokens()[-1].id)
     elif ends == "removal of the user":
         world.accounts.remove_user("ada")
     elif ends == "its own end":

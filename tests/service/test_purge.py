@@ -77,7 +77,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     command = f"command: python train.py --from {world.home}/jobs/lm-5/output"
     submit(parse_job(f"name: late\n{command}\nglobal_batch_size: 1\ngpus: 1\n", "late.yaml"))
     assert {*LIVE} <= {*world.controller.state.jobs}
-    assert {*FREE, *NAMED} == {*world.journal.ends()}
+    assert {*FREE, *NAMED} == {*world.journal.ends_by_job()}
     yield world
     world.journal.close()
 
@@ -85,7 +85,7 @@ def night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def turn_until_ended(world: World, count: int) -> None:
     """Turn until so many jobs have given back their devices."""
     for _ in range(2000):
-        if len(world.journal.ends()) >= count:
+        if len(world.journal.ends_by_job()) >= count:
             return
         world.controller.turn(10.0)
     raise AssertionError("no job has ended")
@@ -238,13 +238,13 @@ def test_nothing_goes_before_its_records_have_left(night: World) -> None:
 
 def test_nothing_goes_while_a_row_of_the_journal_cannot_be_read(night: World) -> None:
     home = make(night.home / "unreadable", {"lm-1": [6]})
-    night.journal.set_aside.read(Codec(Job), "jobs", "99", "{")
+    night.journal.set_aside.read_or_set_aside(Codec(Job), "jobs", "99", "{")
     try:
         for is_dry in (True, False):
             with pytest.raises(ServiceError, match="not known which files jobs need"):
                 purge(night, home, KeepSpec.model_validate({"logs": "0s"}), is_dry=is_dry)
     finally:
-        night.journal.set_aside.remove("jobs", "99")
+        night.journal.set_aside.delete_row("jobs", "99")
     assert JobFolder(home, "lm-1").attempt(1).log(0).is_file()
 
 
@@ -389,7 +389,9 @@ def test_who_purged_what_is_audited_and_history_says_what_was_removed(tmp_path: 
     assert "by keep.logs: 0s" in ada.get("/jobs/lm-1").json()["job"]["removed"][0]
     assert "attempts was removed on" in world.client.get("/ui/jobs/lm-1").text
     rows = [
-        row for row in world.accounts.audit(10) if row.action.startswith("purge lm-1/attempts: ")
+        row
+        for row in world.accounts.list_audit_rows(10)
+        if row.action.startswith("purge lm-1/attempts: ")
     ]
     assert [row.user for row in rows] == ["ada"]
     world.journal.close()

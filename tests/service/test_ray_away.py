@@ -125,7 +125,7 @@ def test_ray_is_lost_and_comes_back_under_a_service_that_goes_on(home: Path) -> 
     with closing(Journal(journal_url(home))) as journal:
         ends = [
             (event.job_id, event.number)
-            for event in journal.events()
+            for event in journal.iterate_events()
             if isinstance(event, Finished)
         ]
     assert len(ends) == len(set(ends))

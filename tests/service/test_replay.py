@@ -70,7 +70,7 @@ def test_every_decision_is_replayed_while_the_service_is_up(night: tuple[Path, J
         for line in decision["now"].splitlines()
         if line.startswith("launch ")
     ]
-    attempts = sum(len(job.attempts) for job in journal.ended(100))
+    attempts = sum(len(job.attempts) for job in journal.list_ended_jobs(100))
     assert len(launches) == attempts > 5
     assert all(decision["same"] for decision in decided)
     assert all(decision["why"] for decision in decided)
@@ -83,7 +83,7 @@ def test_a_decision_that_this_version_makes_otherwise_is_reported(
     path, journal = night
     history = [
         (event, decided.replace(" on ", " elsewhere ") if decided else decided)
-        for event, decided in journal.history()
+        for event, decided in journal.iterate_history()
     ]
     journal.close()
     others = [decision for decision in replay(history) if not decision["same"]]

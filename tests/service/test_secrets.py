@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import orchestrator
-from orchestrator.backends.environment import INHERITED, is_secret
+from orchestrator.backends.environment import INHERITED, is_secret_name
 from orchestrator.backends.redaction import hider, mask, without_secrets
 from orchestrator.service.client.client import Client, service_file
 from orchestrator.service.client.lifecycle import start, stop
@@ -209,14 +209,14 @@ def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no
     ],
 )
 def test_a_variable_is_a_secret_by_its_name(name: str) -> None:
-    assert is_secret(name)
+    assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
     "name", ["PATH", "PWD", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "KEYBOARD", "MONKEYS"]
 )
 def test_a_variable_of_another_name_is_none(name: str) -> None:
-    assert not is_secret(name)
+    assert not is_secret_name(name)
 
 
 @pytest.mark.long

@@ -84,7 +84,7 @@ class Drive:
     attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
     processor_limit_s: float = math.inf  # of all attempts together
     launcher: type[Launcher] = Launcher
-    drive: local.Drive = field(default_factory=local.Drive)
+    drive: local.LocalScheduler = field(default_factory=local.LocalScheduler)
     processor_s: float = 0.0  # of all attempts until now
     _clock_s: float = 0.0
 
@@ -94,7 +94,7 @@ class Drive:
     def run(self, spec: JobSpec, fault: Fault | None = None) -> Job:
         """The job after its last attempt; its first meets the fault. Raises Overrun."""
         nodes = idle_nodes(self.nodes)
-        tell = self.drive.tell
+        tell = self.drive.apply_event
         tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
         tell(Submitted(job_id="job", order=1, spec=spec, fault=fault, at_s=0.0))
         for _ in range(ATTEMPTS_MAX):

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from orchestrator.backends.attempts.process_census import MARK
 from orchestrator.backends.attempts.system_metrics import read_memory_bytes
-from orchestrator.backends.environment import INHERITED, matching
+from orchestrator.backends.environment import INHERITED, select_matching
 from orchestrator.specs.command_line import Env
 from orchestrator.training.guard.fork_server import GUARD, user_of
 
@@ -128,7 +128,7 @@ def _why_not_forked(argv: Sequence[str], env: Env, workdir: str) -> str:
         return "it is no Python program under the guard, or its interpreter has flags"
     if env.get("PYTHONPATH", "") not in ("", HOOKS):
         return "PYTHONPATH has folders of its own"
-    others = env.keys() - LATE - matching(env, EARLY).keys()
+    others = env.keys() - LATE - select_matching(env, EARLY).keys()
     if others:
         return f"nothing is known of who reads {min(others)}"
     try:

@@ -33,7 +33,7 @@ from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
 from orchestrator.backends.attempts.system_metrics import Sampler, Watched
-from orchestrator.backends.environment import base_env
+from orchestrator.backends.environment import base_variables
 from orchestrator.specs.command_line import Argv, Env
 from orchestrator.specs.run import AttemptFolder
 
@@ -155,7 +155,7 @@ class Launcher:
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with open_to_append(self._folder.before) as log:
             env = {
-                **base_env(),
+                **base_variables(),
                 **env,
                 "ORC_GUARD": "",
                 MARK: self._mark,
@@ -322,7 +322,7 @@ class Launcher:
 
     def _inherited_variables(self) -> dict[str, str]:
         """Return the variables that a rank's process has in addition to its own."""
-        return base_env()
+        return base_variables()
 
     def _stream_arguments(self, log: BinaryIO) -> dict[str, Any]:
         """Return Popen's arguments for the standard streams of a rank, such as {"stdout": log}."""

@@ -23,7 +23,7 @@ from orchestrator.backends.attempts.script_output import (
     output_folder,
 )
 from orchestrator.backends.attempts.workdir import link_all_except
-from orchestrator.backends.environment import matching
+from orchestrator.backends.environment import select_matching
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import UserSpec
 from orchestrator.specs.errors import OrchestratorError, SpecError
@@ -78,7 +78,7 @@ def start_ranks(
         job, attempt, home, nodes, port, python, file_access(job, users, python)
     )
     handed = {
-        **matching(os.environ, inherit_env),
+        **select_matching(os.environ, inherit_env),
         **{name: os.environ[name] for name in request.secrets},
     }
     write_request_files(request)

@@ -25,7 +25,7 @@ from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import find_free_port
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import select_inherited
 from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.backends.ray.lean import PLAINLY
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -342,7 +342,7 @@ def _own_env() -> dict[str, str]:
     """The variables that jobs inherit, without a choice of devices: every process of Ray shows its own to its user."""
     return {
         name: value
-        for name, value in inherited(os.environ).items()
+        for name, value in select_inherited(os.environ).items()
         if name != "CUDA_VISIBLE_DEVICES"
     }
 

@@ -28,7 +28,7 @@ from orchestrator.backends.attempts.launcher import (
 )
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.devices.nvml import NvmlReading
-from orchestrator.backends.environment import inherited, matching
+from orchestrator.backends.environment import select_inherited, select_matching
 from orchestrator.backends.ray.embedded import accepts
 from orchestrator.backends.threads import start_loop
 from orchestrator.specs.attempt import Attempt
@@ -169,7 +169,7 @@ class Link:
             with far:
                 process = subprocess.Popen(
                     command,
-                    env={**inherited(os.environ), **matching(os.environ, RAYS)},
+                    env={**select_inherited(os.environ), **select_matching(os.environ, RAYS)},
                     pass_fds=[far.fileno()],
                     stdin=subprocess.DEVNULL,
                     preexec_fn=die_with_parent_hook(),

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from orchestrator.backends.journal.copy import copy_journal, schema_of
+from orchestrator.backends.journal.copy import copy_journal, read_schema
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
@@ -92,7 +92,7 @@ def back_up(home: Path, archive: Path) -> JsonObject:
         manifest = {
             "format": FORMAT,
             "version": version("orchestrator"),
-            "schema": schema_of(journal_copy),
+            "schema": read_schema(journal_copy),
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "home": str(home.resolve()),
             "files": {
@@ -136,7 +136,7 @@ def restore(archive: Path, home: Path) -> Restored:
         manifest = _manifest(archive_file, archive)
         for name, entry in manifest["files"].items():
             _unpack(archive_file, name, entry, new_home / name, archive)
-        if schema_of(new_home / JOURNAL) != manifest["schema"]:
+        if read_schema(new_home / JOURNAL) != manifest["schema"]:
             raise _damage_error(archive, "its manifest names another schema than its journal has")
         # older archives do not name it
         restored = _settle(new_home, Path(str(manifest.get("home", "unknown"))), manifest)
@@ -147,7 +147,7 @@ def restore(archive: Path, home: Path) -> Restored:
 def _settle(home: Path, earlier_home: Path, manifest: JsonObject) -> Restored:
     """Take the output of each job that ran, and write its log, by which the service knows the attempt."""
     with closing(Journal(f"{SQLITE}{home / JOURNAL}")) as journal:
-        snapshot, tail = journal.load()
+        snapshot, tail = journal.load_state_and_events()
     scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
         scheduler.step(event)

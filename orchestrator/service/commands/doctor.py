@@ -127,9 +127,9 @@ def _package(name: str, purpose: str) -> Result:
 
 
 def _nvml() -> Result:
-    from orchestrator.backends.devices.nvml import devices
+    from orchestrator.backends.devices.nvml import read_nvml
 
-    reading = devices()
+    reading = read_nvml()
     if reading.error:
         to_do = "fine for virtual devices; on a GPU machine install the NVIDIA driver (nvidia-smi must work)"
         return WARN, reading.error, to_do

@@ -39,11 +39,11 @@ def repair(home: Path, remove: Sequence[str]) -> list[JsonObject]:
             client.drop_unreadable(table, row)
         return client.unreadable_rows()
     with closing(Journal(journal_url(home))) as journal:
-        journal.read_all()
+        journal.find_unreadable_rows()
         for table, row in keys:
-            if journal.set_aside.remove(table, row) is None:
+            if journal.set_aside.delete_row(table, row) is None:
                 raise SpecError("no such row stands aside", source="--remove", got=f"{table}/{row}")
-        return [asdict(row) for row in journal.set_aside.rows()]
+        return [asdict(row) for row in journal.set_aside.list_rows()]
 
 
 def rows_table(rows: Sequence[JsonObject]) -> Table | str:

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.ports import decisions
+from orchestrator.backends.ports import format_decisions
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.sweeps.trials import ToCome, to_come
 from orchestrator.specs.actions import Action, Launch, Record, Stop
@@ -38,13 +38,13 @@ def read_events(journal: str) -> Iterator[tuple[Event, str | None]]:
     `journal` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
     """
     with open_journal(journal) as opened_journal:
-        yield from opened_journal.history()
+        yield from opened_journal.iterate_history()
 
 
 def read_state(journal: str) -> State:
     """Return the state at the end of a journal. Raises as `read_events`."""
     with open_journal(journal) as opened_journal:
-        snapshot, tail = opened_journal.load()
+        snapshot, tail = opened_journal.load_state_and_events()
     scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
         scheduler.step(event)
@@ -60,7 +60,7 @@ def read_queue(journal: str, home: Path) -> tuple[State, ToCome]:
     with open_journal(journal) as opened_journal:
         return state, to_come(
             opened_journal.sweeps,
-            lambda job_id: state.jobs.get(job_id) or opened_journal.job(job_id),
+            lambda job_id: state.jobs.get(job_id) or opened_journal.find_ended_job(job_id),
             home,
         )
 
@@ -92,7 +92,7 @@ def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
     scheduler = Scheduler(State())
     for event, then in history:
         actions = scheduler.step(event)
-        now = decisions(actions)
+        now = format_decisions(actions)
         if (
             now
             or then

@@ -131,7 +131,7 @@ class Simulated:
 class NullJournal:
     """Journal that stores nothing, for a service that will not restart."""
 
-    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+    def load_state_and_events(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
 
     def confirm(self, *, asks: bool = True) -> None:
@@ -140,31 +140,31 @@ class NullJournal:
     def append(self, decided: Sequence[Decided]) -> None:
         pass
 
-    def submitted(self, keys: Sequence[str]) -> Mapping[str, Submission]:  # noqa: ARG002
+    def find_submissions(self, idempotency_keys: Sequence[str]) -> Mapping[str, Submission]:  # noqa: ARG002
         return {}
 
-    def as_kept(self, event: Event) -> Event:
+    def round_trip_event(self, event: Event) -> Event:
         return event
 
-    def unreadable(self) -> str | None:
+    def describe_unreadable_rows(self) -> str | None:
         return None
 
-    def live(self) -> Jobs:
+    def load_live_jobs(self) -> Jobs:
         return Jobs()
 
-    def snapshot(self, state: State) -> None:
+    def store_snapshot(self, state: State) -> None:
         pass
 
-    def job(self, job_id: str) -> Job | None:  # noqa: ARG002
+    def find_ended_job(self, job_id: str) -> Job | None:  # noqa: ARG002
         return None
 
-    def ended(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
+    def list_ended_jobs(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
 
     def began_at_s(self) -> float | None:
         return None
 
-    def totals(self) -> Totals:
+    def count_rows(self) -> Totals:
         return Totals(ended={}, undelivered={}, notices={}, oldest_notices_s={})
 
 

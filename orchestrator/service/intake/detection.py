@@ -68,7 +68,7 @@ def detect_machine(name: str) -> DetectedMachine:
     """Return this machine as the node `name`. Raises SpecError where its devices make no node."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return _virtual_machine(name, "CUDA_VISIBLE_DEVICES is empty")
-    reading = nvml.devices()
+    reading = nvml.read_nvml()
     if reading.error or not reading.devices:
         return _virtual_machine(name, reading.error or "NVML shows none")
     devices = _visible_devices(reading.devices)
@@ -124,7 +124,7 @@ def _device(devices: Devices) -> DeviceSpec:
             got=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
             hint="name a cluster file with --cluster: its node takes the first `devices`, counted from 0",
         )
-    every = [(device, nvml.rates(device)) for device in readable]
+    every = [(device, nvml.read_rates(device)) for device in readable]
     cut = [str(device.index) for device, rates in every if rates is not None and rates.has_mig]
     if cut:
         hint = f"make some, or `nvidia-smi -i {','.join(cut)} -mig 0` makes it whole"

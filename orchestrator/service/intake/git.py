@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import select_inherited
 from orchestrator.specs.job.code_source import WORDS_MAX, CodeSource
 
 TIMEOUT_S = 5.0  # a submission does not wait longer for a slow disk
@@ -41,7 +41,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     try:
         process = subprocess.run(
             ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments],
-            env={**inherited(os.environ), "GIT_OPTIONAL_LOCKS": "0"},
+            env={**select_inherited(os.environ), "GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=TIMEOUT_S,

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from orchestrator.backends.attempts.program import why_not_started
-from orchestrator.backends.environment import base_env
+from orchestrator.backends.environment import base_variables
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.intake.git import code_source
 from orchestrator.service.intake.hub import CONFIG, hint_for, hub_config
@@ -486,7 +486,7 @@ def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Itera
 def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
     """Errors for programs that cannot start here; a bare `python` is the service's own."""
     assert spec.command is not None, "only a script has programs"
-    env = {**base_env(), **dict(spec.env)}
+    env = {**base_variables(), **dict(spec.env)}
     key = "command" if spec.python is None else "python"
     programs = {key: spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
     for key, program in programs.items():

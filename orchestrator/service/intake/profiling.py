@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.backends.environment import inherited, matching
+from orchestrator.backends.environment import select_inherited, select_matching
 from orchestrator.memory.model_request import has_fused_loss
 from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.choices import ActivationCheckpointing, Precision
@@ -120,7 +120,7 @@ def _cached_profiles(
         project = spec.workdir if spec.is_script else None
         try:
             new_profiles = _trace(
-                joint_request, source, project, matching(os.environ, spec.secrets)
+                joint_request, source, project, select_matching(os.environ, spec.secrets)
             )
         except SpecError:
             if not any(profile for profiles in stored for profile in profiles or ()):
@@ -191,7 +191,12 @@ def _trace(
         print(
             f"tracing the memory of {request['family']}, once: seconds to minutes", file=sys.stderr
         )
-    env = {**inherited(os.environ), **secrets, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {
+        **select_inherited(os.environ),
+        **secrets,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     if project is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
-from orchestrator.backends.environment import inherited
+from orchestrator.backends.environment import select_inherited
 from orchestrator.planning.collectives import LINK_EFFICIENCY
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, PRODUCT_EFFICIENCY
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
@@ -91,7 +91,11 @@ def _measure(ranks: int, file: Path | None) -> Rates | None:
     try:
         child = subprocess.run(
             [sys.executable, "-m", PROGRAM, str(_threads(ranks))],
-            env={**inherited(os.environ), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+            env={
+                **select_inherited(os.environ),
+                "CUDA_VISIBLE_DEVICES": "",
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
             capture_output=True,
             timeout=TIMEOUT_S,
             check=True,

@@ -123,7 +123,7 @@ class SignIn:
     def _role(self, user: str, claims: Mapping[str, Any]) -> Role:
         role_by_claims = self._provider.spec.role(claims)
         role_by_account = next(
-            (account.role for account in self._accounts.users() if account.name == user), None
+            (account.role for account in self._accounts.list_users() if account.name == user), None
         )
         role = role_by_claims or role_by_account
         if role is None:

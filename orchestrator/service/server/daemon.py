@@ -177,8 +177,8 @@ def serve(
             cluster.notify, cluster.name, os.environ
         )  # before anything inherits their secrets
         provider = provider_of(cluster.oidc, os.environ)
-        journal.outbox.register(cluster.trackers)
-        journal.notices.register(targets)
+        journal.outbox.register_receivers(cluster.trackers)
+        journal.notices.register_receivers(targets)
         lookups = Lookups(
             state=lambda: controller.state,
             job=lambda job_id: controller.job(job_id),
@@ -352,7 +352,7 @@ def _separate_users(
             "give each user a user id by `users` of the cluster file, or say `orc up --listen HOST:PORT --trust-users`"
         )
 
-    for user in accounts.users():
+    for user in accounts.list_users():
         if user.role.may(Role.MEMBER):
             refuse(user.name)
     if declared.oidc is not None:

@@ -48,9 +48,9 @@ class Notifier:
         self._controller = controller
         self._clock = clock
         self._sweeps = sweeps
-        if spec.report_at is not None and not notices.knows_kind(NoticeKind.REPORT):
+        if spec.report_at is not None and not notices.was_kind_sent(NoticeKind.REPORT):
             due_s = self._due_s(clock())
-            notices.remember(notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
+            notices.mark_sent(notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
 
     def run(self, stop: threading.Event) -> None:
         """Check every LOOK_S seconds until `stop` is set; ends with the journal."""
@@ -59,7 +59,7 @@ class Notifier:
     def look(self) -> None:
         """Send notices of jobs expected to be late, of a due report, of unreadable rows and devices, each once."""
         now_s = self._clock()
-        self._notices.tell(
+        self._notices.append_notices(
             [
                 *self._late(now_s),
                 *self._report(now_s),
@@ -98,7 +98,7 @@ class Notifier:
         state = self._controller.state
         due = [job.id for job in state.live_jobs if job.deadline_s is not None]
         ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
-        sent_ids = self._notices.find_told([*ids.values()]) if ids else set()
+        sent_ids = self._notices.find_sent([*ids.values()]) if ids else set()
         reasons = late(state, [job_id for job_id in due if ids[job_id] not in sent_ids])
         return [
             _late_notice(state.jobs[job_id], now_s, reason) for job_id, reason in reasons.items()
@@ -108,7 +108,7 @@ class Notifier:
         if self._spec.report_at is None:
             return []
         due_s = self._due_s(now_s)
-        if self._notices.find_told([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
+        if self._notices.find_sent([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
             return []
         report = make_report(self._controller, due_s - DAY_S, now_s, self._sweeps())
         data = {

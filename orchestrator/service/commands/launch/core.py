@@ -24,7 +24,7 @@ from orchestrator.backends.attempts.leftovers import process_mark
 from orchestrator.backends.attempts.output_scan import SearchResult
 from orchestrator.backends.attempts.script_output import FileAccess
 from orchestrator.backends.attempts.start import prepare_request, write_request_files
-from orchestrator.backends.local.drive import Drive
+from orchestrator.backends.local.drive import LocalScheduler
 from orchestrator.backends.ports import Lookups
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.planning.render import script_command
@@ -403,10 +403,10 @@ def _what_would_help(records: Records, machine: Machine, failure: Failure | None
     spec = with_allowed(
         job.spec, None if limit is None else str(limit), None if batch is None else int(batch)
     )
-    other = Drive(Scheduler(records.drive.scheduler.state))
-    other.tell(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
+    other = LocalScheduler(Scheduler(records.drive.scheduler.state))
+    other.apply_event(RetryRequested(job_id=job.id, spec=spec, at_s=time.time()))
     nodes = idle_nodes(machine.cluster)
-    other.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
+    other.apply_event(NodesSeen(nodes=nodes, declared=nodes, at_s=time.time() + 1))
     flags = [shlex.join(_knob_words(launch)) for launch in other.launches]
     meaning = f"{batch} samples a step" if batch is not None else f"{limit} changes"
     return [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
-from orchestrator.backends.local.watch import lock_folder
+from orchestrator.backends.local.watch import find_lock_folder
 from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -71,7 +71,7 @@ def _seen_machine(env: Env) -> Machine:
     except SpecError as error:
         if env and error.path == "CUDA_VISIBLE_DEVICES":  # a mistake in --devices
             raise
-        sizes = [device.total_bytes for device in nvml.devices().devices if not device.error]
+        sizes = [device.total_bytes for device in nvml.read_nvml().devices if not device.error]
         names = env["CUDA_VISIBLE_DEVICES"].split(",") if env else []
         count = len(names) or len(sizes) or 1
         node = _plain_node("cuda", f"{min(sizes, default=host_bytes())}B", count)
@@ -119,7 +119,7 @@ def _plain_node(kind: str, memory: str, count: int) -> NodeSpec:
 
 def lock_of(uuid: str) -> Path | None:
     """Return the path of a device's lock on this machine; None where there can be none."""
-    folder = lock_folder()
+    folder = find_lock_folder()
     return None if folder is None or not uuid else folder / re.sub(r"[^\w-]", "-", uuid)
 
 

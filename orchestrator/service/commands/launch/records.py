@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.attempts.durable import open_to_append
-from orchestrator.backends.journal.history import EVENTS, Codec, Unreadable, codec_of
-from orchestrator.backends.local.drive import Drive
+from orchestrator.backends.journal.history import EVENTS, Codec, Unreadable, find_codec
+from orchestrator.backends.local.drive import LocalScheduler
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.json_object import JsonObject
@@ -29,7 +29,7 @@ class Records:
         self.lock = home / "lock"
         self.run: JsonObject = {}  # the last one begun
         self.typed = ""  # the plan that the command has as typed
-        self.drive = Drive()
+        self.drive = LocalScheduler()
         self.writes = True
         for line in self._lines():
             self._apply(line)
@@ -53,7 +53,7 @@ class Records:
             if size and (afresh or size > BYTES_MAX):
                 self.path.replace(self.path.with_suffix(".old.jsonl"))
                 afresh = True
-        self.drive = Drive() if afresh else Drive(self.drive.scheduler)
+        self.drive = LocalScheduler() if afresh else LocalScheduler(self.drive.scheduler)
         self._write({"run": run})
         self.run = dict(run)
         self.typed = "" if afresh else self.typed
@@ -61,7 +61,7 @@ class Records:
     def tell(self, event: Event) -> None:
         """Record an event, and apply it."""
         self._write({"event": json.loads(_events().write(event))})
-        self.drive.tell(event)
+        self.drive.apply_event(event)
 
     def start_as_typed(self) -> None:
         """Record that the attempt just started runs the command as typed."""
@@ -90,16 +90,16 @@ class Records:
         if not isinstance(line, dict):
             return
         if "run" in line:
-            self.run, self.drive = line["run"], Drive(self.drive.scheduler)
+            self.run, self.drive = line["run"], LocalScheduler(self.drive.scheduler)
         elif "typed" in line:
-            self.drive.start_as_typed()
+            self.drive.use_typed_plan()
             self.typed = str(self.job.attempts[-1].plan)
         elif "event" in line:
             try:
-                self.drive.tell(_events().read(json.dumps(line["event"])))
+                self.drive.apply_event(_events().read(json.dumps(line["event"])))
             except Unreadable:  # of a later version: what it decided is not known here
-                self.run, self.drive = {}, Drive()
+                self.run, self.drive = {}, LocalScheduler()
 
 
 def _events() -> Codec:
-    return codec_of(EVENTS)
+    return find_codec(EVENTS)

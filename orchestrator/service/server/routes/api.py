@@ -446,7 +446,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/users")
     def users() -> UsersAnswer:
-        return {"users": accounts.users()}
+        return {"users": accounts.list_users()}
 
     @app.put("/users/{name}")
     def set_user(name: UserName, request: UserRequest, name_objects: NameObjects) -> EmptyAnswer:
@@ -463,7 +463,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/tokens")
     def tokens() -> TokensAnswer:
-        return {"tokens": accounts.tokens()}
+        return {"tokens": accounts.list_tokens()}
 
     @app.post("/tokens")
     def create_token(request: TokenRequest, name_objects: NameObjects) -> NewTokenAnswer:
@@ -482,7 +482,7 @@ def _add_account_routes(app: FastAPI, service: Service) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
     ) -> AuditAnswer:
-        return {"rows": accounts.audit(limit, before)}
+        return {"rows": accounts.list_audit_rows(limit, before)}
 
 
 def _add_journal_routes(app: FastAPI, service: Service) -> None:
@@ -490,7 +490,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/journal/unreadable")
     def unreadable() -> UnreadableAnswer:
-        return {"rows": service.set_aside.rows()}
+        return {"rows": service.set_aside.list_rows()}
 
     @app.delete("/journal/unreadable/{table}/{row}")
     def drop_unreadable(table: str, row: str) -> EmptyAnswer:
@@ -500,7 +500,7 @@ def _add_journal_routes(app: FastAPI, service: Service) -> None:
             raise ServiceError(
                 f"{row} may hold devices: `orc cancel {row}` ends it, then its row can be dropped"
             )
-        if service.set_aside.remove(table, row) is None:
+        if service.set_aside.delete_row(table, row) is None:
             raise UnknownError(
                 f"no row {table}/{row} stands aside. `orc doctor --repair` lists them"
             )
