@@ -9,7 +9,7 @@ from benchmarks.draws import stream
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated import traces
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.service.commands.simulate import Outcome, Simulated, play, report_on
 from orchestrator.specs.attempt import Attempt, Pace
@@ -38,18 +38,18 @@ class Arrival(traces.Arrival):
 class PacedBackend(SimulatedBackend):
     """A simulated cluster whose attempts report their pace, where it is another than was predicted."""
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: SimulatedProcess) -> None:
         super()._start(process)
         planned_s = process.attempt.step_s
         is_as_planned = 1 / ANOTHER_PACE < process.step_s / max(planned_s, 1e-9) < ANOTHER_PACE
         if process.evidence is None and not is_as_planned:
             self._after(PACE_STEPS * process.step_s, partial(self._pace, process, PACE_STEPS))
 
-    def _pace(self, process: Process, steps_done: int) -> None:
+    def _pace(self, process: SimulatedProcess, steps_done: int) -> None:
         if process.evidence is None:
             self._tell(self._paced(process, steps_done))
 
-    def _paced(self, process: Process, steps_done: int) -> PaceReported:
+    def _paced(self, process: SimulatedProcess, steps_done: int) -> PaceReported:
         return PaceReported(
             job_id=process.job.id,
             number=process.attempt.number,

@@ -26,7 +26,7 @@ from benchmarks.peers import Peer
 from benchmarks.promises import promise_figures
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from benchmarks.trace_files import read_trace
-from orchestrator.backends.simulated.traces import Trace, trace_of
+from orchestrator.backends.simulated.traces import Trace, make_trace
 from orchestrator.service.commands.simulate import Simulated, alone_s, report_on
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.trainer import Resume
@@ -162,7 +162,7 @@ def shake(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
         spec = arrival.spec.model_copy(update={"steps": steps})
         deadline_s = None if arrival.deadline_s is None else arrival.deadline_s + by_s
         moved.append(replace(arrival, at_s=arrival.at_s + by_s, spec=spec, deadline_s=deadline_s))
-    return trace_of(trace.name, moved)
+    return make_trace(trace.name, moved)
 
 
 def shakes(trace: Trace, count: int) -> list[Trace]:

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.backends.ray.embedded import read_state
+from orchestrator.backends.ray.embedded import read_record
 from orchestrator.service.client import lifecycle
 from orchestrator.service.client.client import Client, service_file
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_job
@@ -119,7 +119,7 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
 
     def launchers(self) -> list[int]:
         """Return the processes of this home's launchers."""
-        state = read_state(self.home)
+        state = read_record(self.home)
         assert state is not None
         hosts = []
         for pid in launcher_hosts():
@@ -156,7 +156,7 @@ def survivor(orchestra: Orchestra) -> Job:
     """A job that ended after one of its ranks and the tracking server were killed amid its first attempt."""
     job_id = orchestra.submit()
     orchestra.saves(job_id)
-    for pid in MlflowServer(orchestra.home).processes():
+    for pid in MlflowServer(orchestra.home).list_processes():
         os.kill(pid, signal.SIGKILL)
     os.kill(orchestra.rank_pid(job_id, 1), signal.SIGKILL)
     return orchestra.ended(job_id)

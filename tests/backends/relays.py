@@ -17,6 +17,6 @@ def wait_delivered(relay: OutboxRelay[Any], timeout_s: float) -> bool:
     while any(relay._outbox.list_pending(relay._name, 1) for _ in range(2)):
         if time.monotonic() > deadline_s:
             return False
-        relay.notify()
+        relay.wake()
         time.sleep(0.05)
     return True

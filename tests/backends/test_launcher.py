@@ -207,8 +207,8 @@ def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_pat
         process_mark(JobFolder(home, "fits-1").attempt(1), "local") for home in (first_home, two)
     }
     assert len(marks) == 2
-    assert connection.namespace(first_home) != connection.namespace(two)
-    assert connection.namespace(first_home) == connection.namespace(first_home)
+    assert connection.home_namespace(first_home) != connection.home_namespace(two)
+    assert connection.home_namespace(first_home) == connection.home_namespace(first_home)
 
 
 def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:

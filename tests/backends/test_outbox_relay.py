@@ -126,7 +126,7 @@ def test_a_service_that_may_have_lost_its_journal_sends_nothing_more(
         tracker = Frozen()
         with relay_rows(journal, "flaky", tracker) as relay:
             while relay.problem is None and len(tracker.kept) < 2:
-                relay.notify()
+                relay.wake()
             assert [job_id for _, job_id in tracker.kept] == ["first"]
             assert relay.problem is not None
             assert "another service may own it" in relay.problem

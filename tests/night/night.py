@@ -34,8 +34,8 @@ from typing import Any
 import httpx
 import yaml
 
-from orchestrator.backends.mlflow.server import HOST, socket_path
-from orchestrator.backends.ray.embedded import read_state
+from orchestrator.backends.mlflow.server import HOST, short_socket_path
+from orchestrator.backends.ray.embedded import read_record
 from orchestrator.sdk import Client as Sdk
 from orchestrator.service.client.client import Client, service_file
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER
@@ -339,7 +339,7 @@ class Night:
 
     def reboot(self) -> None:
         """Kill every process of the home, as a reboot does, and start the service again."""
-        state = read_state(self.home)
+        state = read_record(self.home)
         marks = [str(self.home), *([state["temp_dir"]] if state is not None else [])]
         for _ in range(20):
             pids = []
@@ -356,7 +356,7 @@ class Night:
 
     def kill_server(self, name: str) -> None:
         """Kill the processes of the home whose command has a name."""
-        state = read_state(self.home)
+        state = read_record(self.home)
         marks = [str(self.home), *([state["temp_dir"]] if state is not None else [])]
         for pid, command, environment in _processes():
             if name in command and any(mark in command + environment for mark in marks):
@@ -467,7 +467,7 @@ class Night:
     @contextmanager
     def mlflow(self) -> Iterator[httpx.Client]:
         """Connect to the home's MLflow; importing its client takes seconds. Raises OSError."""
-        with socket_path(self.home / "mlflow") as path:
+        with short_socket_path(self.home / "mlflow") as path:
             transport = httpx.HTTPTransport(uds=path)
             with httpx.Client(transport=transport, base_url=MLFLOW, timeout=30.0) as client:
                 yield client

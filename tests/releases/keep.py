@@ -75,8 +75,8 @@ def write_journal(path: Path) -> dict[str, Any]:
         journal.outbox.register_receivers(["mlflow", "jsonl"])
         journal.notices.register_receivers(["mail"])
         backend = FaultyBackend(CLUSTER, seed=3, hazards=STORM, repeat_chance=0.3)
-        controller = Controller(journal, backend, backend.now)
-        accounts = Accounts(journal.database.transaction, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
+        accounts = Accounts(journal.database.transaction, backend.current_time_s)
         accounts.set_user("ada", Role.MEMBER)
         accounts.create_token("ada", None)
         controller.turn(0.0)
@@ -101,14 +101,14 @@ def read_journal(path: Path) -> dict[str, Any]:
     with closing(Journal(f"sqlite:///{path}")) as journal:
         journal.find_unreadable_rows()
         backend = FaultyBackend(CLUSTER, seed=3, hazards={}, repeat_chance=0.0)
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         live = {
             job.id: [job.status.value, len(job.attempts)] for job in controller.state.jobs.values()
         }
         ended = {job.id: [job.status.value, len(job.attempts)] for job in controller.ended(1000)}
         users = [
             [user.name, user.role.value]
-            for user in Accounts(journal.database.transaction, backend.now).list_users()
+            for user in Accounts(journal.database.transaction, backend.current_time_s).list_users()
         ]
         return {
             "live": live,

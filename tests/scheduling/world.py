@@ -525,18 +525,18 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: FaultyBackend) -> 
         ]
         + [(scenario.begin_s + at_s, 3, index) for index, (at_s, _) in enumerate(scenario.changes)]
     )
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _ in range(TURNS_MAX):
         try:
-            while errands and errands[0][0] <= backend.now():
+            while errands and errands[0][0] <= backend.current_time_s():
                 run_errand(controller, scenario, *errands[0][1:])
                 errands.pop(0)
             if not errands and settled(controller.state):
                 return whole(controller.state, journal.archived)
-            controller.turn(errands[0][0] - backend.now() if errands else HOUR_S)
+            controller.turn(errands[0][0] - backend.current_time_s() if errands else HOUR_S)
         except Killed:
             backend.close()
-            controller = Controller(journal, backend, backend.now)
+            controller = Controller(journal, backend, backend.current_time_s)
     waiting = [
         f"{job.id}: {job.status} ({job.reason})"
         for job in controller.state.jobs.values()

@@ -38,7 +38,7 @@ class JumpingWorld(MortalBackend):
         self.launched: list[str] = []
 
     def clock(self) -> float:
-        return self.now() + self.offset_s
+        return self.current_time_s() + self.offset_s
 
     def launch(self, action: Launch) -> None:
         self.launched.append(action.attempt.name)

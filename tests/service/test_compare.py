@@ -19,7 +19,7 @@ from rich.console import Console
 
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.mlflow.frontier_png import figure
+from orchestrator.backends.mlflow.frontier_png import draw_figure
 from orchestrator.cli import main
 from orchestrator.scheduling.reports.comparison_rows import Curve
 from orchestrator.service.client.client import Client
@@ -310,7 +310,7 @@ def test_a_picture_names_the_strategies_and_its_axes_end_near_the_points(
     view = compared_view()
     assert view["picture"] is not None
     picture = replace(picture_from_view(view["picture"]), capacity_bytes=80 * 2**30)
-    drawn = figure("Strategies", picture, "")
+    drawn = draw_figure("Strategies", picture, "")
     assert drawn.axes[0].get_ylim()[1] < 2 * max(point.needed_bytes for point in picture.points)
     texts = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert [f"{number} {row['strategy']}" for number, row in enumerate(view["rows"], 1)] == texts[

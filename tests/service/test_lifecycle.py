@@ -53,11 +53,11 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
     start(home, None, None)
     pid, ray, mlflow = (
         int(service_file(home)["pid"]),
-        embedded_ray.read_state(home),
+        embedded_ray.read_record(home),
         MlflowServer(home),
     )
     assert ray is not None
-    before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.processes()}
+    before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.list_processes()}
     assert len(before) >= 3
     shutil.rmtree(home)
     start(home, None, None)
@@ -67,9 +67,9 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
             "what belonged to the removed home",
             GONE_S,
         )
-        next_ray = embedded_ray.read_state(home)
+        next_ray = embedded_ray.read_record(home)
         assert next_ray is not None
-        assert embedded_ray.find(home) == next_ray["address"]
+        assert embedded_ray.find_local_address(home) == next_ray["address"]
         assert process_is_alive(int(service_file(home)["pid"]))
     finally:
         stop(home, force=True)
@@ -82,14 +82,14 @@ def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_ru
     (tmp_path / "journal.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ServiceError, match="ended at once"):
         start(tmp_path, None, None)
-    ray = embedded_ray.read_state(tmp_path)
+    ray = embedded_ray.read_record(tmp_path)
     begun = [process for _, process, _ in ray["processes"]] if ray else []
     until(
-        lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])),
+        lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).list_processes()])),
         "all of it",
         GONE_S,
     )
-    assert embedded_ray.find(tmp_path) is None
+    assert embedded_ray.find_local_address(tmp_path) is None
 
 
 def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_one_was_named(
@@ -120,7 +120,7 @@ def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_o
     assert process.returncode == 0
     assert f"Ray cannot be reached: nothing answers at {NO_RAY}" in output
     assert not (home / "service.log").exists()
-    assert MlflowServer(home).processes() == ()
+    assert MlflowServer(home).list_processes() == ()
     assert not (home / "mlflow").exists()
     lock = home / "journal.sqlite.lock"
     assert (
@@ -181,8 +181,8 @@ def test_a_service_listens_where_it_was_told_to_though_another_one_of_its_home_h
     (home / FILE).write_text(format_endpoint(other))
     with running(became, variables):
         until(lambda: is_up(home), "the service that started a moment later", GONE_S)
-        assert embedded_ray.accepts(f"{first.host}:{first.port}", 5.0)
-        assert not embedded_ray.accepts(f"{other.host}:{other.port}", 5.0)
+        assert embedded_ray.accepts_connection(f"{first.host}:{first.port}", 5.0)
+        assert not embedded_ray.accepts_connection(f"{other.host}:{other.port}", 5.0)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.journal import Idle, Instant
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.notify.notice import notice
+from orchestrator.backends.notify.notice import make_notice
 from orchestrator.scheduling.base.pending import pending
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.metrics import Metrics
@@ -253,7 +253,10 @@ def test_notices_that_wait_are_counted_by_target_with_the_age_of_the_oldest(worl
     notices.register_receivers(["mail", "pager"])
     assert waiting() == {"mail": (0.0, None), "pager": (0.0, None)}
     notices.append_notices(
-        [notice("failed", str(at_s), at_s, "title", "text", {}) for at_s in (100.0, 200.0, 300.0)]
+        [
+            make_notice("failed", str(at_s), at_s, "title", "text", {})
+            for at_s in (100.0, 200.0, 300.0)
+        ]
     )
     assert waiting() == {"mail": (3.0, 100.0), "pager": (3.0, 100.0)}
     (first, _), *_ = notices.list_pending("mail", 1)

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.notify.notice import notice
-from orchestrator.backends.notify.targets import targets_of
+from orchestrator.backends.notify.notice import make_notice
+from orchestrator.backends.notify.targets import make_targets
 from orchestrator.cli import main
 from orchestrator.service.client.client import Client, process_is_alive, service_file
 from orchestrator.service.client.lifecycle import start, stop
@@ -62,7 +62,7 @@ class Watched:
         self.backend = FaultyBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, self.backend, lambda: self.now_s)
         self.controller.turn(0.0)
-        targets = targets_of(self.spec, "c", {})
+        targets = make_targets(self.spec, "c", {})
         self.notifier = Notifier(
             self.spec, targets, self.journal.notices, self.controller, lambda: self.now_s, list
         )
@@ -168,7 +168,7 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
 ) -> None:
     world = World(tmp_path)
     spec = NotifySpec.model_validate(NOTIFY)
-    targets = targets_of(spec, "c", {"ORC_URL": hook.url, "ORC_SECRET": SECRET})
+    targets = make_targets(spec, "c", {"ORC_URL": hook.url, "ORC_SECRET": SECRET})
     notifier = Notifier(
         spec, targets, world.journal.notices, world.controller, lambda: SEVEN_S, list
     )
@@ -185,7 +185,7 @@ def test_a_target_is_tried_by_an_operator_and_its_problem_is_told_without_its_ur
 
 
 def test_a_test_is_another_notice_each_time_and_waits_in_no_queue() -> None:
-    first, second = (notice("test", key, 0.0, "t", "t", {}) for key in ("a", "b"))
+    first, second = (make_notice("test", key, 0.0, "t", "t", {}) for key in ("a", "b"))
     assert first.id != second.id
 
 

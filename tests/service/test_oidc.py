@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.backends.oidc import provider_of
+from orchestrator.backends.oidc import make_provider
 from orchestrator.service.server.access.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
@@ -54,7 +54,7 @@ class Site:
             issuer=issuer, client_id=CLIENT, client_secret="ORC_OIDC_SECRET", **fields
         )
         self.environment = {"ORC_OIDC_SECRET": SECRET}
-        self.world = World(home, provider=provider_of(self.spec, self.environment))
+        self.world = World(home, provider=make_provider(self.spec, self.environment))
         self.browser = self.new_browser()
         self.wrong({})
 
@@ -277,7 +277,7 @@ def test_a_provider_in_the_clear_and_a_secret_in_place_of_its_name_are_refused()
         issuer="https://a.example", client_id="orc", user_claim="sub", client_secret="ORC_S"
     )
     with pytest.raises(SpecError, match="variable is missing"):
-        provider_of(spec, {})
+        make_provider(spec, {})
 
 
 UNSAFE = (

@@ -139,4 +139,4 @@ def _server_of(home: Path) -> int:
             command = (entry / "cmdline").read_bytes() if (entry / "cmdline").exists() else b""
             if command.split(b"\0")[0].endswith(b"/gcs_server") and folder in command:
                 return int(entry.name)
-    raise AssertionError(f"no Ray runs in {folder!r}: {embedded_ray.read_state(home)}")
+    raise AssertionError(f"no Ray runs in {folder!r}: {embedded_ray.read_record(home)}")

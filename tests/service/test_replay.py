@@ -51,7 +51,7 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
     )
     path = tmp_path / "journal.sqlite"
     journal, backend = Journal(f"sqlite:///{path}"), backend_of(scenario)
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     for _, spec, fault in scenario.jobs:
         controller.submit(spec, fault)
     for _ in range(1000):
@@ -122,7 +122,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     """Three jobs of an hour on one device; the other cluster has three."""
     backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     journal = Journal(f"sqlite:///{tmp_path}/journal.sqlite")
-    controller = Controller(journal, backend, backend.now)
+    controller = Controller(journal, backend, backend.current_time_s)
     controller.turn(0.0)
     spec = JobSpec.model_validate(
         {
@@ -192,7 +192,7 @@ def test_the_live_queue_is_played_in_each_form_that_people_read(
     monkeypatch.chdir(tmp_path)
     backend = FaultyBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
     with contextlib.closing(Journal(f"sqlite:///{tmp_path}/journal.sqlite")) as journal:
-        controller = Controller(journal, backend, backend.now)
+        controller = Controller(journal, backend, backend.current_time_s)
         controller.turn(0.0)
         spec = JobSpec.model_validate(
             {

@@ -16,7 +16,7 @@ import pytest
 
 import orchestrator
 from orchestrator.backends.environment import INHERITED, is_secret_name
-from orchestrator.backends.redaction import hider, mask, without_secrets
+from orchestrator.backends.redaction import make_hider, mask_secrets, without_secrets
 from orchestrator.service.client.client import Client, service_file
 from orchestrator.service.client.lifecycle import start, stop
 from orchestrator.service.intake.intake import read_job
@@ -180,8 +180,8 @@ def test_a_secret_is_hidden_wherever_a_reader_begins_and_offsets_stay(tmp_path: 
     whole = read_from(path, 0, [secret])
     assert whole == b"before " + b"*" * len(secret) + b" after " + b"*" * 9
     assert all(read_from(path, offset, [secret]) == whole[offset:] for offset in range(len(text)))
-    assert mask(b"plan", [secret]) == b"****"
-    assert mask(b"pla", [secret]) == b"pla"
+    assert mask_secrets(b"plan", [secret]) == b"****"
+    assert mask_secrets(b"pla", [secret]) == b"pla"
 
 
 def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no_job_names_it() -> (
@@ -192,9 +192,9 @@ def test_what_is_named_like_a_secret_is_hidden_in_evidence_and_records_though_no
     printed = f"test {OF_THE_SHELL['HF_TOKEN']} planted-of-a-job-4714 passed-on offline-or-not"
     hidden = without_secrets(Evidence(launch_error=printed), spec, environment)
     assert hidden.launch_error == "test [HF_TOKEN] [MY_TOKEN] passed-on offline-or-not"
-    assert hider(spec, environment)(printed) == "test [HF_TOKEN] [MY_TOKEN] passed-on [MODE]", (
-        "records hide all of `env`"
-    )
+    assert (
+        make_hider(spec, environment)(printed) == "test [HF_TOKEN] [MY_TOKEN] passed-on [MODE]"
+    ), "records hide all of `env`"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from benchmarks.measured import Arrival, as_measured, misjudge, simulate, true_s
 from benchmarks.peers import Peer, tiresias
 from orchestrator.backends.simulated import traces
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.cli import main
 from orchestrator.scheduling.base.migration import SAVE_S
@@ -109,7 +109,7 @@ def day(seed: int, jobs: int = 40) -> Trace:
     )
 
 
-def attempts(outcomes: Iterable[Outcome]) -> list[Process]:
+def attempts(outcomes: Iterable[Outcome]) -> list[SimulatedProcess]:
     return [process for outcome in outcomes for process in outcome.attempts]
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.cli import main
 from orchestrator.service.commands.simulate import Outcome, simulate
@@ -47,7 +47,7 @@ def night(seed: int, *, gib_max: int, devices_max: int = 1, jobs: int = 24) -> T
     return Trace(name="night", arrivals=tuple(arrivals))
 
 
-def card_of(process: Process) -> set[tuple[str, int]]:
+def card_of(process: SimulatedProcess) -> set[tuple[str, int]]:
     """The cards of an attempt: the place of a guest is named for its card."""
     cards = set()
     for node, index in process.devices:
@@ -56,7 +56,7 @@ def card_of(process: Process) -> set[tuple[str, int]]:
     return cards
 
 
-def by_card(outcomes: tuple[Outcome, ...]) -> dict[tuple[str, int], list[Process]]:
+def by_card(outcomes: tuple[Outcome, ...]) -> dict[tuple[str, int], list[SimulatedProcess]]:
     processes = defaultdict(list)
     for outcome in outcomes:
         for process in outcome.attempts:
@@ -66,7 +66,7 @@ def by_card(outcomes: tuple[Outcome, ...]) -> dict[tuple[str, int], list[Process
     return processes
 
 
-def together_s(process: Process, others: list[Process]) -> float:
+def together_s(process: SimulatedProcess, others: list[SimulatedProcess]) -> float:
     """Seconds in which this attempt trained beside another one on a card."""
     assert process.started_at_s is not None
     assert process.ended_at_s is not None

@@ -157,14 +157,14 @@ def test_down_by_force_ends_all_of_the_home_after_a_clean_end_of_its_service(
         ServiceError, match=r"its Ray runs, perhaps with jobs: `orc up` adopts them"
     ):
         stop(home, force=False)
-    ray = embedded_ray.read_state(home)
+    ray = embedded_ray.read_record(home)
     assert ray is not None
     assert night.trains()
-    assert MlflowServer(home).processes()
+    assert MlflowServer(home).list_processes()
     stop(home, force=True)
     assert not night.trains()
-    assert embedded_ray.find(home) is None
+    assert embedded_ray.find_local_address(home) is None
     assert subprocess.run(["pgrep", "--full", ray["temp_dir"]], capture_output=True).stdout == b""
-    assert MlflowServer(home).processes() == ()
+    assert MlflowServer(home).list_processes() == ()
     with pytest.raises(ServiceError, match="no service is up"):
         stop(home, force=True)

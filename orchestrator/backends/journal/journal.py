@@ -16,7 +16,7 @@ from orchestrator.backends.journal.set_aside import SetAside
 from orchestrator.backends.journal.submissions import Submissions
 from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.backends.journal.tables import make_table
-from orchestrator.backends.notify.notice import notices_of
+from orchestrator.backends.notify.notice import derive_notices
 from orchestrator.backends.ports import Decided, Submission, Totals, format_decisions
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.errors import SpecError
@@ -163,7 +163,7 @@ class Journal:
             for action in actions
             if isinstance(action, Archive)
         ]
-        notices = [*notices_of(decided)] if self.notices.has_targets else []
+        notices = [*derive_notices(decided)] if self.notices.has_targets else []
         with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)
             self.sweeps.add(connection, (event for event, _ in decided))

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from pydantic import TypeAdapter
 
 from orchestrator.backends.ports import Lookups, OutboxRow, Tracker
-from orchestrator.backends.redaction import Hide, hider
+from orchestrator.backends.redaction import Hide, make_hider
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job
@@ -59,7 +59,7 @@ class JsonLinesTracker(Tracker):
         )
         attempt = self._attempt.dump_python(record.attempt, mode="json")
         entry = {"id": f"{record.job.key}/{number}", "job": job, "attempt": attempt}
-        hidden: JsonObject = _hide_secrets_in(entry, hider(record.job.spec, os.environ))
+        hidden: JsonObject = _hide_secrets_in(entry, make_hider(record.job.spec, os.environ))
         return hidden
 
 

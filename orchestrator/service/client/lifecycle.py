@@ -148,7 +148,7 @@ def stop(home: Path, force: bool) -> None:
 
 def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
     """End processes and files of a service that was killed, that hangs, or that ended and left jobs running."""
-    from orchestrator.backends.mlflow.server import end_server, server_processes
+    from orchestrator.backends.mlflow.server import end_server, list_server_processes
     from orchestrator.backends.ray import embedded as embedded_ray
 
     services = _services(home)
@@ -162,15 +162,15 @@ def _clear_remains(home: Path, force: bool, *, was_up: bool) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         _await_end(services, FORCED_TIMEOUT_S)
-    if embedded_ray.find(home) is not None and not force:
+    if embedded_ray.find_local_address(home) is not None and not force:
         raise ServiceError(
             "the service is gone, but its Ray runs, perhaps with jobs: `orc up` adopts them, "
             "`orc down --force` stops them (they restart from their newest checkpoint at the next `orc up`)"
         )
-    has_ray = embedded_ray.read_state(home) is not None
-    if not (was_up or services or has_ray or server_processes(home)):
+    has_ray = embedded_ray.read_record(home) is not None
+    if not (was_up or services or has_ray or list_server_processes(home)):
         service_file(home)  # raises ServiceError: nothing is up
-    embedded_ray.stop(home)
+    embedded_ray.stop_embedded(home)
     if has_ray:
         kill_marked_below(home.resolve())
     end_server(home)
@@ -192,7 +192,7 @@ def _refuse_another_machine(home: Path) -> None:
     """Raise ServiceError where the service of this shared home runs on another machine."""
     from orchestrator.backends.ray import embedded as embedded_ray
 
-    machine = embedded_ray.elsewhere(home)
+    machine = embedded_ray.find_other_machine(home)
     if machine is not None:
         raise ServiceError(
             f"the service of {home} runs on the machine {machine}: `orc up` and `orc down` work there"

@@ -275,7 +275,7 @@ def _records(home: Path) -> Result | None:
     if not server.is_wanted():
         return OK, "MLflow starts when a record waits or somebody reads", ""
     try:
-        server.check()
+        server.check_serves_records()
     except ConnectionError as error:
         to_do = "`orc up` and jobs go on; records wait in the journal until it answers"
         return BAD, str(error), to_do

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, make_trace
 from orchestrator.service.intake.intake import local_zone, read_jobs, read_text
 from orchestrator.service.server.sweeps.trials import trials_of
 from orchestrator.specs.clock import Deadline, parse_deadline
@@ -75,7 +75,7 @@ def read_list(path: Path, home: Path) -> Trace:
         if spec.trial is not None:
             to_come[f"{spec.name}#{number}"] = tuple(rest)
     date_s = None if begins_s is None else begins_s + first_s
-    return replace(trace_of(path.stem, arrivals), trials=to_come, begins_s=date_s)
+    return replace(make_trace(path.stem, arrivals), trials=to_come, begins_s=date_s)
 
 
 def _arrival(

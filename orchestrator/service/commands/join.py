@@ -42,11 +42,13 @@ def join(home: Path, service: str, name: str, token_file: Path | None) -> JsonOb
         address = address_towards(host, port)
         client.add_node(machine_here.node.model_dump(mode="json"), address)
         try:
-            embedded_ray.join(home, name, machine_here.node, requirements["ray_address"], address)
+            embedded_ray.join_embedded(
+                home, name, machine_here.node, requirements["ray_address"], address
+            )
             _await_node(client, name)
         except (ServiceError, KeyboardInterrupt):
             if not was_in:
-                embedded_ray.stop(home, record=embedded_ray.record_of(name))
+                embedded_ray.stop_embedded(home, record=embedded_ray.record_name(name))
                 _forget(client, name, GONE_TIMEOUT_S)
             raise
     return {
@@ -64,7 +66,7 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
     another machine is only removed from the list, and only where it no longer runs.
     """
     endpoint = load_endpoint(home)
-    record = embedded_ray.record_of(name)
+    record = embedded_ray.record_name(name)
     if endpoint is None:
         raise ServiceError(
             f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one"
@@ -76,13 +78,13 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
             if is_here:
                 client.drain(name, undo=False)
                 _await_empty(client, name, timeout_s, force=force)
-                embedded_ray.stop(home, record=record)
+                embedded_ray.stop_embedded(home, record=record)
             if was_in:
                 _forget(client, name, GONE_TIMEOUT_S if is_here else 0.0)
-        embedded_ray.stop(home, record=record)  # what one that died here left
+        embedded_ray.stop_embedded(home, record=record)  # what one that died here left
     finally:
         if force and is_here:  # also where the service does not answer
-            embedded_ray.stop(home, record=record)
+            embedded_ray.stop_embedded(home, record=record)
     return was_in
 
 

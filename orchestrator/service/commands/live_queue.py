@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.base.migration import can_be_stopped, request_migration
@@ -190,7 +190,7 @@ def _outcome(
 ) -> Outcome:
     """Return what became of a job, counted from `now_s` on."""
     attempts = tuple(
-        Process(
+        SimulatedProcess(
             job=stint.job,
             attempt=stint.attempt,
             first_step=0,

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from orchestrator.backends.ports import Decided, Submission, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
-from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.sharing import SharedBackend
 from orchestrator.backends.simulated.traces import Arrival, Trace
 from orchestrator.scheduling.scheduler import Scheduler
@@ -50,7 +50,7 @@ class Outcome:
     ended_at_s: float | None  # None: it did not finish
     alone_s: float  # from its launch to its end, had it had the cluster for itself
     deadline_s: float | None
-    attempts: tuple[Process, ...]
+    attempts: tuple[SimulatedProcess, ...]
     guaranteed: bool = False  # it asks for a promise
     # true seconds of a step as it would run as requested; None: not told
     request_step_s: float | None = None
@@ -201,7 +201,7 @@ def play(
     """Return the result on this backend; `arrivals` gets the jobs as they are submitted."""
     taken_s: list[float] = []
     controller = Controller(
-        NullJournal(), backend, backend.now, lambda state: TimedScheduler(state, taken_s)
+        NullJournal(), backend, backend.current_time_s, lambda state: TimedScheduler(state, taken_s)
     )
     controller.turn(0.0)  # the cluster is seen
     to_come = {sweep: deque(trials) for sweep, trials in trace.trials.items()}
@@ -214,11 +214,11 @@ def play(
     def turn(wait_s: float) -> None:
         controller.turn(wait_s)
         if to_come:
-            _next_trials(controller.state, arrivals, to_come, backend.now(), submit)
+            _next_trials(controller.state, arrivals, to_come, backend.current_time_s(), submit)
 
     for at_s, together in groupby(trace.arrivals, key=lambda arrival: arrival.at_s):
-        while backend.now() < at_s:
-            turn(at_s - backend.now())
+        while backend.current_time_s() < at_s:
+            turn(at_s - backend.current_time_s())
             turns -= 1
         submit(list(together))
     turn(0.0)  # what was decided of the last is done
@@ -227,12 +227,12 @@ def play(
         turns -= 1
         assert turns > 0, "events beget events"
     arrivals += [
-        replace(trial, at_s=backend.now()) for rest in to_come.values() for trial in rest
+        replace(trial, at_s=backend.current_time_s()) for rest in to_come.values() for trial in rest
     ]  # never submitted
     submitted_trace = replace(trace, arrivals=tuple(arrivals))
     outcomes = outcomes_of(submitted_trace, cluster, backend.processes)
     return Simulated(
-        report=report_on(submitted_trace, cluster, outcomes, backend.card_of),
+        report=report_on(submitted_trace, cluster, outcomes, backend.physical_card),
         outcomes=outcomes,
         decisions_s=tuple(taken_s),
     )
@@ -299,7 +299,7 @@ def _with_deadline(arrival: Arrival) -> JobSpec:
 
 
 def outcomes_of(
-    trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]
+    trace: Trace, cluster: ClusterSpec, processes: Mapping[str, SimulatedProcess]
 ) -> tuple[Outcome, ...]:
     """Return the outcome of each job, in the order of their arrivals."""
     attempts = group_values((process.job.order, process) for process in processes.values())
@@ -311,7 +311,7 @@ def outcomes_of(
 
 
 def _outcome(
-    arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: float, devices: int
+    arrival: Arrival, attempts: tuple[SimulatedProcess, ...], launch_cost_s: float, devices: int
 ) -> Outcome:
     done = (
         attempts[-1] if attempts and attempts[-1].evidence and attempts[-1].ending is None else None
@@ -340,7 +340,7 @@ def _request_step_s(arrival: Arrival) -> float | None:
     return guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
 
 
-def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
+def alone_s(arrival: Arrival, devices: int, attempts: Sequence[SimulatedProcess] = ()) -> float:
     """Return the training seconds on the best number of `devices`; for a job without speeds, on those it ran on."""
     speeds = [step_s for count, step_s in arrival.spec.speeds if count <= devices]
     steps = (

@@ -47,7 +47,7 @@ class SignIn:
         if self._gate.is_guessing(request, count=False):
             return self._refused(request, "too many wrong answers", 429)
         try:
-            begun = self._provider.begin(_back(request))
+            begun = self._provider.begin_sign_in(_back(request))
         except SignInError as error:
             return self._refused(request, str(error), 502)
         sign_in = {
@@ -81,7 +81,7 @@ class SignIn:
                 raise SignInError("another issuer answered")
             if "error" in query or not query.get("code"):
                 raise SignInError("the provider sent no code")
-            claims = self._provider.claims(
+            claims = self._provider.fetch_claims(
                 _back(request), query["code"], begun["nonce"], begun["verifier"]
             )
             user = self._provider.spec.user(claims)

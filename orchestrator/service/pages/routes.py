@@ -18,7 +18,7 @@ from starlette.datastructures import QueryParams
 from starlette.routing import Route
 
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
-from orchestrator.backends.mlflow.tracker import job_url
+from orchestrator.backends.mlflow.tracker import find_job_url
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.live_queue import now_of
 from orchestrator.service.commands.plan import plan_job
@@ -120,7 +120,7 @@ class _Pages:
         self._archive = Archive(controller.ended)
         self._waits = Waits(controller.wait_for_change)
         self._mlflow = service.trackers.get("mlflow")
-        self._links = Links(partial(job_url, service.home))
+        self._links = Links(partial(find_job_url, service.home))
 
     def _get(self, path: str, **parameters: Any) -> Any:
         """Return the answer of the API's GET route."""

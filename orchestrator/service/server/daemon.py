@@ -37,8 +37,8 @@ from fastapi import FastAPI
 from orchestrator.backends.attempts.identity import open_home
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.notify.targets import Target, targets_of
-from orchestrator.backends.oidc import provider_of
+from orchestrator.backends.notify.targets import Target, make_targets
+from orchestrator.backends.oidc import make_provider
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Lookups, Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
@@ -167,16 +167,16 @@ def serve(
         cluster = with_joined(declared, joined_nodes(home))
         accounts = Accounts(journal.database.transaction, time.time)
         refuse_user = _separate_users(home, declared, endpoint, accounts)
-        earlier_ray = embedded_ray.find(home)
+        earlier_ray = embedded_ray.find_local_address(home)
 
         def must_end() -> bool:
             return down.is_set() or (earlier_ray is None and not is_serving.is_set())
 
         rates = background.submit(measure_cluster, cluster)
-        targets = targets_of(
+        targets = make_targets(
             cluster.notify, cluster.name, os.environ
         )  # before anything inherits their secrets
-        provider = provider_of(cluster.oidc, os.environ)
+        provider = make_provider(cluster.oidc, os.environ)
         journal.outbox.register_receivers(cluster.trackers)
         journal.notices.register_receivers(targets)
         lookups = Lookups(
@@ -445,7 +445,7 @@ def _notify(
         if newest != version:
             version = newest
             for relay in relays:
-                relay.notify()
+                relay.wake()
 
 
 def _served_to_others(

@@ -248,7 +248,7 @@ def draw_picture(view: ComparisonView, file: Path) -> None:
     """Write the picture of a comparison to a file, or say why it has none."""
     import matplotlib
 
-    from orchestrator.backends.mlflow.frontier_png import figure
+    from orchestrator.backends.mlflow.frontier_png import draw_figure
     from orchestrator.service.views.records import picture_from_view
 
     if view["picture"] is None:
@@ -258,6 +258,6 @@ def draw_picture(view: ComparisonView, file: Path) -> None:
         with matplotlib.rc_context(
             {"pdf.fonttype": 42}
         ):  # TrueType: many publishers refuse matplotlib's Type 3
-            figure(f"Strategies of {view['name']}", picture_from_view(view["picture"]), "").savefig(
-                file
-            )
+            draw_figure(
+                f"Strategies of {view['name']}", picture_from_view(view["picture"]), ""
+            ).savefig(file)

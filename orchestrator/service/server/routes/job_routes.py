@@ -19,8 +19,8 @@ from orchestrator.backends.attempts.ended_files import describe_removals
 from orchestrator.backends.attempts.identity import find_identity
 from orchestrator.backends.attempts.metrics import iterate_metric_lines
 from orchestrator.backends.mlflow.content import comparison_key
-from orchestrator.backends.mlflow.tracker import comparison_url
-from orchestrator.backends.redaction import hidden_bytes
+from orchestrator.backends.mlflow.tracker import find_comparison_url
+from orchestrator.backends.redaction import list_secret_values
 from orchestrator.scheduling.reports.comparison import compared_ids, comparison
 from orchestrator.scheduling.reports.comparison_rows import curve_of
 from orchestrator.scheduling.reports.deadlines import late
@@ -208,7 +208,7 @@ def _add_view_routes(app: FastAPI, service: Service, waits: Waits) -> None:
 
 
 def _add_comparison_route(app: FastAPI, service: Service) -> None:
-    links = Links(partial(comparison_url, service.home))
+    links = Links(partial(find_comparison_url, service.home))
 
     @app.get("/jobs/{job_id}/comparison")
     def compared(job_id: str, request: Request) -> ComparisonView:
@@ -281,7 +281,7 @@ def add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
             )
         if removed := describe_removals(service.home, job_id, "attempts"):
             raise UnknownError(f"{job_id}: {removed[0]}")
-        return JobFolder(service.home, job_id).attempt(number).log(rank), hidden_bytes(
+        return JobFolder(service.home, job_id).attempt(number).log(rank), list_secret_values(
             job.spec, os.environ
         )
 
