@@ -76,5 +76,5 @@ def test_the_demo_recovers_from_real_out_of_memory_failures(tmp_path: Path) -> N
             timeout=800,
         )
     finally:
-        lifecycle.stop(tmp_path, force=True)
+        lifecycle.stop_service(tmp_path, force=True)
     assert shown.returncode == 0, shown.stdout

@@ -185,7 +185,9 @@ class Night:
         while time.monotonic() < began_s + ASKED_S:
             with contextlib.suppress(AssertionError):  # no service yet
                 self.answered.append(
-                    self.cluster.ask(lambda client: client.submit(spec, key=key), "an answer", 2.0)
+                    self.cluster.ask(
+                        lambda client: client.submit(spec, idempotency_key=key), "an answer", 2.0
+                    )
                 )
                 self.waits_s.append(time.monotonic() - began_s)
                 return

@@ -235,7 +235,7 @@ def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(
         lambda: (
             "n2"
             in cluster.ask(
-                lambda client: [node["name"] for node in client.cluster()["nodes"]], "n2"
+                lambda client: [node["name"] for node in client.fetch_cluster()["nodes"]], "n2"
             )
         ),
         "n2",
@@ -370,7 +370,7 @@ def test_no_job_of_all_has_two_records_or_none(hosts_of_our_own: Cluster) -> Non
     cluster = hosts_of_our_own
 
     def told() -> tuple[list[str], list[str]]:
-        jobs = cluster.ask(lambda client: client.jobs(1000), "the jobs")
+        jobs = cluster.ask(lambda client: client.list_jobs(1000), "the jobs")
         wanted = [f"{job['id']}-{attempt['number']}" for job in jobs for attempt in job["attempts"]]
         client = MlflowClient(cluster.mlflow)
         experiments = [
@@ -385,4 +385,4 @@ def test_no_job_of_all_has_two_records_or_none(hosts_of_our_own: Cluster) -> Non
 
     until(lambda: (both := told())[0] == both[1], f"one record per attempt {told()}")
     with closing(cluster.client(cluster.serving() or "n0")) as client:
-        assert all(job["status"] == "succeeded" for job in client.jobs(1000))
+        assert all(job["status"] == "succeeded" for job in client.list_jobs(1000))

@@ -19,7 +19,7 @@ import pytest
 from orchestrator.backends.attempts.durable import open_to_append, write_durably
 from orchestrator.backends.attempts.left_files import read_exit_code, read_log_tail
 from orchestrator.service.client.client import Client, process_is_alive, user_name
-from orchestrator.service.client.lifecycle import prepare, start, stop
+from orchestrator.service.client.lifecycle import prepare_home, start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.pages.job import last_curves
 from orchestrator.service.server.routes.attempt_files import read_from
@@ -77,7 +77,7 @@ def folder() -> Iterator[Path]:
     folder.chmod(0o755)
     yield folder
     if (folder / "home" / "service.json").exists():
-        stop(folder / "home", force=True)
+        stop_service(folder / "home", force=True)
     shutil.rmtree(folder)
 
 
@@ -95,7 +95,7 @@ def submit(home: Path, folder: Path, user: str, python: str, script: str, *argum
 
 def show(home: Path, job_id: str) -> Any:
     with closing(Client(home)) as client:
-        return client.job(job_id)[0]
+        return client.fetch_job(job_id)[0]
 
 
 def rank_of(home: Path, job_id: str) -> int | None:
@@ -121,7 +121,7 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     cluster = folder / "cluster.yaml"
     users = f"users: {{ada: {{uid: {ADA}}}, bob: {{uid: {BOB}, gid: {BOB + 1}}}}}\n"
     cluster.write_text(Path("clusters/two-virtual-devices.yaml").read_text() + users)
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     ada = submit(home, folder, "ada", python, SCRIPT, str(go))
     pid = until(lambda: rank_of(home, ada), "ada's rank", END_S)
     assert os.stat(f"/proc/{pid}").st_uid == ADA
@@ -145,8 +145,8 @@ def test_ranks_of_two_users_reach_neither_each_other_nor_the_home(
     assert show(home, bob)["status"] == "succeeded"
     assert (attempt_folder / "rank0.heartbeat.json").stat().st_uid == BOB, "its guard has worked"
     with closing(Client(home)) as client, pytest.raises(ServiceError, match="there is no rank 1"):
-        client.log(bob, 1, 1, 0)
-    prepare(home)  # as every `orc up` does
+        client.read_log(bob, 1, 1, 0)
+    prepare_home(home)  # as every `orc up` does
     with pytest.raises(SpecError, match="the user has no user id here"):
         submit(home, folder, "eve", python, SCRIPT, str(go))
     go.touch()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.client.join_token import FILE, parts_of
+from orchestrator.service.client.join_token import FILE, split_join_token
 from orchestrator.service.intake.cluster_file import kept_cluster, nodes_here
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
@@ -127,9 +127,9 @@ def test_another_folder_at_the_same_path_is_seen(tmp_path: Path) -> None:
 )
 def test_what_is_no_token_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(SpecError) as refused:
-        parts_of(text)
+        split_join_token(text)
     assert not text or text not in str(refused.value)
-    assert parts_of(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
+    assert split_join_token(f" {SECRET}.{'0' * 64}\n") == (SECRET, f"sha256:{'0' * 64}")
 
 
 def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.notice import make_notice
 from orchestrator.backends.notify.targets import make_targets
 from orchestrator.cli import main
-from orchestrator.service.client.client import Client, process_is_alive, service_file
-from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.client.client import Client, process_is_alive, read_service_file
+from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.notifier import Notifier
@@ -215,24 +215,24 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
         "name: bug\ngpus: 1\nglobal_batch_size: 8\ncommand: [python, train.py]\n",
         str(tmp_path / "j.yaml"),
     )
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     try:
         with closing(Client(home)) as client:
             bug = client.submit(
                 job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None
             )
-            until(lambda: client.job(bug)[0]["status"] == "failed", "the job's end", 60)
+            until(lambda: client.fetch_job(bug)[0]["status"] == "failed", "the job's end", 60)
         assert send_test_notice(home, capsys) == (1, "hook: Connection refused\n")
-        pid = int(service_file(home)["pid"])
+        pid = int(read_service_file(home)["pid"])
         os.kill(pid, signal.SIGTERM)
         until(lambda: not process_is_alive(pid), "the service's end", 60)
         back = Hook(port=hook.port)
-        start(home, None, None)
+        start_service(home, None, None)
         until(lambda: back.got, "the notice", 60)
         assert send_test_notice(home, capsys) == (0, "hook: delivered\n")
         back.close()
     finally:
-        stop(home, force=True)
+        stop_service(home, force=True)
     (_, body), *_ = back.got
     notice = json.loads(body)
     assert (notice["type"], notice["data"]["job"], notice["data"]["status"]) == (

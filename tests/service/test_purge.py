@@ -27,8 +27,8 @@ from orchestrator.backends.attempts.ended_files import (
 from orchestrator.backends.journal.history import Codec
 from orchestrator.cli import main
 from orchestrator.service.client.client import Client
-from orchestrator.service.client.lifecycle import start, stop
-from orchestrator.service.commands.doctor import findings
+from orchestrator.service.client.lifecycle import start_service, stop_service
+from orchestrator.service.commands.doctor import run_checks
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server.purger import SERVICE, Purge, Purger
 from orchestrator.specs.access import Role
@@ -406,38 +406,40 @@ def test_a_real_service_purges_by_itself_and_when_it_is_told(
     job = tmp_path / "job.yaml"
     command = f"command: {sys.executable} -c 'print(1)'"
     job.write_text(f"name: says\n{command}\nglobal_batch_size: 1\nprobe: never\ngpus: 1\n")
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     try:
         with closing(Client(home)) as client:
             names = [client.submit(read_job(job).model_dump(mode="json")) for _ in range(2)]
             until(
-                lambda: all(client.job(name)[0]["status"] == "succeeded" for name in names),
+                lambda: all(client.fetch_job(name)[0]["status"] == "succeeded" for name in names),
                 "both ends",
                 120.0,
             )
             until(
                 lambda: len(client.purge(dry_run=True)["goes"]) == 2, "the records have left", 60.0
             )
-            assert client.log(names[0], 1, 0, 0)[0]
+            assert client.read_log(names[0], 1, 0, 0)[0]
             with pytest.raises(SystemExit) as ended:
                 main(["purge", "--home", str(home), "--json"])
             answer = json.loads(capsys.readouterr().out)
             assert ended.value.code == 1, "the home holds more than its budget"
-            assert "nothing more may go" in "; ".join(client.cluster()["problems"])
-            (service,) = [finding for finding in findings(home) if finding.subject == "service"]
+            assert "nothing more may go" in "; ".join(client.fetch_cluster()["problems"])
+            (service,) = [finding for finding in run_checks(home) if finding.subject == "service"]
             assert "nothing more may go" in service.found
             assert [part["job"] for part in answer["goes"]] == names
             with pytest.raises(ServiceError, match="attempts was removed on"):
-                client.log(names[0], 1, 0, 0)
+                client.read_log(names[0], 1, 0, 0)
             until(lambda: not [*(home / TRASH).iterdir()], "the trash is empty", 60.0)
             again = client.submit(read_job(job).model_dump(mode="json"))
-            until(lambda: client.job(again)[0]["status"] == "succeeded", "the third end", 120.0)
+            until(
+                lambda: client.fetch_job(again)[0]["status"] == "succeeded", "the third end", 120.0
+            )
     finally:
-        stop(home, force=True)
-    start(home, None, None)  # its first pass is seconds after the start
+        stop_service(home, force=True)
+    start_service(home, None, None)  # its first pass is seconds after the start
     try:
         until(
             lambda: bool(describe_removals(home, again)), "the service has purged by itself", 60.0
         )
     finally:
-        stop(home, force=True)
+        stop_service(home, force=True)

@@ -17,8 +17,8 @@ import pytest
 import orchestrator
 from orchestrator.backends.environment import INHERITED, is_secret_name
 from orchestrator.backends.redaction import make_hider, mask_secrets, without_secrets
-from orchestrator.service.client.client import Client, service_file
-from orchestrator.service.client.lifecycle import start, stop
+from orchestrator.service.client.client import Client, read_service_file
+from orchestrator.service.client.lifecycle import start_service, stop_service
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.server.routes.attempt_files import read_from
 from orchestrator.specs.attempt import Evidence
@@ -105,7 +105,7 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
     )
     (tmp_path / "sees.py").write_text(SEES)
     texts = {}
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     try:
         for name, rest in (("sees", ""), ("names", "secrets: [HF_TOKEN]\n")):
             file = tmp_path / f"{name}.yaml"
@@ -114,12 +114,12 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
             with closing(Client(home)) as client:
                 job_id = client.submit(read_job(file).model_dump(mode="json"))
                 until(
-                    lambda job_id=job_id: client.job(job_id)[0]["status"] == "succeeded",
+                    lambda job_id=job_id: client.fetch_job(job_id)[0]["status"] == "succeeded",
                     f"the end of {name}",
                     120.0,
                 )
                 log = (home / "jobs" / job_id / "attempts" / "1" / "rank0.log").read_text()
-                texts[name] = log, client.log(job_id, 1, 0, 0)[0]
+                texts[name] = log, client.read_log(job_id, 1, 0, 0)[0]
         log, shown = texts["sees"]
         assert "('PATH', " in log
         assert "('MY_SETTING', 'passed-on')" in log
@@ -129,11 +129,11 @@ def test_a_job_without_secrets_sees_none_of_the_shells_and_nobody_reads_them_of_
         log, shown = texts["names"]
         assert OF_THE_SHELL["HF_TOKEN"] in log, "it is what the job named"
         assert f"('HF_TOKEN', '{'*' * len(OF_THE_SHELL['HF_TOKEN'])}')" in shown.decode()
-        service = Path(f"/proc/{service_file(home)['pid']}/environ").read_bytes()
+        service = Path(f"/proc/{read_service_file(home)['pid']}/environ").read_bytes()
         assert b"PATH=" in service
         assert not [word for word in OF_THE_SHELL.values() if word.encode() in service]
     finally:
-        stop(home, force=True)
+        stop_service(home, force=True)
 
 
 def test_a_process_that_hides_its_environment_is_closed_to_others_of_its_user() -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.service.client.sending import with_uploads
+from orchestrator.service.client.sending import upload_files
 from orchestrator.service.intake.intake import read_jobs_elsewhere
 from orchestrator.service.transfer import store
 from orchestrator.service.transfer.archive import Limits, list_files, unpack
@@ -315,7 +315,7 @@ def test_a_job_that_names_what_is_not_there_is_refused(
 
 
 class Carrier:
-    """Stands between `with_uploads` and a test client: counts what is sent."""
+    """Stands between `upload_files` and a test client: counts what is sent."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.sent = client, list[str]()
@@ -344,9 +344,9 @@ def test_only_what_is_missing_is_sent_and_every_path_of_this_machine_becomes_one
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     carrier = Carrier(world.by(Role.MEMBER))
     jobs = read_jobs_elsewhere(project / "job.yaml")
-    specs = with_uploads(carrier, jobs)  # type: ignore[arg-type]
+    specs = upload_files(carrier, jobs)  # type: ignore[arg-type]
     assert len(carrier.sent) == 2, "the project and the model, once for both jobs of the array"
-    assert specs == with_uploads(carrier, jobs)  # type: ignore[arg-type]
+    assert specs == upload_files(carrier, jobs)  # type: ignore[arg-type]
     assert len(carrier.sent) == 2
     body = {"jobs": [{"spec": spec.model_dump(mode="json")} for spec in specs]}
     ids = carrier.client.post("/jobs/batch", json=body).json()["ids"]

@@ -303,7 +303,9 @@ class MlflowTracker(Tracker):
             client.log_figure(
                 run_id, draw_figure(f"Plans of {content.name}", content.picture), "frontier.png"
             )
-        survivor = contact.find_run(run_key)  # a creation that timed out here may have come true there
+        survivor = contact.find_run(
+            run_key
+        )  # a creation that timed out here may have come true there
         if survivor is None or survivor.info.run_id != run_id:
             raise ConnectionError(f"run {run_id} was replaced by another one of {run_key}")
         client.set_terminated(run_id, content.status, content.end_ms)

@@ -132,7 +132,9 @@ def serve_calls() -> None:
                 number, name, arguments = service.recv()
             except EOFError:
                 os._exit(0)  # what is asked of Ray is of no use any more
-            pool.submit(_answer_call, service, answering, number, calls.find_method(name), arguments)
+            pool.submit(
+                _answer_call, service, answering, number, calls.find_method(name), arguments
+            )
 
 
 def _answer_call(

@@ -49,7 +49,9 @@ _REDACTED = tuple(
 
 @frozen
 class Diagnosis:
-    """Why a training ended: the cause and its log line, what this service would do, and what a person can do."""
+    """Why a training ended: the cause and its log line, what the service would do, and what a
+    person can do.
+    """
 
     kind: str | None  # a FailureKind; None: nothing failed
     reason: str
@@ -61,11 +63,12 @@ class Diagnosis:
     you_can: str
 
 
-def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) -> Diagnosis:
-    """Return what ended a training: by the ranks' logs, rank 0 first, or by the folder of an attempt of ours.
+def diagnose_training(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) -> Diagnosis:
+    """Return why a training ended, from its ranks' logs, rank 0 first, or from the folder of an
+    attempt of this service.
 
-    One exit code is of all ranks, several are each of a log; without any it is EXIT_CODE. Raises SpecError for a file
-    that is no log, and for another number of exit codes.
+    One exit code is that of all ranks, several belong to the logs in order; without any it is
+    EXIT_CODE. Raises SpecError for a file that is no log, and for another number of exit codes.
     """
     try:
         if len(logs) == 1 and logs[0].is_dir() and (logs[0] / "guard.json").exists():
@@ -82,8 +85,8 @@ def diagnose(logs: Sequence[Path], exit_codes: Sequence[int], oom_kills: int) ->
         codes = list(exit_codes) or [EXIT_CODE]
         if len(codes) == 1:
             codes *= len(logs)
-        ends = tuple(_end_of(path, rank, codes[rank]) for rank, path in enumerate(paths))
-        return _describe(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
+        ends = tuple(_read_rank_end(path, rank, codes[rank]) for rank, path in enumerate(paths))
+        return _make_diagnosis(logs, paths, Evidence(ranks=ends, host_oom_kills=oom_kills))
     except OSError as error:  # a file that went away meanwhile, or a disk that fails
         raise SpecError(
             f"cannot be read: {error.strerror}", path="LOG", got=str(error.filename or logs[0])
@@ -94,17 +97,19 @@ def _diagnose_folder(folder: Path) -> Diagnosis:
     files = AttemptFolder(folder)
     evidence = collect_folder_evidence(files)
     paths = [files.log(end.rank) for end in evidence.ranks]
-    return _describe(paths, paths, evidence)
+    return _make_diagnosis(paths, paths, evidence)
 
 
-def _judge(evidence: Evidence) -> Failure | None:
-    """Return the failure that the service would see in a first attempt, and its verdict; None where it succeeded.
+def _find_failure(evidence: Evidence) -> Failure | None:
+    """Return the failure that the service would find after a first attempt, with its decision to
+    retry or not.
 
-    An exit with 0 is no success where the log shows what ended a rank: some programs exit with 0 whatever happens.
+    None where the attempt succeeded. An exit with 0 is no success where the log shows what ended a
+    rank: some programs always exit with 0.
     """
     job, attempt = _placeholder_attempt()
     failure = classify(job, attempt, evidence)
-    if failure is None and any(_has_ended(end) for end in evidence.ranks):
+    if failure is None and any(_has_exception(end) for end in evidence.ranks):
         ends = tuple(replace(end, exit_code=EXIT_CODE) for end in evidence.ranks)
         failure = classify(job, attempt, replace(evidence, ranks=ends))
     if failure is None:
@@ -112,12 +117,12 @@ def _judge(evidence: Evidence) -> Failure | None:
     return judge(job, replace(attempt, evidence=evidence), failure, (), ())
 
 
-def _has_ended(end: RankEnd) -> bool:
+def _has_exception(end: RankEnd) -> bool:
     return any(finding.is_exception for finding in end.findings[:1])
 
 
-def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -> Diagnosis:
-    failure = _judge(evidence)
+def _make_diagnosis(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -> Diagnosis:
+    failure = _find_failure(evidence)
     ends = evidence.ranks
     if failure is None:
         return Diagnosis(
@@ -125,7 +130,7 @@ def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -
             file=None, line_number=None, line="", rank=None,
             orc_would="count it as succeeded", you_can="give the exit code, if it was another: `--exit-code`",
         )  # fmt: skip
-    index, offset, line = _place_of(failure, ends, paths)
+    index, offset, line = _locate_failure(failure, ends, paths)
     has_log = bool(paths) and paths[index].exists()
     return Diagnosis(
         kind=failure.kind.value,
@@ -134,21 +139,28 @@ def _describe(logs: Sequence[Path], paths: Sequence[Path], evidence: Evidence) -
         line_number=_line_number(paths[index], offset) if has_log else None,
         line=line.partition("\n")[0],
         rank=failure.rank,
-        orc_would=_next_action(failure),
+        orc_would=_describe_next_action(failure),
         you_can=_advise(failure, ends, paths),
     )
 
 
-def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
-    """Return a job's last failed attempt as a redacted test case in YAML. Raises SpecError where none has failed."""
-    job, _ = client.job(job_id)
+def export_test_case(client: Client, job_id: str, kind: FailureKind) -> str:
+    """Return a job's last failed attempt as a test case in YAML, without private data. Raises
+    SpecError where none failed.
+    """
+    job, _ = client.fetch_job(job_id)
     attempt = next((entry for entry in reversed(job["attempts"]) if entry["failure"]), None)
     if attempt is None:
         raise SpecError("no attempt of this job has failed", path="JOB", got=job_id)
     codes = attempt["exit_codes"] or [None]
     names = [job["user"], *(part.partition("[")[0] for part in attempt["placement"].split(", "))]
     texts = [
-        redact("\n".join(shorten(_lines_of_job(client, job_id, attempt["number"], rank))), names)
+        redact(
+            "\n".join(
+                select_error_lines(_iterate_job_log(client, job_id, attempt["number"], rank))
+            ),
+            names,
+        )
         for rank in range(len(codes))
     ]
     case: JsonObject = {
@@ -162,8 +174,10 @@ def case_of_job(client: Client, job_id: str, kind: FailureKind) -> str:
     return yaml.dump([case], Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
 
 
-def shorten(lines: Iterable[str]) -> list[str]:
-    """Return the relevant lines of a log's last error with the lines that they quote; the last line without any."""
+def select_error_lines(lines: Iterable[str]) -> list[str]:
+    """Return the relevant lines of a log's last error, with the lines that they quote; without an
+    error, the last line.
+    """
     head = list[str]()
     tail = deque[str](maxlen=CASE_LINES)
     calm = 0
@@ -183,14 +197,18 @@ def shorten(lines: Iterable[str]) -> list[str]:
     return [last] if calm > CALM_LINES or not head else [*head, *tail]
 
 
-def redact(text: str, names: Iterable[str] = ()) -> str:
-    """Return the text with secrets, addresses, hosts, users' folders and names removed, by patterns."""
+def redact(text: str, private_names: Iterable[str] = ()) -> str:
+    """Return the text without secrets, addresses, hosts, users' folders and these names; patterns
+    find them.
+    """
     lines = []
     for line in text.split("\n"):
         for pattern, replacement in _REDACTED:
             line = pattern.sub(replacement, line)
         lines.append(line)
-    names_pattern = "|".join(re.escape(name) for name in {*names, _own_name()} - PLAIN_NAMES)
+    names_pattern = "|".join(
+        re.escape(name) for name in {*private_names, _user_name()} - PLAIN_NAMES
+    )
     joined = "\n".join(lines)
     return (
         re.sub(rf"(?<![\w.-])(?:{names_pattern})(?![\w-])", "NAME", joined)
@@ -199,7 +217,7 @@ def redact(text: str, names: Iterable[str] = ()) -> str:
     )
 
 
-def _own_name() -> str:
+def _user_name() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -207,7 +225,7 @@ def _own_name() -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks."""
+    """YAML dumper that writes texts of several lines as blocks."""
 
 
 _Dumper.add_representer(
@@ -218,11 +236,11 @@ _Dumper.add_representer(
 )
 
 
-def _lines_of_job(client: Client, job_id: str, number: int, rank: int) -> Iterator[str]:
+def _iterate_job_log(client: Client, job_id: str, attempt_number: int, rank: int) -> Iterator[str]:
     rest = b""
     offset = 0
     while True:
-        data, following = client.log(job_id, number, rank, offset)
+        data, following = client.read_log(job_id, attempt_number, rank, offset)
         if following <= offset:
             break
         offset = following
@@ -259,7 +277,9 @@ def _resolve_log(path: Path) -> Path:
 
 @frozen
 class Project:
-    """A project whose logs are known: a row of projects.yaml."""
+    """A known training project: how its logs look, and how its memory is reduced (a row of
+    projects.yaml).
+    """
 
     name: str
     job: str  # its job file, in `jobs/` of this project
@@ -267,11 +287,13 @@ class Project:
     levers: Mapping[Phase, str]  # what makes it take less memory
 
 
-def project_of(path: Path) -> Project | None:
-    """Return the project whose sign stands at the begin or the end of a log; None for any other."""
-    with path.open("rb") as file:
+def find_project(log_path: Path) -> Project | None:
+    """Return the known project whose sign is at the begin or the end of a log; None where no sign
+    is found.
+    """
+    with log_path.open("rb") as file:
         text = file.read(LOG_TAIL_BYTES)
-        file.seek(max(file.tell(), path.stat().st_size - LOG_TAIL_BYTES))
+        file.seek(max(file.tell(), log_path.stat().st_size - LOG_TAIL_BYTES))
         text += file.read(LOG_TAIL_BYTES)
     log = text.decode("utf-8", errors="replace")
     for name, row in load_table(__package__, "projects").items():
@@ -283,10 +305,12 @@ def project_of(path: Path) -> Project | None:
 
 
 def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) -> str:
-    """Return what a person can do: for want of device memory, the lever of a known project in its phase."""
-    index, _, _ = _place_of(failure, ends, paths)
+    """Return what a person can do. Out of device memory in a known project, it is that project's
+    own way to use less.
+    """
+    index, _, _ = _locate_failure(failure, ends, paths)
     has_log = failure.kind is FailureKind.DEVICE_OOM and bool(paths) and paths[index].exists()
-    project = project_of(paths[index]) if has_log else None
+    project = find_project(paths[index]) if has_log else None
     if project is None:
         return help_for(failure, ELSEWHERE)
     phase = failure.phase or Phase.TRAINING
@@ -296,15 +320,15 @@ def _advise(failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]) ->
     return f"{project.name}, in its {phase}: {project.levers[phase]}; {plan}"
 
 
-def _end_of(path: Path, rank: int, exit_code: int) -> RankEnd:
-    project = project_of(path)
-    scan = LogScan(log=path.name, markers=project.phases if project is not None else {})
-    feed_log(scan, path)
-    return rank_end(path, rank, exit_code, scan, scan.findings)
+def _read_rank_end(log_path: Path, rank: int, exit_code: int) -> RankEnd:
+    project = find_project(log_path)
+    scan = LogScan(log=log_path.name, markers=project.phases if project is not None else {})
+    feed_log(scan, log_path)
+    return rank_end(log_path, rank, exit_code, scan, scan.findings)
 
 
 def _placeholder_attempt() -> tuple[Job, Attempt]:
-    """Return a job and an ended attempt as placeholders: logs alone say nothing of them."""
+    """Return an invented job with an ended attempt: logs alone do not tell the real ones."""
     spec = JobSpec(name="elsewhere", global_batch_size=1, command=("elsewhere",))
     nothing = MemoryEstimate(
         moment="", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0
@@ -316,10 +340,12 @@ def _placeholder_attempt() -> tuple[Job, Attempt]:
     return Job(id="elsewhere", spec=spec, order=1, submitted_at_s=0.0), attempt
 
 
-def _place_of(
+def _locate_failure(
     failure: Failure, ends: Sequence[RankEnd], paths: Sequence[Path]
 ) -> tuple[int, int, str]:
-    """Return (rank, offset in bytes, line) of the failure's evidence: a finding, an exception, or the log's end."""
+    """Return (index of the log, offset in bytes, line) of the failure's evidence: a finding, an
+    exception, or the log's end.
+    """
     findings = [(index, end.findings[0]) for index, end in enumerate(ends) if end.findings]
     if not paths:
         return 0, 0, ""
@@ -340,17 +366,19 @@ def _place_of(
         next(of_rank, 0),
     )
     exceptions = read_exceptions(failure.excerpt)
-    return rank, *_last_line(
+    return rank, *_find_last_line(
         paths[rank], f"{exceptions[-1].type}: {exceptions[-1].message[:60]}" if exceptions else ""
     )
 
 
-def _last_line(path: Path, text: str) -> tuple[int, str]:
-    """(offset in bytes, line) of the last line that has the text, or is not empty."""
-    if not path.exists():
+def _find_last_line(log_path: Path, text: str) -> tuple[int, str]:
+    """Return (offset in bytes, line) of the last line that contains the text; for "", of the last
+    line that is not empty.
+    """
+    if not log_path.exists():
         return 0, text
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    size = log_path.stat().st_size
+    with log_path.open("rb") as file:
         begin = max(0, size - LOG_TAIL_BYTES)
         file.seek(begin)
         offset = begin
@@ -363,16 +391,16 @@ def _last_line(path: Path, text: str) -> tuple[int, str]:
     return chosen
 
 
-def _line_number(path: Path, offset: int) -> int:
+def _line_number(log_path: Path, offset: int) -> int:
     number = 1
-    with path.open("rb") as file:
+    with log_path.open("rb") as file:
         while offset > 0 and (chunk := file.read(min(CHUNK_BYTES, offset))):
             number += chunk.count(b"\n")
             offset -= len(chunk)
     return number
 
 
-def _next_action(failure: Failure) -> str:
+def _describe_next_action(failure: Failure) -> str:
     restart = failure.kind.restart
     shortage = failure.kind.shortage
     verdict = failure.verdict

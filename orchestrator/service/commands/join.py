@@ -11,8 +11,8 @@ from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.client.client import Client
 from orchestrator.service.client.endpoint import address_towards, load_endpoint, parse_listen
 from orchestrator.service.client.join_token import FILE as TOKEN_FILE
-from orchestrator.service.client.join_token import FORM, parts_of
-from orchestrator.service.client.logins import Login, login_of, pinned_certificate
+from orchestrator.service.client.join_token import FORM, split_join_token
+from orchestrator.service.client.logins import Login, fetch_pinned_certificate, find_login
 from orchestrator.service.intake.cluster_file import joined_nodes
 from orchestrator.service.intake.detection import detect_machine
 from orchestrator.service.server.members import Machine, check_alike, machine
@@ -35,7 +35,7 @@ def join(home: Path, service: str, name: str, token_file: Path | None) -> JsonOb
     """
     host, port = parse_listen(service)
     with closing(Client(_login(home, service, token_file))) as client:
-        requirements = client.join()
+        requirements = client.fetch_join_information()
         check_alike(Machine(**requirements["machine"]), machine(home))
         machine_here = detect_machine(name)
         was_in = embedded_ray.is_running(home, name)
@@ -76,7 +76,7 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
     try:
         with closing(Client(_login(home, f"{endpoint.address}:{endpoint.port}", None))) as client:
             if is_here:
-                client.drain(name, undo=False)
+                client.drain_node(name, undo=False)
                 _await_empty(client, name, timeout_s, force=force)
                 embedded_ray.stop_embedded(home, record=record)
             if was_in:
@@ -95,10 +95,10 @@ def _login(home: Path, service: str, token_file: Path | None) -> Login:
         token_file or home / TOKEN_FILE, needed=token_file is not None
     )
     if token:
-        secret, fingerprint = parts_of(token)
-        return Login(url=url, token=secret, certificate=pinned_certificate(url, fingerprint))
+        secret, fingerprint = split_join_token(token)
+        return Login(url=url, token=secret, certificate=fetch_pinned_certificate(url, fingerprint))
     try:
-        return login_of(url)
+        return find_login(url)
     except ServiceError:
         raise SpecError(
             "no token for joining",
@@ -119,7 +119,7 @@ def _read(path: Path, *, needed: bool) -> str:
 
 def _await_node(client: Client, name: str) -> None:
     deadline_s = time.monotonic() + SEEN_TIMEOUT_S
-    while name not in {node["name"] for node in client.cluster()["nodes"]}:
+    while name not in {node["name"] for node in client.fetch_cluster()["nodes"]}:
         if time.monotonic() > deadline_s:
             raise ServiceError(f"the service did not see node {name} within {SEEN_TIMEOUT_S:.0f} s")
         time.sleep(POLL_S)
@@ -129,7 +129,10 @@ def _await_empty(client: Client, name: str, timeout_s: float, *, force: bool) ->
     """Wait until no job has devices of the node; with `force` not at all."""
     deadline_s = time.monotonic() + (0.0 if force else timeout_s)
     while jobs := [
-        job for node in client.cluster()["nodes"] if node["name"] == name for job in node["jobs"]
+        job
+        for node in client.fetch_cluster()["nodes"]
+        if node["name"] == name
+        for job in node["jobs"]
     ]:
         if time.monotonic() > deadline_s:
             if force:

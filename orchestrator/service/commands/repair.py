@@ -12,7 +12,7 @@ from rich.text import Text
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.client.client import Client, is_up
-from orchestrator.service.client.lifecycle import journal_url
+from orchestrator.service.client.lifecycle import find_journal_url
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.json_object import JsonObject
 
@@ -38,7 +38,7 @@ def repair(home: Path, remove: Sequence[str]) -> list[JsonObject]:
         for table, row in keys:
             client.drop_unreadable(table, row)
         return client.unreadable_rows()
-    with closing(Journal(journal_url(home))) as journal:
+    with closing(Journal(find_journal_url(home))) as journal:
         journal.find_unreadable_rows()
         for table, row in keys:
             if journal.set_aside.delete_row(table, row) is None:

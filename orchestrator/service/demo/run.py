@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from orchestrator.service.client.client import Client
-from orchestrator.service.client.lifecycle import start
+from orchestrator.service.client.lifecycle import start_service
 from orchestrator.service.demo.corpus import write_corpus
 from orchestrator.service.demo.promises import PROMISES, SHORT, Promise, outcomes, recovered
 from orchestrator.service.intake.intake import EMBEDDED_CLUSTER, read_jobs, read_overrides
@@ -67,7 +67,7 @@ def play(
     Each run has new family names, since the service would otherwise know from the last run what fails.
     """
     began_s = time.monotonic()
-    start(home, cluster, None)
+    start_service(home, cluster, None)
     with closing(Client(home)) as client:
         specs = []
         for path in promises:
@@ -99,7 +99,7 @@ def _follow(client: Client, job_ids: list[str], console: Console) -> list[JobVie
     until_s = time.monotonic() + TIMEOUT_S
     printed: dict[str, int] = dict.fromkeys(job_ids, 0)
     while True:
-        views = {job["id"]: job for job in client.jobs()}
+        views = {job["id"]: job for job in client.list_jobs()}
         jobs = [views[job_id] for job_id in job_ids]
         for job in jobs:
             lines = story(job)

@@ -48,7 +48,7 @@ from orchestrator.backends.threads import FAULTS, start_loop
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.client.client import user_name
 from orchestrator.service.client.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
-from orchestrator.service.client.lifecycle import journal_url, prepare, write_service_file
+from orchestrator.service.client.lifecycle import find_journal_url, prepare_home, write_service_file
 from orchestrator.service.intake.cluster_file import (
     joined_nodes,
     kept_cluster,
@@ -148,7 +148,7 @@ def serve(
     With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
     jobs may run there. A standby waits for the lease of another service; the home is read only after that.
     """
-    prepare(home)
+    prepare_home(home)
     endpoint = endpoint or load_endpoint(home)
     is_serving = threading.Event()
     with ExitStack() as stack:
@@ -223,7 +223,7 @@ def serve(
             cluster=cluster.name,
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
-            hosts=endpoint.names() if endpoint else LOOPBACK,
+            hosts=endpoint.allowed_host_names() if endpoint else LOOPBACK,
             members=_members(home, declared, own_ray, backend),
             pages=pages,
             notifier=notifier,
@@ -369,7 +369,7 @@ def _named_ray(home: Path) -> str:
 def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journal | None:
     """Return the journal, for which a standby waits; None where it was stopped meanwhile. Raises ServiceError."""
     try:
-        return Journal(journal_url(home), stop=stop if standby else None)
+        return Journal(find_journal_url(home), stop=stop if standby else None)
     except ServiceError:
         if stop.is_set():
             return None

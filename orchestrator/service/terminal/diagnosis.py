@@ -59,7 +59,7 @@ def diagnose(
     from orchestrator.service.commands import diagnose as work
 
     if should_be is None:
-        diagnosis = work.diagnose([Path(log) for log in logs], exit_codes or (), oom_kills)
+        diagnosis = work.diagnose_training([Path(log) for log in logs], exit_codes or (), oom_kills)
         tell(asdict(diagnosis), as_json, _table(diagnosis))
         return
     if len(logs) != 1 or os.path.isfile(logs[0]):
@@ -69,7 +69,7 @@ def diagnose(
             got=" ".join(logs),
             allowed="an id of `orc queue`",
         )
-    print(work.case_of_job(client_of(home), logs[0], should_be), end="")
+    print(work.export_test_case(client_of(home), logs[0], should_be), end="")
 
 
 def _table(diagnosis: Diagnosis) -> Table:

@@ -37,7 +37,7 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 def _list_problems(home: Path) -> tuple[str, ...]:
     """Return the present problems of the home's service; () where none answers."""
     try:
-        return tuple(client_of(home).cluster()["problems"])
+        return tuple(client_of(home).fetch_cluster()["problems"])
     except ServiceError:
         return ()
 
@@ -139,10 +139,10 @@ def drain(
 
     client = client_of(home)
     if node is not None:
-        client.drain(node, undo=undo)
+        client.drain_node(node, undo=undo)
     elif undo:
         raise SpecError("say which node shall take again what comes", path="NODE")
-    live = client.cluster()
+    live = client.fetch_cluster()
     answer = {name: live[name] for name in ("nodes", "drained")}
     tell(answer, as_json, nodes_table(live["nodes"], live["drained"]))
 

@@ -114,11 +114,11 @@ def _report_of(run: Simulated) -> dict[str, object]:
 
 def _play_live(cluster: ClusterSpec, home: Path, *, is_live: bool) -> Simulated:
     """Return a play of the live queue."""
-    from orchestrator.service.client.lifecycle import journal_url
+    from orchestrator.service.client.lifecycle import find_journal_url
     from orchestrator.service.commands.live_queue import now_of, play_queue
     from orchestrator.service.commands.replay import read_queue
 
-    state, to_come = read_queue(journal_url(home), home)
+    state, to_come = read_queue(find_journal_url(home), home)
     held_ids = [job.id for job in state.live_jobs if job.held_by]
     if held_ids:
         console_on(sys.stderr).print(f"Not counted, since they are held: {', '.join(held_ids)}")
@@ -150,12 +150,12 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
-    from orchestrator.service.client.lifecycle import journal_url
+    from orchestrator.service.client.lifecycle import find_journal_url
     from orchestrator.service.commands.replay import read_events
     from orchestrator.service.commands.replay import replay as decide_again
     from orchestrator.service.terminal.simulation_tables import replay_table
 
     with show_spinner("deciding again"):
-        decisions = list(decide_again(read_events(journal or journal_url(home.expanduser()))))
+        decisions = list(decide_again(read_events(journal or find_journal_url(home.expanduser()))))
     tell({"decisions": decisions}, as_json, replay_table(decisions))
     raise typer.Exit(not all(decision["same"] for decision in decisions))

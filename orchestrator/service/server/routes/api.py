@@ -18,7 +18,7 @@ from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.morning import MorningReport
 from orchestrator.service.client.client import user_name
-from orchestrator.service.client.join_token import secret_of
+from orchestrator.service.client.join_token import read_join_secret
 from orchestrator.service.server.access.gate import (
     BODY_BYTES_MAX,
     JSON_BYTES_MAX,
@@ -211,7 +211,7 @@ def create_app(service: Service) -> FastAPI:
         body_bytes_max=_body_limits(),
         rates=limiter(),
         joining=JOINING,
-        join_secret=lambda: secret_of(service.home),
+        join_secret=lambda: read_join_secret(service.home),
         sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
         links=SignInLinks(),
         pages=service.pages,
