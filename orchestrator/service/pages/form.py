@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
-from orchestrator.service.commands.init.proposal import proposal
-from orchestrator.service.commands.init.shell_text import first_command
+from orchestrator.service.commands.init.proposal import propose_job_file
+from orchestrator.service.commands.init.shell_text import split_first_command
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.job.spec import job_json_schema
@@ -142,7 +142,7 @@ def propose(command: str, folder: str) -> str:
     if not os.path.isabs(folder) or not os.path.isdir(folder):
         hint = "write an absolute path on the service's machine, or use `orc init` on your own"
         raise SpecError("no such folder", source=SOURCE, path="folder", got=folder, hint=hint)
-    return proposal(first_command(command), FilePath(folder), {})
+    return propose_job_file(split_first_command(command), FilePath(folder), {})
 
 
 def field_values(text: str) -> dict[str, str]:

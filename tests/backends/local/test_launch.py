@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.init.proposal import propose_job_file
 from orchestrator.service.commands.launch.core import answer_to, settle
 from orchestrator.service.commands.launch.records import Records
 from orchestrator.service.commands.launch.shown import explain_folder, report_folder, show_folder
@@ -279,7 +279,7 @@ def test_a_line_decides_as_the_service_and_its_records_can_be_read_back(
         file.write('{"event": {"type": "fin')  # cut off
     records = Records(home)
     settle(records)
-    spec = parse_job(proposal(command, line.folder, {}), "proposal", [("probe", "never")])
+    spec = parse_job(propose_job_file(command, line.folder, {}), "proposal", [("probe", "never")])
     job = Drive(tmp_path / "home", cluster("1GiB", devices=1)).run(spec)
     assert len(job.attempts) > 1
     assert plans_of(records.job) == plans_of(job)
@@ -312,7 +312,7 @@ def test_a_line_of_a_trainer_decides_as_the_service(
     (home,) = (line.folder / ".orc-launch").iterdir()
     records = Records(home)
     settle(records)
-    spec = parse_job(proposal(command, tmp_path, {}), "proposal", [("probe", "never")])
+    spec = parse_job(propose_job_file(command, tmp_path, {}), "proposal", [("probe", "never")])
     job = Drive(tmp_path / "home", cluster(memory, devices=1)).run(spec)
     assert len(job.attempts) > 1
     assert plans_of(records.job) == plans_of(job)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import GUARD, RankRequest
 from orchestrator.service.commands.init.proposal import UNKNOWN_BATCH, Proposal, read_proposal
-from orchestrator.service.commands.init.wrappers import unwrap
+from orchestrator.service.commands.init.wrappers import unwrap_command
 from orchestrator.service.intake.intake import read_job
 from orchestrator.service.notes import Notes
 from orchestrator.specs.command_line import Argv, Env
@@ -105,7 +105,7 @@ def _read_known(argv: Argv, folder: Path, devices: int, proposal: Proposal) -> T
     text = proposal.text if has_batch else f"{proposal.text}{UNKNOWN_BATCH}\n"
     ranks = proposal.bare.ranks or 1
     spec = parse_job(text, "the command", [("probe", "never"), ("gpus", str(ranks))])
-    inner = unwrap(argv, folder)
+    inner = unwrap_command(argv, folder)
     tail = (*inner.prefix, *inner.argv)
     if argv[len(argv) - len(tail) :] != tail:
         what = "its training command stands in a script of a shell, where no plan changes it"
