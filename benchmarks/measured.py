@@ -11,7 +11,7 @@ from orchestrator.backends.simulated import traces
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.process import SimulatedProcess
 from orchestrator.backends.simulated.traces import Trace
-from orchestrator.service.commands.simulate import Outcome, Simulated, play, report_on
+from orchestrator.service.commands.simulate import Outcome, Simulated, make_report, simulate_on
 from orchestrator.specs.attempt import Attempt, Pace
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.events import PaceReported
@@ -82,7 +82,10 @@ def simulate(trace: Trace, cluster: ClusterSpec) -> Simulated:
     """Return the result of the trace on the cluster, with the true durations of its jobs."""
     arrivals: list[traces.Arrival] = []
     return as_measured(
-        trace, cluster, arrivals, play(trace, cluster, arrivals, MeasuredBackend(arrivals, cluster))
+        trace,
+        cluster,
+        arrivals,
+        simulate_on(trace, cluster, arrivals, MeasuredBackend(arrivals, cluster)),
     )
 
 
@@ -92,7 +95,7 @@ def as_measured(
     """Return the run with what its jobs would truly have taken alone, and as requested."""
     pairs = zip(arrivals, run.outcomes, strict=True)
     outcomes = tuple(_true_outcome(arrival, outcome, cluster) for arrival, outcome in pairs)
-    return replace(run, outcomes=outcomes, report=report_on(trace, cluster, outcomes))
+    return replace(run, outcomes=outcomes, report=make_report(trace, cluster, outcomes))
 
 
 def _true_outcome(arrival: traces.Arrival, outcome: Outcome, cluster: ClusterSpec) -> Outcome:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from orchestrator.backends.journal import journal as journal_module
 from orchestrator.backends.journal.database import SCHEMA
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.service.commands.replay import read_events, read_state
+from orchestrator.service.commands.replay import iterate_events, read_state
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.attempt import (
     Attempt,
@@ -495,7 +495,7 @@ def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written
     event = TimerFired(at_s=1.0)
     with closing(Journal(address)) as service:
         service.append([(event, ())])
-        assert [stored for stored, _ in read_events(address)] == [event]
+        assert [stored for stored, _ in iterate_events(address)] == [event]
         assert read_state(address).at_s == 1.0
         with (
             closing(Journal(address, reads_only=True)) as reader,

@@ -23,7 +23,7 @@ from orchestrator.scheduling.reports.forecast import (
     spread_of,
     with_paces,
 )
-from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, outcomes_of
+from orchestrator.service.commands.simulate import FOREVER_S, NullJournal, list_outcomes
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, Pace, RankEnd
 from orchestrator.specs.events import (
@@ -74,7 +74,7 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(
         while controller.state.jobs:
             controller.turn(FOREVER_S)
         for job_id, outcome in zip(
-            ids, outcomes_of(trace, cluster, backend.processes), strict=True
+            ids, list_outcomes(trace, cluster, backend.processes), strict=True
         ):
             prediction = expected[job_id]
             assert prediction.start_range_s is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal import accounts
-from orchestrator.service.commands.job_list import read_list
+from orchestrator.service.commands.job_list import read_job_list
 from orchestrator.service.server.access import gate
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import parse_cluster, parse_jobs
@@ -199,7 +199,7 @@ def test_a_malformed_list_of_jobs_is_one_clear_error(count: int, tmp_path: Path)
 
     def read(text: str) -> object:
         path.write_text(text, encoding="utf-8", errors="surrogatepass")
-        return read_list(path, tmp_path)
+        return read_job_list(path, tmp_path)
 
     assert sum(1 for _ in refuse_mutations(count, [LIST_OF_JOBS], read)) == count
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.commands.what_if import JOBS_MAX, what_if
+from orchestrator.service.commands.what_if import JOBS_MAX, compare_queues
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
@@ -491,7 +491,7 @@ def test_a_play_is_bounded_and_its_late_jobs_are_counted(world: World) -> None:
         "deadline": "23:59 UTC",
     }
     assert world.client.post("/jobs", json={"spec": job_spec() | slow}).status_code == 200
-    outcome = what_if(
+    outcome = compare_queues(
         world.controller.state, cluster := read_cluster(None), cluster, [], {}, world.home
     )
     assert (outcome.late_now, outcome.late_then) == (1, 1)

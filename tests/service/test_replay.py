@@ -16,8 +16,8 @@ from rich.console import Console
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.traces import Trace
 from orchestrator.cli import main
-from orchestrator.service.commands.replay import read_events, replay
-from orchestrator.service.commands.simulate import Simulated, report_on
+from orchestrator.service.commands.replay import iterate_events, replay_history
+from orchestrator.service.commands.simulate import Simulated, make_report
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.forecasts import expected_jobs
 from orchestrator.service.server.verbs import suspend
@@ -63,7 +63,7 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
 
 def test_every_decision_is_replayed_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
     path, journal = night
-    decided = list(replay(read_events(str(path))))
+    decided = list(replay_history(iterate_events(str(path))))
     launches = [
         line
         for decision in decided
@@ -86,7 +86,7 @@ def test_a_decision_that_this_version_makes_otherwise_is_reported(
         for event, decided in journal.iterate_history()
     ]
     journal.close()
-    others = [decision for decision in replay(history) if not decision["same"]]
+    others = [decision for decision in replay_history(history) if not decision["same"]]
     assert others
     assert all(
         "elsewhere" in (decision["then"] or "") and "elsewhere" not in decision["now"]
@@ -104,7 +104,7 @@ def test_a_stopped_job_gets_the_reason() -> None:
         submitted(1, script({1: 500.0})),
         TimerFired(at_s=900.0),
     )
-    *_, decision = replay((event, None) for event in events)
+    *_, decision = replay_history((event, None) for event in events)
     assert decision["now"].startswith("stop job-1"), decision
     assert decision["why"] == "job-1: stopped for the maintenance of a"
     events = (
@@ -112,7 +112,7 @@ def test_a_stopped_job_gets_the_reason() -> None:
         submitted(1, script({1: 500.0})),
         CancelRequested(job_id="job-1", at_s=2.0),
     )
-    *_, decision = replay((event, None) for event in events)
+    *_, decision = replay_history((event, None) for event in events)
     assert decision["why"] == "job-1: is being cancelled"
 
 
@@ -236,7 +236,7 @@ def test_a_table_of_nothing_is_a_table() -> None:
     """Runs without jobs, decisions, strategies or cards: no statistic of an empty list is taken."""
     spec = CLUSTERS[0]
     nothing = Simulated(
-        report=report_on(Trace(name="none", arrivals=()), spec, ()), outcomes=(), decisions_s=()
+        report=make_report(Trace(name="none", arrivals=()), spec, ()), outcomes=(), decisions_s=()
     )
     console = Console(file=io.StringIO())
     for table in (
@@ -254,12 +254,12 @@ def test_a_table_of_nothing_is_a_table() -> None:
 
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no journal"):
-        list(read_events(str(tmp_path / "journal.sqlite")))
+        list(iterate_events(str(tmp_path / "journal.sqlite")))
     (tmp_path / "text.db").write_text(
         "not a database, though it is long enough to be read as the header of one\n" * 9
     )
     with pytest.raises(SpecError, match="not a SQLite journal"):
-        list(read_events(str(tmp_path / "text.db")))
+        list(iterate_events(str(tmp_path / "text.db")))
 
 
 def exit_code(argv: Callable[[], None]) -> object:

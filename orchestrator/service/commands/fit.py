@@ -17,7 +17,7 @@ from orchestrator.planning.trust import Choice
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.options.job_options import choice_rule_of
 from orchestrator.service.commands.cards import parse_cards
-from orchestrator.service.commands.plan import as_job
+from orchestrator.service.commands.plan import placeholder_job
 from orchestrator.service.intake.intake import JobSource, read_job
 from orchestrator.service.intake.profiling import TraceScope, trace_model
 from orchestrator.specs.cluster import idle_nodes
@@ -195,7 +195,7 @@ def _find_best_plan(spec: JobSpec, hardware: Hardware) -> Candidate | None:
         return None
     mildest = candidates[0].degradation
     alike = [candidate for candidate in candidates if candidate.degradation is mildest]
-    rule = choice_rule_of(as_job(spec), "", UNMEASURED, alike[0])
+    rule = choice_rule_of(placeholder_job(spec), "", UNMEASURED, alike[0])
     choices = []
     for candidate in alike:
         fill = needed_bytes(candidate, UNMEASURED) / memory_bytes

@@ -20,9 +20,9 @@ from starlette.routing import Route
 from orchestrator.backends.mlflow.server import ADDRESS as MLFLOW
 from orchestrator.backends.mlflow.tracker import find_job_url
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.service.commands.live_queue import now_of
+from orchestrator.service.commands.live_queue import advance_to_now
 from orchestrator.service.commands.plan import plan_job
-from orchestrator.service.commands.what_if import WhatIf, what_if
+from orchestrator.service.commands.what_if import WhatIf, compare_queues
 from orchestrator.service.intake.cluster_file import kept_cluster
 from orchestrator.service.intake.intake import read_jobs
 from orchestrator.service.pages.archive import Archive
@@ -470,7 +470,9 @@ class _Pages:
         if form["order"] in list(Order):
             other = other.with_order(Order(form["order"]))
         jobs = _read(form["job"]) if form["job"].strip() else []
-        return what_if(now_of(state), present, other, jobs, self._sweeper.to_come(), self._home)
+        return compare_queues(
+            advance_to_now(state), present, other, jobs, self._sweeper.to_come(), self._home
+        )
 
     def audit(self, request: Request) -> Response:
         number = _number(request.query_params, "before", 0) or None

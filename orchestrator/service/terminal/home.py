@@ -148,9 +148,9 @@ def doctor(
     from dataclasses import asdict
 
     if repair_rows or remove:
-        from orchestrator.service.commands.repair import repair, rows_table
+        from orchestrator.service.commands.repair import repair_journal, rows_table
 
-        rows = repair(home.expanduser(), remove or [])
+        rows = repair_journal(home.expanduser(), remove or [])
         tell({"rows": rows}, as_json, rows_table(rows))
         raise typer.Exit(bool(rows))
     from orchestrator.service.commands.doctor import BAD, findings_table, run_checks

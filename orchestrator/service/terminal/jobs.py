@@ -126,9 +126,9 @@ def show(job_id: JobOrFolder, home: Home = DEFAULT_HOME, as_json: AsJson = False
     from orchestrator.specs.job.sweep import SWEEP
 
     if Path(job_id).is_dir():
-        from orchestrator.service.commands.launch.shown import show_folder
+        from orchestrator.service.commands.launch.shown import view_folder
 
-        launched = show_folder(Path(job_id))
+        launched = view_folder(Path(job_id))
         tell(dict(launched), as_json, job_panel(launched, console_on(sys.stdout).width))
         return
     client = client_of(home)

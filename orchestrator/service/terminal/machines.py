@@ -60,7 +60,7 @@ def join(
     as_json: AsJson = False,
 ) -> None:
     """Add this machine with its devices to the service of another machine. The home folder is shared storage."""
-    from orchestrator.service.commands.join import join as join_service
+    from orchestrator.service.commands.join import join_service as join_service
     from orchestrator.service.intake.detection import node_name
 
     answer = join_service(home.expanduser(), service, name or node_name(), token_file)
@@ -86,7 +86,7 @@ def leave(
     as_json: AsJson = False,
 ) -> None:
     """Take this machine out of the service: drain it, wait for its jobs, stop its Ray."""
-    from orchestrator.service.commands.join import leave as leave_service
+    from orchestrator.service.commands.join import leave_service as leave_service
     from orchestrator.service.intake.detection import node_name
 
     try:

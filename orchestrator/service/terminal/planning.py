@@ -69,7 +69,12 @@ def plan(
 ) -> None:
     """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import select_hardware
-    from orchestrator.service.commands.plan import export_job, job_file_of, plan_job, trace_scope
+    from orchestrator.service.commands.plan import (
+        export_job,
+        plan_job,
+        trace_scope,
+        way_out_job_file,
+    )
     from orchestrator.service.intake.intake import read_job, read_options
     from orchestrator.service.terminal.plan_tables import plan_panel
 
@@ -92,7 +97,7 @@ def plan(
     if cards is not None and ":" not in cards:
         answer["hardware"] += f", assumed (`--gpu {cards.partition('@')[0]}:1TiB` says another)"
     if way_out is not None:
-        print(job_file_of(answer, way_out), end="")
+        print(way_out_job_file(answer, way_out), end="")
         return
     tell(dict(answer), as_json, plan_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
@@ -114,7 +119,7 @@ def estimate(
 
     overrides = read_overrides(settings)
     nodes, observations = select_hardware(service_of(home), cluster, cards)
-    plans = partial(trace_scope, nodes, settings=overrides)
+    plans = partial(trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
             file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
