@@ -129,7 +129,7 @@ def exec_command(command: Sequence[str]) -> NoReturn:
 
 
 class LaunchRun:
-    """One run of `orc launch`: it asks its core for a plan, runs attempts and passes signals on."""
+    """A run of `orc launch`: it asks its core for a plan, runs attempts and passes signals on."""
 
     def __init__(self, options: Namespace) -> None:
         self._options = options

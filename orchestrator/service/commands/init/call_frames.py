@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One way to reach a function or module: the calls that lead there, with their arguments."""
+    """A way to reach a function or module: the calls that lead there, with their arguments."""
 
     scope: Scope
     order: Order = ()
