@@ -28,7 +28,7 @@ from orchestrator.service.client.client import LONG_POLL_S
 from orchestrator.service.client.client import Client as Connection
 from orchestrator.service.client.logins import Login, find_login
 from orchestrator.service.client.sending import read_and_upload_jobs
-from orchestrator.service.intake.intake import JobSource, with_zone
+from orchestrator.service.intake.intake import JobSource, add_time_zones
 from orchestrator.service.terminal.follow import ENDS, log_lines
 from orchestrator.service.views.records import JobView, failure_excerpt
 from orchestrator.specs.cluster import Node
@@ -131,7 +131,7 @@ def _read_to_plan(
     path = None if cluster is None else Path(cluster).expanduser()
     nodes, observations = select_hardware(_service(None), path, gpu)
     scope = partial(trace_scope, nodes)
-    spec = read_job(_source(job), _overrides(overrides), to_run=False, scope=scope)
+    spec = read_job(_source(job), _overrides(overrides), to_run=False, trace_scope=scope)
     return spec, nodes, observations
 
 
@@ -312,14 +312,14 @@ class Job:
 
     def update(self, **settings: Any) -> None:
         """Change `priority`, `deadline` or `time_limit`. Raises SpecError for others, ServiceError where it ended."""
-        self._connection.update_job(self.id, with_zone(_overrides(settings)))
+        self._connection.update_job(self.id, add_time_zones(_overrides(settings)))
 
     def retry(self, **overrides: Any) -> Job:
         """Submit it again, as `Client.submit` has overrides; returns the new job. Raises ServiceError before its end.
 
         It continues from its newest checkpoint unless the overrides change the training; `info()` says so.
         """
-        answer = self._connection.retry_job(self.id, with_zone(_overrides(overrides)))
+        answer = self._connection.retry_job(self.id, add_time_zones(_overrides(overrides)))
         return Job(self._connection, answer["id"])
 
     def logs(self, attempt: int | None = None, rank: int = 0) -> str:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.service.client.sending import upload_files
-from orchestrator.service.intake.intake import read_jobs_elsewhere
+from orchestrator.service.intake.intake import read_jobs_for_service
 from orchestrator.service.transfer import store
 from orchestrator.service.transfer.archive import Limits, list_files, unpack
 from orchestrator.service.transfer.ignore import read_ignore
@@ -343,7 +343,7 @@ def test_only_what_is_missing_is_sent_and_every_path_of_this_machine_becomes_one
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     carrier = Carrier(world.by(Role.MEMBER))
-    jobs = read_jobs_elsewhere(project / "job.yaml")
+    jobs = read_jobs_for_service(project / "job.yaml")
     specs = upload_files(carrier, jobs)  # type: ignore[arg-type]
     assert len(carrier.sent) == 2, "the project and the model, once for both jobs of the array"
     assert specs == upload_files(carrier, jobs)  # type: ignore[arg-type]
@@ -363,11 +363,11 @@ def test_only_what_is_missing_is_sent_and_every_path_of_this_machine_becomes_one
 def test_absolute_paths_are_those_of_the_service_and_need_not_exist_here(project: Path) -> None:
     job = project / "job.yaml"
     job.write_text(SCRIPT + "workdir: /srv/elsewhere\n")
-    (read,) = read_jobs_elsewhere(job)
+    (read,) = read_jobs_for_service(job)
     assert (read.spec.workdir, read.local_keys) == ("/srv/elsewhere", frozenset())
     job.write_text(SCRIPT + "workdir: ./nowhere\n")
     with pytest.raises(SpecError, match="the folder does not exist"):
-        read_jobs_elsewhere(job)
+        read_jobs_for_service(job)
 
 
 # --------------------------------------------------------------------------------------------------------- the output

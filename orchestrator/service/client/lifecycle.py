@@ -29,8 +29,8 @@ from orchestrator.service.client.client import (
 from orchestrator.service.client.endpoint import FILE as ENDPOINT_FILE
 from orchestrator.service.client.endpoint import Endpoint, endpoint_text
 from orchestrator.service.intake.cluster_file import FILE as CLUSTER_FILE
-from orchestrator.service.intake.cluster_file import cluster_text, kept_cluster
-from orchestrator.service.intake.detection import detect_machine, node_name
+from orchestrator.service.intake.cluster_file import format_cluster, load_cluster
+from orchestrator.service.intake.detection import detect_machine, local_node_name
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import ServiceError
@@ -122,7 +122,7 @@ def _store_settings(
     if cluster_file is None and ray_address is None:
         spec, notes = find_cluster(home)
         if notes and not spec.nodes[0].device.kind.traits.is_virtual:
-            files[CLUSTER_FILE] = cluster_text(spec, notes)
+            files[CLUSTER_FILE] = format_cluster(spec, notes)
     for name, text in files.items():
         write_durably(home / name, text, PRIVATE)
     return notes
@@ -261,10 +261,10 @@ def find_cluster(home: Path) -> tuple[ClusterSpec, Notes]:
     detected one. Raises SpecError.
     """
     if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
-        return kept_cluster(home), ()
-    machine = detect_machine(node_name())
+        return load_cluster(home), ()
+    machine = detect_machine(local_node_name())
     return (
-        kept_cluster(home) if machine.node.device.kind.traits.is_virtual else machine.cluster
+        load_cluster(home) if machine.node.device.kind.traits.is_virtual else machine.cluster
     ), machine.notes
 
 

@@ -15,7 +15,7 @@ from orchestrator.service.intake.intake import (
     ReadJob,
     read_job,
     read_jobs,
-    read_jobs_elsewhere,
+    read_jobs_for_service,
 )
 from orchestrator.service.transfer.archive import Listing, list_files
 from orchestrator.service.transfer.ignore import read_ignore
@@ -49,7 +49,7 @@ def read_and_upload_jobs(
     jobs = [
         job
         for file in job_files
-        for job in read_jobs_elsewhere(file, overrides, home, only_one=only_one)
+        for job in read_jobs_for_service(file, overrides, home, only_one=only_one)
     ]
     with closing(Client(service)) as client:
         return upload_files(client, jobs)

@@ -22,7 +22,7 @@ from orchestrator.backends.attempts.system_metrics import read_memory_bytes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE
 from orchestrator.service.client.client import Client, is_up
-from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.rates import read_rates
 from orchestrator.specs.frozen import frozen
 from orchestrator.specs.units import format_bytes
@@ -177,7 +177,7 @@ def _check_cpu_ranks(home: Path) -> Result | None:
     """Return the measured rates of this home's virtual devices, as a check's result; None where it
     has none.
     """
-    rates = read_rates(kept_cluster(home))
+    rates = read_rates(load_cluster(home))
     if rates is None:
         return None
     speeds = (
@@ -192,7 +192,7 @@ def _check_nvme(home: Path) -> Result | None:
 
     None where no device of the home's cluster names a folder.
     """
-    devices = [node.device for node in kept_cluster(home).nodes]
+    devices = [node.device for node in load_cluster(home).nodes]
     folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
     if not folders:
         return None

@@ -103,8 +103,8 @@ def fit_job(
         overrides=overrides,
         home=home,
         to_run=False,
-        elsewhere=allow_other_machine,
-        scope=_trace_on_cuda,
+        allow_other_machine=allow_other_machine,
+        trace_scope=_trace_on_cuda,
     )
     try:
         spec = read(job if isinstance(job, Path | Mapping) else model_job_data(str(name)))

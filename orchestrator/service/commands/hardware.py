@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.service.client.logins import Login
 from orchestrator.service.commands.cards import parse_cards
-from orchestrator.service.intake.cluster_file import kept_cluster
+from orchestrator.service.intake.cluster_file import load_cluster
 from orchestrator.service.intake.intake import read_cluster
 from orchestrator.service.intake.rates import recall_cluster
 from orchestrator.specs.cluster import Node, idle_nodes
@@ -38,7 +38,7 @@ def select_hardware(
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()
     if cluster_file is not None or (isinstance(service, Path) and not _is_up(service)):
         return idle_nodes(
-            recall_cluster(read_cluster(cluster_file) if cluster_file else kept_cluster(home))
+            recall_cluster(read_cluster(cluster_file) if cluster_file else load_cluster(home))
         ), ()
     from orchestrator.service.client.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view

@@ -13,7 +13,7 @@ from orchestrator.service.client.endpoint import address_towards, load_endpoint,
 from orchestrator.service.client.join_token import FILE as TOKEN_FILE
 from orchestrator.service.client.join_token import FORM, split_join_token
 from orchestrator.service.client.logins import Login, fetch_pinned_certificate, find_login
-from orchestrator.service.intake.cluster_file import joined_nodes
+from orchestrator.service.intake.cluster_file import load_joined_nodes
 from orchestrator.service.intake.detection import detect_machine
 from orchestrator.service.server.members import Machine, check_alike, machine
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -75,7 +75,7 @@ def leave_service(home: Path, node_name: str, timeout_s: float, *, force: bool) 
         raise ServiceError(
             f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one"
         )
-    was_in = node_name in {node.name for node in joined_nodes(home)}
+    was_in = node_name in {node.name for node in load_joined_nodes(home)}
     is_here = embedded_ray.is_running(home, node_name)
     try:
         with closing(

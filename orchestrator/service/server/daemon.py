@@ -50,13 +50,13 @@ from orchestrator.service.client.client import user_name
 from orchestrator.service.client.endpoint import LOOPBACK, Endpoint, load_endpoint, parse_endpoint
 from orchestrator.service.client.lifecycle import find_journal_url, prepare_home, write_service_file
 from orchestrator.service.intake.cluster_file import (
-    joined_nodes,
-    kept_cluster,
+    add_joined_nodes,
+    load_cluster,
     load_cluster_file,
-    nodes_here,
-    with_joined,
+    load_joined_nodes,
+    select_local_nodes,
 )
-from orchestrator.service.intake.detection import node_name
+from orchestrator.service.intake.detection import local_node_name
 from orchestrator.service.intake.rates import measure_cluster, recall_cluster
 from orchestrator.service.server.connections import (
     BoundedConnection,
@@ -154,7 +154,7 @@ def serve(
     with ExitStack() as stack:
         background = stack.enter_context(ThreadPoolExecutor(1))
         background.submit(
-            measure_cluster, kept_cluster(home)
+            measure_cluster, load_cluster(home)
         )  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
@@ -164,7 +164,7 @@ def serve(
             return
         stack.enter_context(closing(journal))
         declared = load_cluster_file(home)
-        cluster = with_joined(declared, joined_nodes(home))
+        cluster = add_joined_nodes(declared, load_joined_nodes(home))
         accounts = Accounts(journal.database.transaction, time.time)
         refuse_user = _separate_users(home, declared, endpoint, accounts)
         earlier_ray = embedded_ray.find_local_address(home)
@@ -378,7 +378,7 @@ def _open_journal(home: Path, stop: threading.Event, *, standby: bool) -> Journa
 
 def _own_ray(home: Path, declared: ClusterSpec, endpoint: Endpoint | None) -> embedded_ray.OwnRay:
     """Return the service's own Ray on this machine; nothing of it is started yet."""
-    here = nodes_here(declared, joined_nodes(home), node_name())
+    here = select_local_nodes(declared, load_joined_nodes(home), local_node_name())
     return embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
 
 

@@ -83,7 +83,12 @@ def plan(
     plans = partial(trace_scope, nodes)
     with show_spinner("reading the model"):
         spec = read_job(
-            file, overrides, home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
+            file,
+            overrides,
+            home,
+            to_run=False,
+            allow_other_machine=SERVER.get() is not None,
+            trace_scope=plans,
         )
     if export is not None:
         script = export_job(spec, nodes, observations, export)
@@ -122,7 +127,12 @@ def estimate(
     plans = partial(trace_scope, nodes, plan_settings=overrides)
     with show_spinner("reading the model"):
         spec = read_job(
-            file, (), home, to_run=False, elsewhere=SERVER.get() is not None, scope=plans
+            file,
+            (),
+            home,
+            to_run=False,
+            allow_other_machine=SERVER.get() is not None,
+            trace_scope=plans,
         )
     answer = estimate_plan(spec, overrides, nodes, observations)
     tell(dict(answer), as_json, candidate_panel(answer))

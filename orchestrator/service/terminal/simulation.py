@@ -60,7 +60,7 @@ def simulate(
     from orchestrator.service.commands.job_list import read_job_list
     from orchestrator.service.commands.simulate import shift_maintenance
     from orchestrator.service.commands.simulate import simulate_trace as play
-    from orchestrator.service.intake.cluster_file import kept_cluster
+    from orchestrator.service.intake.cluster_file import load_cluster
     from orchestrator.service.intake.intake import read_cluster
 
     home = home.expanduser()
@@ -74,7 +74,7 @@ def simulate(
         raise SpecError(
             "a play of the live queue shares no card", path="--share", allowed="a list of jobs"
         )
-    hardware = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
+    hardware = load_cluster(home) if queue and cluster is None else read_cluster(cluster)
     with show_spinner("simulating"):
         if trace is None:
             run = _play_live(hardware, home, is_live=cluster is None)

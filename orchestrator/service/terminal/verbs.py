@@ -197,10 +197,10 @@ def update(
     as_json: AsJson = False,
 ) -> None:
     """Change the priority, deadline or time limit of a job that has not ended."""
-    from orchestrator.service.intake.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import add_time_zones, read_overrides
 
     is_changed = client_of(home).update_job(
-        job_id, with_zone(read_overrides(settings, "orc update"))
+        job_id, add_time_zones(read_overrides(settings, "orc update"))
     )
     tell({"changed": is_changed}, as_json, f"{job_id}: {'updated' if is_changed else 'unchanged'}.")
 
@@ -222,9 +222,9 @@ def retry(
     as_json: AsJson = False,
 ) -> None:
     """Submit an ended job again, or allow what a job asks for that has no plan of the same training left."""
-    from orchestrator.service.intake.intake import read_overrides, with_zone
+    from orchestrator.service.intake.intake import add_time_zones, read_overrides
 
-    overrides = with_zone(read_overrides(settings))
+    overrides = add_time_zones(read_overrides(settings))
     answer = client_of(home).retry_job(
         job_id,
         overrides,

@@ -11,7 +11,7 @@ from pathlib import Path
 from orchestrator.backends.devices import nvml
 from orchestrator.backends.devices.readers import read_devices
 from orchestrator.backends.local.watch import find_lock_folder
-from orchestrator.service.intake.detection import detect_machine, host_bytes, node_name
+from orchestrator.service.intake.detection import detect_machine, local_node_name, read_host_bytes
 from orchestrator.service.notes import Notes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.command_line import Env
@@ -73,20 +73,20 @@ def _detect_visible(variables: Env) -> Machine:
     notes = list[str]()
     free = list[int]()
     try:
-        node = detect_machine(node_name()).node
+        node = detect_machine(local_node_name()).node
     except SpecError as error:
         if variables and error.path == "CUDA_VISIBLE_DEVICES":  # a mistake in --devices
             raise
         sizes = [device.total_bytes for device in nvml.read_nvml().devices if not device.error]
         names = variables["CUDA_VISIBLE_DEVICES"].split(",") if variables else []
         count = len(names) or len(sizes) or 1
-        node = _make_node("cuda", f"{min(sizes, default=host_bytes())}B", count)
+        node = _make_node("cuda", f"{min(sizes, default=read_host_bytes())}B", count)
         ids = tuple(int(name) if name.isdecimal() else name for name in names)
         node = node.model_copy(update={"device_ids": ids})
         notes.append(error.what)
     if node.device.kind.traits.is_virtual:
         note = "no NVIDIA device is seen: the command runs where its own code takes it"
-        node = _make_node("virtual", f"{host_bytes()}B", 1)
+        node = _make_node("virtual", f"{read_host_bytes()}B", 1)
         return Machine(node=node, env=variables, notes=(note,))
     reading = read_devices(node.device.kind.traits.driver, node.device_ids).devices[: node.devices]
     for device in reading:
@@ -113,10 +113,15 @@ def _make_node(device_name: str, memory: str, device_count: int) -> NodeSpec:
         "link_bandwidth": "1MB/s",
     }
     device = {"name": device_name, "kind": device_name, "memory": memory, **speeds}
-    host = f"{host_bytes()}B"
+    host = f"{read_host_bytes()}B"
     try:
         return NodeSpec.model_validate(
-            {"name": node_name(), "devices": device_count, "device": device, "host_memory": host}
+            {
+                "name": local_node_name(),
+                "devices": device_count,
+                "device": device,
+                "host_memory": host,
+            }
         )
     except ValueError:
         allowed = "such as 2xvirtual-256MiB"
